@@ -1,0 +1,1600 @@
+"""Train, export, reload and score a small language model for the Parameter Golf challenge, in one file.
+
+The best model wins whose code plus compressed weights fit in 16,000,000 bytes and which trains in 600 seconds on
+8 x H100; the score is bits per byte on FineWeb validation text. This script trains an 11-layer transformer whose
+matrices live in a few 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and a running average of the
+weights, exports int6 codes, reads its own artifact back and scores it with sliding windows.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      # the record run: every default is the record's
+    python train_gpt.py                                        # the same mathematics on one GPU or on a CPU
+    python train_gpt.py --help                                 # every knob: an environment variable of that name
+    EVAL_ONLY=final_model.int6.xz python train_gpt.py          # load an artifact, score it, nothing else
+
+How the data flows (and the order of the sections below):
+
+    shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
+      banks (R, out, in): pad R to W*r, reduce-scatter -> (r, out, in) mean -> momentum -> Newton-Schulz
+                          -> all-gather -> apply the first R rows
+      all other parameters: one flat all-reduce -> AdamW
+      every step: EMA
+    EMA -> one (out, in) matrix a row of each bank -> quantised codes + scales -> coder -> artifact bytes
+    artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
+
+Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary, L layers,
+W ranks, R bank rows, r bank rows a rank. "#399" and the like are pull requests of the challenge's repository.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import gc
+import io
+import json
+import lzma
+import math
+import os
+import platform
+import queue
+import shutil
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
+
+import numpy as np
+import sentencepiece
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, decimal, by the rules of the challenge
+
+
+class UserError(Exception):
+    """Something its user can mend: one sentence that names the variable or file, what was found and what to do."""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Hyperparameters: each knob is declared once, here, with its type, default, bounds and meaning
+
+
+def knob(default, text: str, *, low=None, high=None, choices: tuple = (), section: str = ""):
+    """One environment variable. `low` and `high` are inclusive bounds; `section` starts a new group in --help."""
+    return dataclasses.field(default=default, metadata=dict(text=text, low=low, high=high, choices=choices, section=section))
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """All knobs; the defaults are the published run of #399 on 8 x H100. Raises UserError on impossible values."""
+
+    # fmt: off
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of fineweb_train_*.bin and fineweb_val_*.bin", section="Data")
+    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model that made the shards")
+    vocab_size: int = knob(1024, "pieces of the tokenizer", low=4, high=65536)
+    shuffle_seed: int = knob(0, "0: sequential order of the shards; n > 0: rows permuted anew each epoch by this seed", low=0)
+
+    num_layers: int = knob(11, "transformer layers", low=1, high=256, section="Model")
+    model_dim: int = knob(512, "width D of the residual stream", low=8)
+    num_heads: int = knob(8, "query heads", low=1)
+    num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", low=1)
+    mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", low=0.1)
+    tie_embeddings: bool = knob(True, "one matrix is both the token embedding and the output head")
+    tied_embed_init_std: float = knob(0.005, "standard deviation of the tied embedding at the start", low=0)
+    logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", low=1e-3)
+    qk_gain_init: float = knob(1.5, "start of the learned gain of each query head")
+    rope_base: float = knob(10000.0, "base of the rotary frequencies; never rescaled with the length", low=1)
+    rope_dims: int = knob(16, "rotated dimensions of each head; 0: all of them", low=0)
+    ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)")
+    xsa_last_n: int = knob(4, "exclusive self-attention on the last n layers: outputs lose their part along v", low=0)
+    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", low=0)
+    bigram_dim: int = knob(128, "width of the hashed bigram embedding", low=1)
+
+    train_batch_tokens: int = knob(786_432, "tokens a step, all ranks and micro-batches together", low=1, section="Batch")
+    train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2)
+    micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 2,048 on a CPU", low=0)
+
+    iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
+    max_wallclock_seconds: float = knob(600.0, "training never exceeds this; 0: no limit", low=0)
+    warmup_steps: int = knob(20, "steps that compile and warm everything before the clock starts, then are undone", low=0)
+    warmdown_iters: int = knob(3000, "last steps over which learning rates fall to 0 (at most half of the run)", low=0)
+    warmdown_frac: float = knob(0.0, "the same as a fraction of the run, whatever the hardware; 0: WARMDOWN_ITERS", low=0, high=1)
+
+    matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
+    scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection", low=0)
+    tied_embed_lr: float = knob(0.035, "Adam learning rate of the tied embedding (and the bigram embedding)", low=0)
+    embed_lr: float = knob(0.6, "the same where the head is untied", low=0)
+    head_lr: float = knob(0.008, "Adam learning rate of the untied head", low=0)
+    muon_momentum: float = knob(0.99, "Nesterov momentum", low=0, high=1)
+    muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", low=0, high=1)
+    muon_momentum_warmup_steps: int = knob(1500, "steps to reach MUON_MOMENTUM (at most half of the run)", low=0)
+    muon_backend_steps: int = knob(5, "Newton-Schulz iterations", low=1, high=50)
+    muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
+    adam_wd: float = knob(0.04, "decoupled weight decay of everything else", low=0)
+    beta1: float = knob(0.9, "Adam", low=0, high=1)
+    beta2: float = knob(0.95, "Adam", low=0, high=1)
+    adam_eps: float = knob(1e-8, "Adam", low=0)
+    grad_clip_norm: float = knob(0.3, "largest norm of the reduced gradient; 0: no clipping", low=0)
+
+    ema_enabled: bool = knob(True, "export an exponential moving average of the weights", section="Averaging and quantisation")
+    ema_decay: float = knob(0.997, "its decay a step", low=0, high=1)
+    swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
+    swa_every: int = knob(50, "steps between two samples of that average", low=1)
+    late_qat: bool = knob(True, "train through the int6 rounding (straight-through) once the rate is low")
+    qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
+    matrix_clip: float = knob(7.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
+    embed_clip: float = knob(14.0, "int8 range of an embedding's row, in standard deviations of the row", low=0.1)
+    compressor: str = knob("lzma", "coder of the artifact", choices=("lzma", "zstd"))
+
+    eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, section="Evaluation")
+    eval_stride: int = knob(64, "new tokens scored by each sliding window; EVAL_SEQ_LEN: no overlap", low=1)
+    val_batch_size: int = knob(524_288, "tokens of one evaluation batch over all ranks", low=1)
+    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", low=0)
+    eval_only: str = knob("", "artifact to load and score; nothing is trained")
+
+    run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
+    seed: int = knob(1337, "initialisation (and nothing else: see SHUFFLE_SEED)", low=0)
+    train_log_every: int = knob(200, "steps between two lines of the log", low=1)
+    compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
+    device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
+    attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math"))
+    compile: str = knob("auto", "torch.compile; auto: where a compiler is found", choices=("auto", "0", "1"))
+    # fmt: on
+
+    @classmethod
+    def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
+        """The knobs set in `environ`, the rest at their defaults. Raises UserError naming the variable."""
+        return cls(**{f.name: _parse(f, environ[f.name.upper()]) for f in dataclasses.fields(cls) if f.name.upper() in environ})
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_bounds(field, getattr(self, field.name))
+        head_dim, rotated = divmod(self.model_dim, self.num_heads)[0], self.rope_dims
+        _rule(self.model_dim % self.num_heads == 0, f"MODEL_DIM={self.model_dim} is not a multiple of NUM_HEADS={self.num_heads}")
+        _rule(self.num_heads % self.num_kv_heads == 0, f"NUM_HEADS={self.num_heads} is not a multiple of NUM_KV_HEADS={self.num_kv_heads}")
+        _rule(head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {head_dim} is odd, but rotary embeddings turn pairs: make it even")
+        _rule(rotated % 2 == 0 and rotated <= head_dim, f"ROPE_DIMS={rotated} must be even and at most the head dimension {head_dim}")
+        _rule(self.xsa_last_n <= self.num_layers, f"XSA_LAST_N={self.xsa_last_n} exceeds NUM_LAYERS={self.num_layers}")
+        _rule(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 leaves no bucket beside the one for document starts: set 0 or 2 and more")
+        _rule(self.train_batch_tokens % self.train_seq_len == 0,
+              f"TRAIN_BATCH_TOKENS={self.train_batch_tokens} is not a multiple of TRAIN_SEQ_LEN={self.train_seq_len}")
+        _rule(self.eval_stride <= self.eval_seq_len,
+              f"EVAL_STRIDE={self.eval_stride} exceeds EVAL_SEQ_LEN={self.eval_seq_len}: tokens between windows would not be scored")
+        _rule(not (self.ema_enabled and self.swa_enabled), "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
+    @property
+    def mlp_dim(self) -> int:
+        return int(self.mlp_mult * self.model_dim)
+
+    def describe(self) -> str:
+        """One `name=value` a line for the log; a leading * marks what differs from the default."""
+        return "\n".join(f"{' ' if getattr(self, f.name) == f.default else '*'} {f.name.upper()}={getattr(self, f.name)}"
+                         for f in dataclasses.fields(self))
+
+
+def _parse(field: dataclasses.Field, text: str):
+    name, text = field.name.upper(), text.strip()
+    if field.type is bool:
+        values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        _rule(text.lower() in values, f"{name}={text!r} is not a switch: set 0 or 1")
+        return values[text.lower()]
+    try:
+        return field.type(text)
+    except ValueError:
+        kind = {int: "a whole number", float: "a number"}[field.type]
+        raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={field.default}") from None
+
+
+def _check_bounds(field: dataclasses.Field, value) -> None:
+    name, low, high, choices = field.name.upper(), *(field.metadata[k] for k in ("low", "high", "choices"))
+    _rule(not isinstance(value, float) or math.isfinite(value), f"{name}={value} is not a finite number")
+    _rule(low is None or value >= low, f"{name}={value} is below its least value {low}")
+    _rule(high is None or value <= high, f"{name}={value} is above its greatest value {high}")
+    _rule(not choices or value in choices, f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def _rule(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise UserError(sentence)
+
+
+def misspelt_knobs(environ: dict[str, str]) -> list[str]:
+    """A sentence for every variable of `environ` that is nearly, but not quite, the name of a knob."""
+    knobs = [f.name.upper() for f in dataclasses.fields(Hyperparameters)]
+    near = {name: difflib.get_close_matches(name, knobs, n=1, cutoff=0.85) for name in sorted(environ) if name not in knobs}
+    return [f"{name} is set but is not a knob; did you mean {match[0]}?" for name, match in near.items() if match]
+
+
+def knob_help() -> str:
+    """The table that --help prints: every knob with its default, meaning and bounds."""
+    lines = []
+    for field in dataclasses.fields(Hyperparameters):
+        meta = field.metadata
+        if meta["section"]:
+            lines.append(f"\n{meta['section']}")
+        bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if meta[key] is not None]
+        limits = " | ".join(meta["choices"]) or ", ".join(bounds)
+        default = int(field.default) if field.type is bool else field.default
+        lines.append(f"  {field.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Runtime: rank, device, dtype, attention kernel and compiler, each decided once and logged
+
+
+class Ranks:
+    """The collectives of a run of W ranks. At W = 1 they are copies or nothing, so that callers need no branch.
+
+    All sums are plain sums: means come from dividing the loss by the global number of micro-batches beforehand.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Sum `tensor` over the ranks, in place. Returns the function that waits for it."""
+        return self._start(dist.all_reduce, tensor)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
+        """Sum `full` (W*r, ...) over the ranks; this rank's rows go to `shard` (r, ...)."""
+        return self._start(dist.reduce_scatter_tensor, shard, full)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
+        """Put the `shard` (r, ...) of every rank into `full` (W*r, ...)."""
+        return self._start(dist.all_gather_into_tensor, full, shard)
+
+    def broadcast_bytes(self, blob: bytes | None, device: torch.device) -> bytes:
+        """The `blob` of rank 0, on every rank (through the network: ranks may sit on several nodes)."""
+        if self.size == 1:
+            return blob
+        length = torch.tensor([len(blob or b"")], device=device)
+        self._start(dist.broadcast, length, 0)()
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
+        data = data.to(device)
+        self._start(dist.broadcast, data, 0)()
+        return data.cpu().numpy().tobytes()
+
+    def _start(self, collective, out: Tensor, source: Tensor | int | None = None) -> Callable[[], None]:
+        if self.size == 1:
+            if isinstance(source, Tensor) and source.data_ptr() != out.data_ptr():
+                out.copy_(source)
+            return lambda: None
+        with self._named_failure():
+            work = collective(out, async_op=True) if source is None else collective(out, source, async_op=True)
+        return lambda: self._wait(work)
+
+    def _wait(self, work) -> None:
+        with self._named_failure():
+            work.wait()
+
+    @contextlib.contextmanager
+    def _named_failure(self):
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0][:160]
+            raise UserError(f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached ({reason}); "
+                            "look at the first rank that reported an error, then start the run again") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Where and how this process computes; made once by `start` and passed on, never looked up."""
+
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    attention: str
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    notes: tuple[str, ...]  # why a choice is not the first one, for the log
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, hp: Hyperparameters) -> Iterator["Runtime"]:
+        """Join the other ranks if there are any, decide everything, and leave in good order if the body succeeds."""
+        ranks = Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
+        if ranks.size > 1:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        if device.type == "cpu":
+            keep_freed_memory()
+        dtype = choose_dtype(hp.compute_dtype, device)
+        attention, attend, refused = choose_attention(hp, device, dtype)
+        yield cls(ranks, device, dtype, choose_compile(hp.compile, device), attention, attend, tuple(refused))
+        if ranks.size > 1:  # not after an exception: a barrier with a dead rank would hang
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def describe(self) -> str:
+        """One line for the log."""
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        return (f"runtime: ranks:{self.ranks.size} device:{name} compute_dtype:{str(self.dtype).removeprefix('torch.')} "
+                f"attention:{self.attention} compile:{int(self.compiled)}")
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """This process's device: the GPU numbered LOCAL_RANK, or the CPU where there is none."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    _rule(torch.cuda.is_available(), "DEVICE=cuda, but torch finds no CUDA device: install a CUDA build of torch or set DEVICE=cpu")
+    found = torch.cuda.device_count()
+    _rule(local_rank < found, f"LOCAL_RANK={local_rank}, but this node has {found} GPU(s): set --nproc_per_node={found}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """bfloat16 where there are matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
+    probes = (getattr(torch.cpu, name, lambda: False) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
+    return torch.bfloat16 if any(probe() for probe in probes) else torch.float32
+
+
+def choose_compile(wanted: str, device: torch.device) -> bool:
+    """Whether to compile: Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
+    if wanted != "auto":
+        return wanted == "1"
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            import triton  # noqa: F401
+
+            return True
+        return False
+    return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "clang++", "c++"))
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks: a training step frees and takes the same hundreds of megabytes again.
+
+    By default large blocks go back to the kernel, and every page of the next one faults anew: on a 2-core CPU that
+    cost more than the arithmetic of a step. Not on other C libraries, where nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        m_trim_threshold, m_mmap_threshold, one_gib = -1, -3, 1 << 30
+        mallopt(m_mmap_threshold, one_gib)
+        mallopt(m_trim_threshold, -1)
+
+
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[str, Callable, list[str]]:
+    """The first kernel that runs forward and backward at the model's head shape: (name, function, refusals).
+
+    The function takes q (B, T, H, E), k and v (B, T, K, E) and returns (B, T, H, E), causal. A kernel that is not
+    installed or does not run here is passed over and named in the refusals; `math` always works.
+    """
+    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math") if device.type == "cuda" else ("flash", "math")
+    if hp.attention != "auto":
+        order = (hp.attention, *(name for name in order if name != hp.attention))
+    refused = []
+    for name in order:
+        try:
+            attend = load_attention(name)
+            q, k = (torch.randn(2, 128, n, hp.head_dim, device=device, dtype=dtype) for n in (hp.num_heads, hp.num_kv_heads))
+            attend(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
+            return name, attend, refused
+        except Exception as error:  # whatever a missing or unfit kernel raises, the next one is tried
+            refused.append(f"attention {name} passed over: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+    raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
+
+
+def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The kernel called `name`; raises whatever its absence raises. Sets torch's own kernel switches as a side effect."""
+    if name == "fa3":
+        from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
+
+        if torch.cuda.get_device_capability()[0] != 9:
+            raise RuntimeError("needs a Hopper GPU")
+
+        def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash_attn_func(q, k, v, causal=True)
+            return out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
+
+        return attend_fa3
+    if name.startswith("torch-fa"):  # torch >= 2.11 can put FA3 or FA4 behind its own operator
+        torch.nn.attention.activate_flash_attention_impl(name.removeprefix("torch-").upper())
+    elif hasattr(torch.nn.attention, "restore_flash_attention_impl") and torch.nn.attention.current_flash_attention_impl():
+        torch.nn.attention.restore_flash_attention_impl()
+    # Exactly one kernel stays on: with others on, torch would take one of them without a word where this one is absent.
+    backends = torch.backends.cuda
+    backends.enable_cudnn_sdp(name == "cudnn")
+    backends.enable_flash_sdp(name == "flash" or name.startswith("torch-fa"))
+    backends.enable_mem_efficient_sdp(False)
+    backends.enable_math_sdp(name == "math")
+
+    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        return out.transpose(1, 2)
+
+    return attend_sdpa
+
+
+class Log:
+    """The run's log: lines on rank 0's console and in logs/<RUN_ID>.txt, events as JSON lines in logs/<RUN_ID>.jsonl."""
+
+    def __init__(self, hp: Hyperparameters, ranks: Ranks, folder: Path = Path("logs")):
+        self.name, self.start = hp.run_id or time.strftime("%Y%m%d-%H%M%S"), time.perf_counter()
+        self.files = []
+        if ranks.rank == 0:
+            with writing(folder / f"{self.name}.txt"):
+                folder.mkdir(parents=True, exist_ok=True)
+                self.files = [open(folder / f"{self.name}{suffix}", "w", encoding="utf-8", buffering=1) for suffix in (".txt", ".jsonl")]
+
+    def line(self, text: str, console: bool = True) -> None:
+        """Write `text` to the log, and to the console unless it would only fill it (the source, the versions)."""
+        if self.files:
+            if console:
+                print(text, flush=True)
+            with writing(self.files[0].name):
+                self.files[0].write(text + "\n")
+
+    def event(self, kind: str, **fields) -> None:
+        """One JSON line {"event": kind, "seconds": since the log began, ...}."""
+        if self.files:
+            with writing(self.files[1].name):
+                self.files[1].write(json.dumps({"event": kind, "seconds": round(time.perf_counter() - self.start, 3), **fields}) + "\n")
+
+    def header(self, hp: Hyperparameters, runtime: Runtime) -> None:
+        """What a reader needs to repeat the run: source, versions, machine, every knob."""
+        self.line(Path(__file__).read_text(encoding="utf-8"), console=False)
+        self.line("=" * 100, console=False)
+        versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, cuda {torch.version.cuda}"
+        self.line(versions)
+        self.line(runtime.describe())
+        self.line("hyperparameters (* differs from the default)\n" + hp.describe(), console=False)
+        changed = [row[2:] for row in hp.describe().splitlines() if row.startswith("*")]
+        self.line("changed from the defaults: " + (" ".join(changed) or "nothing"))
+        for note in (*runtime.notes, *misspelt_knobs(os.environ)):
+            self.line(f"note: {note}")
+        self.event("start", run_id=self.name, versions=versions, runtime=runtime.describe(), hyperparameters=dataclasses.asdict(hp))
+
+
+@contextlib.contextmanager
+def writing(path: str | Path):
+    """Turn what the operating system says about a failed write (folder not writable, disk full) into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose a writable folder") from error
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` so that a crash leaves the old file or the whole new one: temporary name, sync, rename."""
+    partial = path.with_name(path.name + ".partial")
+    with writing(path):
+        try:
+            with open(partial, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+class Stopwatch:
+    """Seconds of training, without the pauses for validation."""
+
+    def __init__(self):
+        self.total, self.since = 0.0, None
+
+    def start(self) -> None:
+        self.since = time.perf_counter()
+
+    def pause(self) -> None:
+        self.total, self.since = self.seconds(), None
+
+    def seconds(self) -> float:
+        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Data: shards of uint16 tokens, the training loader, the validation stream with its byte counts
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
+SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
+BOS = 1  # every document of the challenge's data starts with it
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """The tokens (n,) uint16 of a shard, memory-mapped.
+
+    A shard is 256 little-endian int32 (magic 20240520, version 1, token count n, zeros) and n little-endian uint16.
+    Raises UserError naming the file if header and length do not agree with that.
+    """
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
+    except OSError as error:
+        raise UserError(f"cannot read shard {path}: {error.strerror or error}") from error
+    _rule(len(header) == SHARD_HEADER_INTS, f"shard {path} has {size} bytes, less than its header of {SHARD_HEADER_BYTES}: fetch it again")
+    magic, version, count = (int(n) for n in header[:3])
+    _rule(magic == SHARD_MAGIC, f"shard {path} starts with {magic} instead of {SHARD_MAGIC}: it is not a token shard of the challenge")
+    _rule(version == SHARD_VERSION, f"shard {path} has format version {version}, but only version {SHARD_VERSION} is known: convert it")
+    expected = SHARD_HEADER_BYTES + 2 * count
+    _rule(count > 0 and size == expected, f"shard {path} has {size} bytes, but its header promises {count} tokens in {expected}: fetch it again")
+    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+
+
+class TokenStream:
+    """All shards of a split, end to end, as one sequence of tokens that is read a slice at a time."""
+
+    def __init__(self, folder: str, split: str, vocab_size: int):
+        self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
+        _rule(Path(folder).is_dir(), f"DATA_PATH={folder} is not a folder: set DATA_PATH to the folder of the shards (see data/README.md)")
+        _rule(bool(self.paths), f"DATA_PATH={folder} holds no fineweb_{split}_*.bin: fetch or make the shards (see data/README.md)")
+        self.shards = [read_shard(path) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary."""
+        pieces, shard = [], int(np.searchsorted(self.ends, start, side="right"))
+        while count:
+            offset = start - int(self.ends[shard]) + len(self.shards[shard])
+            piece = self.shards[shard][offset:offset + count]
+            if piece.max() >= self.vocab_size:
+                raise UserError(f"shard {self.paths[shard]} holds token {piece.max()}, but VOCAB_SIZE={self.vocab_size}: "
+                                "set VOCAB_SIZE and TOKENIZER_PATH to those of the shards")
+            pieces.append(piece)
+            start, count, shard = start + len(piece), count - len(piece), shard + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+class TrainingLoader:
+    """Batch number s of the run, for any s: row k of the data is tokens [k*T, k*T + T], and step s takes the next
+    TRAIN_BATCH_TOKENS / T rows, of which rank i has the i-th W-th. So the data of a step do not depend on W, on the
+    micro-batch or on what was read before. After the last row the data begin again.
+
+    The order is sequential, as in #399, or with SHUFFLE_SEED a permutation of all rows, another one each epoch.
+    """
+
+    def __init__(self, hp: Hyperparameters, runtime: Runtime):
+        self.stream, self.seq_len, self.seed = TokenStream(hp.data_path, "train", hp.vocab_size), hp.train_seq_len, hp.shuffle_seed
+        self.epoch_rows = (len(self.stream) - 1) // self.seq_len
+        _rule(self.epoch_rows > 0, f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, not one sequence of "
+                                   f"TRAIN_SEQ_LEN={self.seq_len} and its last target: get more data or shorten the sequence")
+        ranks, self.device = runtime.ranks, runtime.device
+        self.step_rows = hp.train_batch_tokens // self.seq_len
+        _rule(self.step_rows % ranks.size == 0,
+              f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is {self.step_rows} sequences, which {ranks.size} ranks cannot share evenly: "
+              f"set it to a multiple of {ranks.size * self.seq_len}")
+        self.rows = self.step_rows // ranks.size
+        self.first_row = ranks.rank * self.rows
+        self.epoch, self.order = -1, None
+        self.ready, self.wanted = queue.Queue(), queue.Queue()
+        threading.Thread(target=self._prefetch, daemon=True).start()
+        self.expected = None
+
+    def batch(self, step: int) -> Tensor:
+        """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:].
+
+        The next step's rows are read in the background. Raises UserError if a shard turns out to be unfit.
+        """
+        if step != self.expected:
+            self.wanted.put(step)
+        found = None
+        while found != step:
+            found, rows = self.ready.get()
+            if isinstance(rows, Exception):
+                raise rows
+        self.wanted.put(step + 1)
+        self.expected = step + 1
+        return rows.to(self.device, non_blocking=True)
+
+    def _prefetch(self) -> None:
+        while True:
+            step = self.wanted.get()
+            try:
+                self.ready.put((step, self._read(step)))
+            except Exception as error:
+                self.ready.put((step, error))
+
+    def _read(self, step: int) -> Tensor:
+        rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
+        numbers = range(step * self.step_rows + self.first_row, step * self.step_rows + self.first_row + self.rows)
+        for out, number in zip(rows.numpy(), numbers, strict=True):
+            epoch, index = divmod(number, self.epoch_rows)
+            out[:] = self.stream.read(self._permuted(epoch, index) * self.seq_len, self.seq_len + 1)
+        return rows
+
+    def _permuted(self, epoch: int, index: int) -> int:
+        if not self.seed:
+            return index
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.epoch_rows)
+        return int(self.order[index])
+
+
+class ByteCounter:
+    """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece.
+
+    A byte piece is 1 byte; any other normal piece is the bytes of its text without the leading U+2581, which stands
+    for a space and counts 1 byte unless the token before is a boundary (control, unknown or unused, such as BOS).
+    Raises UserError if the tokenizer is not the one of the shards.
+    """
+
+    def __init__(self, tokenizer_path: str, vocab_size: int):
+        _rule(Path(tokenizer_path).is_file(), f"TOKENIZER_PATH={tokenizer_path} is not a file: set it to the SentencePiece model of the shards")
+        try:
+            pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"TOKENIZER_PATH={tokenizer_path} is not a SentencePiece model: {str(error).strip()[:120]}") from error
+        found = pieces.vocab_size()
+        _rule(found == vocab_size, f"TOKENIZER_PATH={tokenizer_path} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
+        _rule(pieces.piece_to_id("\u2581") != pieces.unk_id(),
+              f"TOKENIZER_PATH={tokenizer_path} has no piece for U+2581 alone, so that a space may cost three byte pieces: train it with one")
+        self.length = np.zeros(vocab_size, dtype=np.int16)  # bytes without the leading space
+        self.spaced = np.zeros(vocab_size, dtype=bool)
+        self.boundary = np.ones(vocab_size, dtype=bool)
+        for token in range(vocab_size):
+            if pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_unused(token):
+                continue
+            text = pieces.id_to_piece(token)
+            self.boundary[token] = False
+            self.spaced[token] = text.startswith("\u2581")
+            self.length[token] = 1 if pieces.is_byte(token) else len(text.removeprefix("\u2581").encode())
+
+    def count(self, tokens: np.ndarray) -> np.ndarray:
+        """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
+        return self.length[tokens[1:]] + (self.spaced[tokens[1:]] & ~self.boundary[tokens[:-1]])
+
+
+class Validation:
+    """The validation stream on the device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n targets."""
+
+    def __init__(self, hp: Hyperparameters, device: torch.device):
+        stream = TokenStream(hp.data_path, "val", hp.vocab_size)
+        tokens = stream.read(0, len(stream))
+        self.targets = len(tokens) - 1
+        _rule(self.targets >= hp.eval_seq_len, f"DATA_PATH={hp.data_path} holds {len(tokens)} validation tokens, fewer than one window "
+                                               f"of EVAL_SEQ_LEN={hp.eval_seq_len} and its last target: shorten the window or get the whole split")
+        self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
+        self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The table of matrices: initialisation, forward, optimizer, quantiser and export all read it
+
+
+class Matrix(NamedTuple):
+    """One kind of matrix, of which each layer has one (out, in)."""
+
+    name: str  # in the forward
+    bank: str  # the 3-D parameter it lives in
+    part: int  # it has rows part*L .. (part + 1)*L of that bank
+    out: str  # "dim", "kv" or "mlp": number of its outputs ...
+    into: str  # ... and inputs
+    zero: bool = False  # starts at zero (projections back to the stream) instead of orthogonal
+    gain: str = ""  # learned gain (L, out) of its outputs
+    normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
+
+
+MATRICES = (
+    Matrix("q", "qo_bank", 0, "dim", "dim", normed=True),
+    Matrix("out", "qo_bank", 1, "dim", "dim", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", 0, "kv", "dim", normed=True),
+    Matrix("v", "kv_bank", 1, "kv", "dim", normed=True),
+    Matrix("up", "mlp_up_bank", 0, "mlp", "dim", normed=True),
+    Matrix("down", "mlp_down_bank", 0, "dim", "mlp", zero=True, gain="mlp_scale"),
+)
+BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
+
+
+def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
+    """(R, out, in) of a bank; all matrices in it have one shape."""
+    size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": hp.mlp_dim}
+    kinds = [matrix for matrix in MATRICES if matrix.bank == bank]
+    ((out, into),) = {(size[matrix.out], size[matrix.into]) for matrix in kinds}
+    return len(kinds) * hp.num_layers, out, into
+
+
+def bank_rows(hp: Hyperparameters) -> Iterator[tuple[Matrix, int, str, int]]:
+    """Every matrix of the model: its kind, its layer, its name in the artifact, its row in the bank."""
+    for matrix in MATRICES:
+        for layer in range(hp.num_layers):
+            yield matrix, layer, f"blocks.{layer}.{matrix.name}", matrix.part * hp.num_layers + layer
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Model
+
+
+def quantise_rows(rows: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor]:
+    """Codes (..., out, in) of -(2^(bits-1)-1) .. 2^(bits-1)-1 as floats, and scales (..., out, 1) in bfloat16 values.
+
+    The range of a row is `clip` of its standard deviations (SDClip, #1394): the number of levels that a row really
+    uses, hence its coded size, depends on `clip` and not on the size of its weights. A row of zeros has codes 0.
+    """
+    top = 2 ** (bits - 1) - 1
+    scale = (rows.std(dim=-1, keepdim=True, correction=0) * (clip / top)).to(torch.bfloat16).to(rows.dtype)
+    codes = torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
+    return codes, scale
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+
+def rotary_tables(hp: Hyperparameters) -> tuple[Tensor, Tensor]:
+    """cos and sin (T, 1, rotated/2) for every position of the longest sequence; frequencies do not depend on T."""
+    rotated = hp.rope_dims or hp.head_dim
+    frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Partial RoPE (arXiv:2104.09864): turn the first 2*cos.size(-1) dimensions of x (B, T, H, E), leave the rest."""
+    half = cos.size(-1)
+    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    return torch.cat(((a * cos + b * sin).to(x.dtype), (b * cos - a * sin).to(x.dtype), rest), dim=-1)
+
+
+def exclude_self(y: Tensor, v: Tensor) -> Tensor:
+    """XSA, exclusive self-attention (#265): remove from y (B, T, H, E) its component along the value of its own position.
+
+    v is (B, T, K, E); each key/value head serves a group of H / K query heads, seen here as one more dimension.
+    """
+    grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
+    v_hat = F.normalize(v.float(), dim=-1).unsqueeze(3)
+    along = (grouped * v_hat).sum(dim=-1, keepdim=True)
+    return (grouped - along * v_hat).to(y.dtype).flatten(2, 3)
+
+
+def previous(x: Tensor, starts: Tensor) -> Tensor:
+    """x (B, T, D) moved one position later; zero where `starts` (B, T) says that nothing precedes."""
+    return F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+
+
+class GPT(nn.Module):
+    """The banked transformer. fp32 parameters, matrix arithmetic in `dtype`, norms and loss in fp32.
+
+    First half of the layers feeds the second half through learned U-Net skips; each layer mixes the embedding stream
+    back in. Parameters of all layers are stacked: banks (R, out, in) and gains (L, ...).
+    """
+
+    def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
+        super().__init__()
+        self.hp, self.attend, self.dtype = hp, attend, dtype
+        layers, dim = hp.num_layers, hp.model_dim
+        self.encoder_layers = layers // 2
+        for bank in BANKS:
+            self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp))))
+        self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
+        self.lm_head = None if hp.tie_embeddings else nn.Parameter(torch.zeros(hp.vocab_size, dim))
+        if hp.bigram_vocab_size:
+            self.bigram_emb = nn.Parameter(torch.zeros(hp.bigram_vocab_size, hp.bigram_dim))
+            self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
+            self.bigram_scale = nn.Parameter(torch.tensor(0.05))
+        self.smear_gate = nn.Parameter(torch.zeros(dim))
+        self.skip_scale = nn.Parameter(torch.ones(self.encoder_layers, dim))
+        self.resid_mix = nn.Parameter(torch.stack((torch.ones(layers, dim), torch.zeros(layers, dim)), dim=1))  # (L, 2, D)
+        self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
+        self.attn_scale = nn.Parameter(torch.ones(layers, dim))
+        self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
+        cos, sin = rotary_tables(hp)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
+        self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
+
+    def initialise(self, seed: int) -> "GPT":
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding; the same on any device and rank."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for kind, _, _, row in bank_rows(self.hp):
+                if not kind.zero:
+                    nn.init.orthogonal_(getattr(self, kind.bank)[row], generator=generator)
+            self.tok_emb.normal_(std=self.hp.tied_embed_init_std if self.hp.tie_embeddings else 1.0, generator=generator)
+            if self.hp.bigram_vocab_size:
+                nn.init.orthogonal_(self.bigram_proj, generator=generator)
+        return self
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False) -> Tensor:
+        """ids, targets (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, T).
+
+        `qat`: matrices pass through the export's int6 rounding, gradients pass straight through it.
+        """
+        weights = self.matrices(qat)
+        x = x0 = self.embed(ids)  # (B, T, D)
+        skips = []
+        for i, w in enumerate(weights):
+            if i >= self.encoder_layers and skips:
+                x = (x + self.skip_scale[i - self.encoder_layers] * skips.pop()).to(self.dtype)
+            mix = self.resid_mix[i]
+            x = (mix[0] * x + mix[1] * x0).to(self.dtype)
+            x = x + self.attention(rms_norm(x), w, i)
+            x = x + F.linear(F.linear(rms_norm(x), w["up"]).relu().square(), w["down"])
+            if i < self.encoder_layers:
+                skips.append(x)
+        head = self.tok_emb if self.lm_head is None else self.lm_head
+        logits = F.linear(rms_norm(x), head.to(self.dtype)).float()
+        logits = self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)
+        if targets is None:
+            return logits
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return nats if reduction == "mean" else nats.view_as(targets)
+
+    def matrices(self, qat: bool = False) -> list[dict[str, Tensor]]:
+        """For each layer the (out, in) matrices by name, in the compute dtype.
+
+        Output gains and layer scales are folded in: W diag and diag W cost out*in products here, but B*T*out if they
+        were applied to activations. The result is the same but for rounding.
+        """
+        layers = [{} for _ in range(self.hp.num_layers)]
+        for kind in MATRICES:
+            bank = getattr(self, kind.bank).unflatten(0, (-1, self.hp.num_layers))[kind.part]  # (L, out, in)
+            if qat:
+                codes, scale = quantise_rows(bank.detach(), 6, self.hp.matrix_clip)
+                bank = bank + (codes * scale - bank).detach()
+            if kind.gain:
+                bank = bank * getattr(self, kind.gain)[..., None]
+            if kind.normed:
+                bank = bank * self.layer_scale
+            for layer, matrix in zip(layers, bank.to(self.dtype).unbind(0), strict=True):
+                layer[kind.name] = matrix
+        return layers
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids (B, T) -> stream (B, T, D): token and hashed bigram, normalised, smeared with the position before.
+
+        Nothing is taken from before a BOS: what precedes a document must not matter to it.
+        """
+        starts = ids == BOS
+        starts = starts | F.pad(torch.zeros_like(starts[:, 1:]), (1, 0), value=True)
+        x = F.embedding(ids, self.tok_emb)
+        if self.hp.bigram_vocab_size:
+            buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
+            hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
+            pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
+            x = x + self.bigram_scale * F.linear(pair, self.bigram_proj.to(self.dtype))
+        x = rms_norm(x)
+        gate = torch.sigmoid(self.smear_gate)
+        return ((1 - gate) * x + gate * previous(x, starts)).to(self.dtype)
+
+    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int) -> Tensor:
+        """Causal grouped-query attention of the normalised stream x (B, T, D) with query gain and partial RoPE."""
+        hp, time = self.hp, x.size(1)
+        q = F.linear(x, w["q"]).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, T, H, E)
+        k, v = (F.linear(x, w[name]).unflatten(-1, (hp.num_kv_heads, hp.head_dim)) for name in "kv")  # (B, T, K, E)
+        cos, sin = self.cos[:time], self.sin[:time]
+        q = (rotate(rms_norm(q), cos, sin) * self.q_gain[layer][:, None]).to(self.dtype)
+        y = self.attend(q, rotate(rms_norm(k), cos, sin), v)
+        if layer >= hp.num_layers - hp.xsa_last_n:
+            y = exclude_self(y, v)
+        return F.linear(y.flatten(2), w["out"])
+
+
+def flops_per_token(hp: Hyperparameters) -> float:
+    """Forward and backward floating-point operations of one training token: 2 a multiply-add, backward twice the
+    forward, attention over the (T + 1) / 2 positions that a token sees on average."""
+    matrices = sum(math.prod(bank_shape(bank, hp)) for bank in BANKS)
+    head = hp.vocab_size * hp.model_dim
+    bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
+    attention = hp.num_layers * 2 * hp.model_dim * (hp.train_seq_len + 1) / 2
+    return 3 * 2 * (matrices + head + bigram + attention)
+
+
+# Dense bf16 peaks in FLOP/s from the makers' data sheets, by a part of the device's name.
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The data-sheet peak of this GPU, or None where it is not known (a CPU, for one)."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Optimizers: Parallel Muon for the banks, Adam for the rest
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose slope at 0 is steep: singular values land in about 0.7 .. 1.2
+
+
+def newton_schulz(g: Tensor, steps: int) -> Tensor:
+    """Push the singular values of each matrix of g (r, out, in) towards 1 (Muon, Keller Jordan 2024), in g's dtype.
+
+    They end between about 0.7 and 1.2, not at 1; that is enough for an update direction and allows the steep first
+    steps. Zero matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, as three batched products.
+    """
+    a, b, c = NEWTON_SCHULZ
+    tall = g.size(-2) > g.size(-1)
+    x = g.mT if tall else g  # the smaller side first, so that A is small
+    x = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
+    for _ in range(steps):
+        gram = x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, poly, x, beta=a)
+    return x.mT if tall else x
+
+
+class BankShard:
+    """One bank under Parallel Muon: the padded gradient on every rank, the rows and the momentum that this rank owns."""
+
+    def __init__(self, bank: nn.Parameter, ranks: Ranks, wire: torch.dtype):
+        self.bank, self.rows = bank, bank.size(0)
+        self.owned = -(-self.rows // ranks.size)  # r: rows a rank, the last ones padding where W does not divide R
+        padded = (ranks.size * self.owned, *bank.shape[1:])
+        self.grad = torch.zeros(padded, device=bank.device)
+        bank.grad = self.grad[:self.rows]  # backward adds in place, so the padding rows stay zero
+        self.momentum = torch.zeros(self.owned, *bank.shape[1:], device=bank.device)
+        # With one rank and fp32 the wire buffers are the gradient itself: nothing is copied.
+        self.wire = self.grad if ranks.size == 1 else torch.empty(padded, device=bank.device, dtype=wire)
+        self.shard = self.wire if ranks.size == 1 else torch.empty_like(self.momentum, dtype=wire)
+        self.gathered = torch.empty(padded, device=bank.device, dtype=wire)
+        self.scale = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices get larger updates, as in #399
+
+
+class Optimizers:
+    """Every parameter is owned by exactly one optimizer; `step` is the only path, for 1..W ranks. Its phases:
+
+    launch   small gradients, loss and clock in one flat all-reduce, then every bank's reduce-scatter, largest first
+    clip     the norm of the reduced gradient: own shards and small gradients, one scalar all-reduce
+    muon     bank by bank: momentum and Newton-Schulz of the own rows (fp32 state), start of the all-gather
+    adam     the small parameters, while the all-gathers are in flight
+    apply    bank by bank: wait for the gather, decay, subtract
+
+    All ranks apply the same gathered update to the same fp32 weights, so replicas stay equal bit for bit.
+    """
+
+    def __init__(self, model: GPT, hp: Hyperparameters, ranks: Ranks):
+        self.hp, self.ranks = hp, ranks
+        named = dict(model.named_parameters())
+        token_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
+        owner = {  # parameter -> peak learning rate; banks belong to Muon, all others to Adam
+            **dict.fromkeys(BANKS, hp.matrix_lr),
+            **dict.fromkeys(("tok_emb", "bigram_emb"), token_lr),
+            "lm_head": hp.head_lr,
+            **dict.fromkeys(("bigram_proj", "bigram_scale", "smear_gate", "skip_scale", "resid_mix", "q_gain", "attn_scale", "mlp_scale"),
+                            hp.scalar_lr),
+        }
+        assert set(named) <= set(owner), f"parameters without an optimizer: {set(named) - set(owner)}"
+        self.banks = sorted((BankShard(named[bank], ranks, model.dtype) for bank in BANKS), key=lambda shard: -shard.bank.numel())
+        small = {name: parameter for name, parameter in named.items() if name not in BANKS}
+        assert len(small) + len(self.banks) == len(named), "a parameter has two optimizers"
+        device = model.tok_emb.device
+        self.flat = torch.zeros(sum(p.numel() for p in small.values()) + 2, device=device)  # gradients, loss, clock
+        views = self.flat[:-2].split([p.numel() for p in small.values()])
+        for parameter, view in zip(small.values(), views, strict=True):
+            parameter.grad = view.view_as(parameter)  # backward adds in place: gradients need no packing
+        groups = [{"params": [p for name, p in small.items() if owner[name] == rate], "lr": rate, "peak_lr": rate}
+                  for rate in sorted({owner[name] for name in small})]
+        self.adam = torch.optim.AdamW(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> Tensor:
+        """One update from the gradients in place; leaves them zero. Returns (2,): mean loss and rank 0's clock."""
+        arrivals = self._launch()
+        clip = self._clip(arrivals)
+        gathers = [self._muon(shard, clip, momentum) for shard in self.banks]
+        self._adam(clip, lr_scale)
+        for shard, gather in zip(self.banks, gathers, strict=True):
+            gather()
+            shard.bank.mul_(1 - lr_scale * self.hp.matrix_lr * self.hp.muon_wd)
+            shard.bank.add_(shard.gathered[:shard.rows], alpha=-lr_scale * self.hp.matrix_lr * shard.scale)
+        report = self.flat[-2:].clone()
+        self.zero_grad()
+        return report
+
+    def _launch(self) -> list[Callable[[], None]]:
+        arrivals = [self.ranks.all_reduce(self.flat)]
+        for shard in self.banks:
+            if shard.wire is not shard.grad:
+                shard.wire.copy_(shard.grad)
+            arrivals.append(self.ranks.reduce_scatter(shard.shard, shard.wire))
+        return arrivals
+
+    def _clip(self, arrivals: list[Callable[[], None]]) -> Tensor:
+        for arrived in arrivals:
+            arrived()
+        square = torch.stack([torch.linalg.vector_norm(shard.shard, dtype=torch.float32).square() for shard in self.banks]).sum()
+        self.ranks.all_reduce(square)()
+        norm = (square + torch.linalg.vector_norm(self.flat[:-2]).square()).sqrt()
+        limit = self.hp.grad_clip_norm or math.inf
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+    def _muon(self, shard: BankShard, clip: Tensor, momentum: float) -> Callable[[], None]:
+        grad = shard.shard.float() * clip
+        shard.momentum.mul_(momentum).add_(grad)
+        nesterov = grad.add_(shard.momentum, alpha=momentum).to(shard.gathered.dtype)
+        return self.ranks.all_gather(shard.gathered, newton_schulz(nesterov, self.hp.muon_backend_steps).contiguous())
+
+    def _adam(self, clip: Tensor, lr_scale: float) -> None:
+        self.flat[:-2].mul_(clip)
+        for group in self.adam.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale
+        self.adam.step()
+
+    def reset(self) -> None:
+        """Forget all state, as if no step had been taken."""
+        self.adam.state.clear()
+        for shard in self.banks:
+            shard.momentum.zero_()
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffers in place; parameters keep their views of them."""
+        self.flat.zero_()
+        for shard in self.banks:
+            shard.grad.zero_()
+
+    def state_dict(self) -> dict:
+        """All state of this rank: Adam's, and the momentum of the bank rows that it owns, by shape of the bank."""
+        return {"adam": self.adam.state_dict(), "momentum": [shard.momentum for shard in self.banks]}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take the state of `state_dict` (of the same rank of as many ranks)."""
+        self.adam.load_state_dict(state["adam"])
+        for shard, momentum in zip(self.banks, state["momentum"], strict=True):
+            shard.momentum.copy_(momentum)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Schedules and averaging
+
+PHASE_LIMIT = 0.5  # phases given in steps take at most this part of a run: 3,000 steps are the end of the published
+# run, but on a machine eight times slower they would be all of it, and the rate would never reach its peak
+SWA_START = 0.2  # part of the peak rate under which SWA samples (#399)
+
+
+class Moment(NamedTuple):
+    """What the schedules prescribe for one step."""
+
+    lr_scale: float  # multiplies every learning rate
+    momentum: float  # Muon's
+    qat: bool  # train through the int6 rounding
+
+
+def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> Moment:
+    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`.
+
+    A pure function of values that all ranks share. Progress is the part used up of ITERATIONS or of the wall clock,
+    whichever is further; the warmdown is linear in it and ends at 0.
+    """
+    cap, steps = hp.max_wallclock_seconds, max(hp.iterations, 1)
+    progress = max(step / steps, seconds / cap if cap else 0.0)
+    if cap and step_seconds:
+        steps = min(steps, cap / step_seconds)
+    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / steps, PHASE_LIMIT)
+    lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
+    warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
+    momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
+    return Moment(lr_scale, momentum, hp.late_qat and lr_scale < hp.qat_threshold)
+
+
+class Clock:
+    """Rank 0's training time as all ranks know it: it arrives with the gradients, so they decide alike by it."""
+
+    def __init__(self, cap: float, in_flight: int):
+        self.cap, self.in_flight = cap, in_flight
+        self.step, self.seconds = -1, 0.0  # the last step whose time is known
+        self.recent = deque(maxlen=20)
+
+    def agree(self, step: int, seconds: float) -> None:
+        """Rank 0 asked for the update of `step` after `seconds` of training."""
+        self.recent.append((seconds - self.seconds) / (step - self.step))
+        self.step, self.seconds = step, seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Average so far; 0 before the first step is known."""
+        return self.seconds / (self.step + 1) if self.step >= 0 else 0.0
+
+    def begins(self, step: int) -> float:
+        """When `step` is expected to begin, in seconds."""
+        return self.seconds + (step - self.step - 1) * self.step_seconds
+
+    def fits(self, step: int) -> bool:
+        """Whether `step` would surely end before the cap, were it and those in flight as slow as the slowest of late."""
+        return not self.cap or self.seconds + (step - self.step + self.in_flight + 1) * max(self.recent, default=0.0) <= self.cap
+
+
+class WeightAverage:
+    """The weights to export: their exponential moving average, or a plain average of late samples, in fp32."""
+
+    def __init__(self, model: GPT, hp: Hyperparameters):
+        self.hp, self.parameters = hp, [p.detach() for p in model.parameters()]
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew at the present weights."""
+        self.samples = 0
+        self.mean = [p.clone() for p in self.parameters] if self.hp.ema_enabled or self.hp.swa_enabled else []
+
+    def update(self, step: int, lr_scale: float) -> None:
+        """Take in the weights after `step`."""
+        if self.hp.ema_enabled:
+            self.samples += 1
+            torch._foreach_lerp_(self.mean, self.parameters, 1 - self.hp.ema_decay)
+        elif self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0:
+            self.samples += 1
+            torch._foreach_lerp_(self.mean, self.parameters, 1 / self.samples)
+
+    def apply(self) -> str:
+        """Put the average into the model. Returns what the model now holds, for the log."""
+        if not self.samples:
+            return "the last weights"
+        torch._foreach_copy_(self.parameters, self.mean)
+        return f"EMA of {self.samples} steps" if self.hp.ema_enabled else f"SWA of {self.samples} samples"
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Export: weights -> codes -> artifact bytes, and back
+
+ARTIFACT_MAGIC = b"PGOLFv1\n"
+ARTIFACT_SUFFIX = {"lzma": ".xz", "zstd": ".zst"}
+MAX_HEADER_BYTES, MAX_RAW_BYTES = 1 << 20, 1 << 30  # a reader takes no more than this from a file it does not trust
+# The knobs without which the weights mean nothing; the artifact carries them.
+MODEL_KNOBS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "tie_embeddings", "logit_softcap",
+               "rope_base", "rope_dims", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim")
+WIDE = ("tok_emb", "lm_head", "bigram_emb", "bigram_proj")  # matrices outside the blocks: int8; gains and gates: fp16
+
+
+class Entry(NamedTuple):
+    """One tensor of the artifact: 6 and 8 bits are codes with a scale a row, 16 is plain half precision."""
+
+    name: str
+    bits: int
+    shape: tuple[int, ...]
+
+
+def export_tensors(model: GPT) -> Iterator[tuple[Entry, Tensor]]:
+    """Every tensor that the artifact holds, as (entry, fp32 view of the model's weights), in file order."""
+    for kind, _, name, row in bank_rows(model.hp):
+        matrix = getattr(model, kind.bank).detach()[row]
+        yield Entry(name, 6, tuple(matrix.shape)), matrix
+    for name, parameter in model.named_parameters():
+        if name not in BANKS:
+            yield Entry(name, 8 if name in WIDE else 16, tuple(parameter.shape)), parameter.detach()
+
+
+def pack_artifact(model: GPT, hp: Hyperparameters) -> bytes:
+    """The artifact's bytes: one .xz or .zst stream (`xz -d` opens it, its checksum guards it) of
+
+        magic (8) | header length (uint32) | JSON header | codes int8, column by column | scales bfloat16 | fp16 values
+
+    Columns of a matrix go one after the other because weights of one column are alike: 1.5 % fewer bytes than by row.
+    """
+    entries, codes, scales, halves = [], [], [], []
+    for entry, tensor in export_tensors(model):
+        entries.append(entry)
+        if entry.bits == 16:
+            halves.append(tensor.half().cpu().numpy().tobytes())
+            continue
+        code, scale = quantise_rows(tensor, entry.bits, hp.matrix_clip if entry.bits == 6 else hp.embed_clip)
+        codes.append(code.to(torch.int8).mT.contiguous().cpu().numpy().tobytes())
+        scales.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    header = json.dumps({"model": {name: getattr(hp, name) for name in MODEL_KNOBS}, "tensors": entries}).encode()
+    raw = b"".join((ARTIFACT_MAGIC, struct.pack("<I", len(header)), header, *codes, *scales, *halves))
+    if hp.compressor == "zstd":
+        import zstandard
+
+        return zstandard.ZstdCompressor(level=22, write_checksum=True).compress(raw)
+    # Codes have no words and no alignment: literal context and position bits only cost (0.5 % on codes of a trained model).
+    return lzma.compress(raw, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}])
+
+
+def decompress(blob: bytes) -> bytes:
+    """The content of an .xz or .zst stream, at most MAX_RAW_BYTES of it. Raises ValueError if it is damaged."""
+    if blob[:4] == b"\x28\xb5\x2f\xfd":
+        import zstandard
+
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(blob)) as reader:
+                raw = reader.read(MAX_RAW_BYTES + 1)
+            complete = len(raw) == zstandard.frame_content_size(blob)
+        except zstandard.ZstdError as error:
+            raise ValueError(str(error)) from error
+    else:
+        decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MAX_RAW_BYTES)
+        try:
+            raw = decoder.decompress(blob, max_length=MAX_RAW_BYTES + 1)
+        except lzma.LZMAError as error:
+            raise ValueError(str(error)) from error
+        complete = decoder.eof
+    if not complete:
+        raise ValueError("its end is missing or it is too large")
+    return raw
+
+
+def unpack_artifact(blob: bytes) -> tuple[dict, dict[str, Tensor]]:
+    """(model knobs, fp32 tensors by name). Runs no code of the file; raises ValueError where it is not as written."""
+    raw = decompress(blob)
+    start = len(ARTIFACT_MAGIC) + 4
+    if not raw.startswith(ARTIFACT_MAGIC) or len(raw) < start:
+        raise ValueError("it is not an artifact of this script")
+    (length,) = struct.unpack_from("<I", raw, len(ARTIFACT_MAGIC))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {length} bytes")
+    header = json.loads(raw[start:start + length])
+    entries = [Entry(name, bits, tuple(shape)) for name, bits, shape in header["tensors"]]
+    coded, plain = [e for e in entries if e.bits < 16], [e for e in entries if e.bits == 16]
+    offset, parts = start + length, {}
+    streams = [(coded, np.dtype(np.int8), lambda e: e.shape[::-1]), (coded, np.dtype("<i2"), lambda e: (e.shape[0], 1)),
+               (plain, np.dtype("<f2"), lambda e: e.shape)]
+    for members, dtype, stored_shape in streams:
+        for entry in members:
+            shape = stored_shape(entry)
+            part = np.frombuffer(raw, dtype, math.prod(shape), offset).reshape(shape)
+            parts.setdefault(entry.name, []).append(torch.from_numpy(part.copy()))
+            offset += part.nbytes
+    if offset != len(raw):
+        raise ValueError(f"it holds {len(raw)} bytes where its header promises {offset}")
+    return header["model"], {name: _dequantise(*part) for name, part in parts.items()}
+
+
+def _dequantise(values: Tensor, scale: Tensor | None = None) -> Tensor:
+    return values.float() if scale is None else values.mT.float() * scale.view(torch.bfloat16).float()
+
+
+def load_artifact(blob: bytes, model: GPT) -> None:
+    """Put the artifact's weights into the model. Raises ValueError if they are of another one."""
+    knobs, tensors = unpack_artifact(blob)
+    own = {name: getattr(model.hp, name) for name in MODEL_KNOBS}
+    if knobs != own:
+        raise ValueError("it was made with " + ", ".join(f"{n.upper()}={knobs.get(n)} (here {v})" for n, v in own.items() if knobs.get(n) != v))
+    for entry, tensor in export_tensors(model):
+        if entry.name not in tensors or tensors[entry.name].shape != tensor.shape:
+            raise ValueError(f"its tensor {entry.name} is missing or of another shape")
+        tensor.copy_(tensors[entry.name])
+
+
+def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
+    """The knobs of `environ`, with those that shape the model from the artifact. Raises UserError if both speak and differ."""
+    with reading_artifact(path):
+        knobs, _ = unpack_artifact(blob)
+        wanted = Hyperparameters.from_env({**{n.upper(): str(v) for n, v in knobs.items() if n in MODEL_KNOBS}, **environ})
+    for name, value in knobs.items():
+        _rule(getattr(wanted, name) == value,
+              f"{name.upper()}={getattr(wanted, name)} is set, but EVAL_ONLY={path} was made with {value}: unset {name.upper()}")
+    return wanted
+
+
+@contextlib.contextmanager
+def reading_artifact(path: str | Path):
+    """Turn whatever is wrong with an artifact into a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise UserError(f"artifact {path} cannot be used: {reason}; it may be truncated or altered, copy it again") from error
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+class Score(NamedTuple):
+    """A result over the whole validation stream."""
+
+    nats: float  # mean per token
+    bits_per_byte: float
+    seconds: float
+
+    def fields(self, digits: int = 8) -> str:
+        return f"val_loss:{self.nats:.{digits}f} val_bpb:{self.bits_per_byte:.{digits}f}"
+
+
+def eval_rows(hp: Hyperparameters, runtime: Runtime) -> int:
+    """Windows that one rank scores at once."""
+    tokens = min(hp.val_batch_size // runtime.ranks.size, micro_batch_tokens(hp, runtime.device))
+    return max(1, tokens // hp.eval_seq_len)
+
+
+@torch.no_grad()
+def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable = lambda text: None) -> Score:
+    """Score every target of the validation stream once, with windows of T = EVAL_SEQ_LEN tokens, `stride` apart.
+
+    Window i reads tokens [i*stride, i*stride + T). The first scores all its targets, each later one the last `stride`
+    of them, so that each has at least T - stride tokens of context; the last window may reach over the end, where it
+    scores nothing. stride = T gives windows without overlap. Ranks take equal spans of windows; every batch has the
+    same shape. `progress` gets a line every ten seconds.
+    """
+    started = said = time.perf_counter()
+    window, ranks, device, rows = hp.eval_seq_len, runtime.ranks, runtime.device, eval_rows(hp, runtime)
+    windows = 1 + -(-(val.targets - window) // stride)
+    first, last = (windows * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
+    offset = torch.arange(window, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, bytes, targets
+    for batch in range(first, last, rows):
+        number = torch.arange(batch, batch + rows, device=device)[:, None]
+        position = number * stride + offset  # (rows, T)
+        scored = ((offset >= window - stride) | (number == 0)) & (position < val.targets) & (number < last)
+        position = position.clamp(max=val.targets - 1)
+        nats = forward(val.tokens[position].long(), val.tokens[position + 1].long(), reduction="none")
+        totals += torch.stack([(value.double() * scored).sum() for value in (nats, val.nbytes[position], torch.ones_like(nats))])
+        if time.perf_counter() - said > 10:
+            said = time.perf_counter()
+            progress(f"evaluating stride:{stride} windows:{batch + rows - first}/{last - first} bpb_so_far:{_bits(totals):.4f} "
+                     f"eta:{(said - started) * (last - batch - rows) / (batch + rows - first):.0f}s")
+    ranks.all_reduce(totals)()
+    nats, nbytes, targets = totals.tolist()
+    if (targets, nbytes) != (val.targets, val.total_bytes):
+        raise RuntimeError(f"scored {targets:.0f} targets of {nbytes:.0f} bytes instead of {val.targets} of {val.total_bytes}")
+    return Score(nats / targets, _bits(totals), time.perf_counter() - started)
+
+
+def _bits(totals: Tensor) -> float:
+    nats, nbytes, _ = totals.tolist()
+    return nats / math.log(2) / max(nbytes, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def micro_batch_tokens(hp: Hyperparameters, device: torch.device) -> int:
+    """Tokens of one forward: what fills a GPU, or what a CPU's cache holds."""
+    return hp.micro_batch_tokens or (98_304 if device.type == "cuda" else 2_048)
+
+
+def micro_batches(hp: Hyperparameters, runtime: Runtime, rows: int) -> int:
+    """Into how many equal parts a rank divides its `rows` sequences of a step: as few as the micro-batch allows."""
+    fitting = max(1, micro_batch_tokens(hp, runtime.device) // hp.train_seq_len)
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
+
+
+def compile_model(model: GPT, runtime: Runtime) -> Callable:
+    """The model's forward, compiled whole if the runtime compiles. One graph for each set of shapes and switches."""
+    if not runtime.compiled:
+        return model
+    # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
+    triton = torch._inductor.config.triton
+    options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
+    return torch.compile(model, dynamic=False, fullgraph=True, options=options)
+
+
+class Training:
+    """A run: model, optimizers, data and clock, and the loop over them."""
+
+    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation):
+        self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
+        self.loader = TrainingLoader(hp, runtime)
+        self.accumulation = micro_batches(hp, runtime, self.loader.rows)
+        self.model = GPT(hp, runtime.attend, runtime.dtype).initialise(hp.seed).to(runtime.device)
+        self.forward = compile_model(self.model, runtime)
+        self.optimizers = Optimizers(self.model, hp, runtime.ranks)
+        self.average = WeightAverage(self.model, hp)
+        # On a GPU the host stays up to two steps ahead, so that the device never waits for it.
+        self.depth = 2 if runtime.device.type == "cuda" else 0
+        self.watch, self.clock, self.in_flight = Stopwatch(), Clock(hp.max_wallclock_seconds, self.depth), deque()
+
+    def train_step(self, step: int, moment: Moment) -> Tensor:
+        """Forward, backward and update on batch `step`. Returns (2,) on the device: mean loss, rank 0's clock."""
+        ranks, flat, total = self.runtime.ranks, self.optimizers.flat, torch.zeros((), device=self.runtime.device)
+        for rows in self.loader.batch(step).chunk(self.accumulation):
+            ids = rows.to(torch.int64)
+            loss = self.forward(ids[:, :-1], ids[:, 1:], qat=moment.qat) / (self.accumulation * ranks.size)
+            loss.backward()
+            total += loss.detach()
+        flat[-2] = total
+        flat[-1] = self.watch.seconds() if ranks.rank == 0 else 0.0
+        report = self.optimizers.step(moment.lr_scale, moment.momentum)
+        self.average.update(step, moment.lr_scale)
+        return report
+
+    def warm_up(self) -> None:
+        """Run every graph and collective that the run will use, before its clock starts, then undo all effects."""
+        if not self.hp.warmup_steps:
+            return
+        started = time.perf_counter()
+        weights = [p.detach().clone() for p in self.model.parameters()]
+        for step in range(self.hp.warmup_steps):
+            if step == 0 and self.runtime.compiled:
+                self.log.line("warmup: compiling the training step (the first time: minutes; later runs reuse the cache)")
+            self.train_step(step, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=False))
+            self.runtime.synchronize()
+            if step in (0, self.hp.warmup_steps - 1):
+                self.log.line(f"warmup_step:{step + 1}/{self.hp.warmup_steps} seconds:{time.perf_counter() - started:.1f}")
+        if self.hp.late_qat:
+            self.log.line("warmup: the same with late QAT")
+            self.train_step(0, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=True))
+        self.log.line("warmup: evaluation")
+        blank = torch.zeros(eval_rows(self.hp, self.runtime), self.hp.eval_seq_len, dtype=torch.int64, device=self.runtime.device)
+        with torch.no_grad():
+            self.forward(blank, blank.clone(), reduction="none")
+            torch._foreach_copy_([p.detach() for p in self.model.parameters()], weights)
+        self.optimizers.reset()
+        self.average.reset()
+        self.runtime.synchronize()
+        self.log.line(f"warmup: done seconds:{time.perf_counter() - started:.1f}")
+        self.log.event("warmup", wall_seconds=time.perf_counter() - started)
+
+    def train(self) -> None:
+        """Steps until ITERATIONS or the wall clock end, with validations in between (the clock stands still for them)."""
+        gc.collect()
+        gc.freeze()  # long-lived objects out of the collector's sight: its full passes stall a step
+        for step in range(self.hp.iterations + 1):
+            done, fits = step == self.hp.iterations, self.clock.fits(step)
+            if done or not fits or (self.hp.val_loss_every and step % self.hp.val_loss_every == 0):
+                self._settle(0)
+                self.watch.pause()
+                self._validate(step)
+                if not done and not fits:
+                    self.log.line(f"stopping_early: wallclock_cap train_time:{1000 * self.watch.total:.0f}ms step:{step}/{self.hp.iterations}")
+                    self.log.event("stopping_early", step=step, train_seconds=self.watch.total)
+                if done or not fits:
+                    break
+            if self.watch.since is None:
+                self.watch.start()
+            moment = schedule(self.hp, step, self.clock.begins(step), self.clock.step_seconds)
+            report = self.train_step(step, moment)
+            self.in_flight.append((step, moment, *self._fetch(report)))
+            self._settle(self.depth)
+
+    def _fetch(self, report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Start the report's way to the host; the event tells when it is there, and with it the whole step."""
+        if report.device.type != "cuda":
+            return report, None
+        values = torch.empty(report.shape, pin_memory=True)
+        values.copy_(report, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return values, event
+
+    def _settle(self, depth: int) -> None:
+        """Take in the reports of all but the last `depth` steps."""
+        while len(self.in_flight) > depth:
+            step, moment, values, event = self.in_flight.popleft()
+            if event is not None:
+                event.synchronize()
+            loss, seconds = values.tolist()
+            self.clock.agree(step, seconds)
+            _rule(math.isfinite(loss), f"the training loss of step {step + 1} is {loss}: lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, "
+                                       "or look at the data of that step")
+            if step < 10 or (step + 1) % self.hp.train_log_every == 0:
+                self._log_step(step + 1, loss, moment)
+
+    def _log_step(self, step: int, loss: float, moment: Moment) -> None:
+        hp, seconds = self.hp, self.watch.seconds()
+        rate = step * hp.train_batch_tokens / seconds
+        peak = peak_flops(self.runtime.device)
+        mfu = f" mfu:{rate * flops_per_token(hp) / (peak * self.runtime.ranks.size):.3f}" if peak else ""
+        left = (hp.iterations - step) * seconds / step
+        if hp.max_wallclock_seconds:
+            left = min(left, hp.max_wallclock_seconds - seconds)
+        self.log.line(f"step:{step}/{hp.iterations} train_loss:{loss:.4f} train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / step:.2f}ms "
+                      f"tok_s:{rate:.0f}{mfu} lr_scale:{moment.lr_scale:.4f} momentum:{moment.momentum:.4f} qat:{int(moment.qat)} eta:{left:.0f}s")
+        self.log.event("train", step=step, train_loss=loss, train_seconds=seconds, tokens_per_second=rate, **moment._asdict())
+
+    def _validate(self, step: int) -> None:
+        score = evaluate(self.forward, self.val, self.hp, self.runtime, stride=self.hp.eval_seq_len)
+        seconds = self.watch.total
+        self.log.line(f"step:{step}/{self.hp.iterations} {score.fields(4)} train_time:{1000 * seconds:.0f}ms "
+                      f"step_avg:{1000 * seconds / max(step, 1):.2f}ms eval_time:{1000 * score.seconds:.0f}ms")
+        self.log.event("val", step=step, val_loss=score.nats, val_bpb=score.bits_per_byte, train_seconds=seconds)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The whole run
+
+
+def log_score(log: Log, name: str, score: Score) -> None:
+    """One final score, in the line that tools look for."""
+    log.line(f"{name} {score.fields()} eval_time:{1000 * score.seconds:.0f}ms")
+    log.event(name, val_loss=score.nats, val_bpb=score.bits_per_byte, eval_seconds=score.seconds)
+
+
+def score_artifact(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
+    """The two final scores of the weights now in the model: windows without overlap, then sliding ones."""
+    log_score(log, "final_int6_roundtrip_exact", evaluate(forward, val, hp, runtime, hp.eval_seq_len, log.line))
+    log_score(log, "final_int6_sliding_window_exact", evaluate(forward, val, hp, runtime, hp.eval_stride, log.line))
+
+
+def export(model: GPT, hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
+    """Rank 0 quantises, packs and writes the artifact; all ranks get its bytes. Returns them and the submission's size."""
+    started, blob = time.perf_counter(), None
+    path = Path(f"final_model.int6{ARTIFACT_SUFFIX[hp.compressor]}")
+    if runtime.ranks.rank == 0:
+        log.line(f"export: coding {sum(p.numel() for p in model.parameters()):,} weights with {hp.compressor}")
+        blob = pack_artifact(model, hp)
+        write_atomic(path, blob)
+    blob = runtime.ranks.broadcast_bytes(blob, runtime.device)
+    code = len(Path(__file__).read_bytes())
+    log.line(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes")
+    log.line(f"Code size: {code} bytes")
+    log.line(f"Total submission size int6+{hp.compressor}: {len(blob) + code} bytes")
+    log.event("artifact", path=str(path), model_bytes=len(blob), code_bytes=code, wall_seconds=time.perf_counter() - started)
+    return blob, len(blob) + code
+
+
+def check_size(total: int) -> None:
+    """Raises UserError if code and artifact together are over the challenge's limit."""
+    _rule(total <= SUBMISSION_CAP, f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}: "
+                                   "this run is no valid submission; raise MATRIX_CLIP (coarser codes) or make the model smaller")
+
+
+def peak_memory(device: torch.device) -> str:
+    """The most memory that this process has used, for the log."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) >> 20} MiB allocated on the GPU"
+    with contextlib.suppress(ImportError):
+        import resource
+
+        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == 'darwin' else 10)} MiB resident"
+    return "unknown"
+
+
+def evaluate_only(environ: dict[str, str], path: str) -> None:
+    """Load the artifact at `path` and score it."""
+    with reading_artifact(path):
+        blob = Path(path).read_bytes()
+    hp = artifact_hyperparameters(path, blob, environ)
+    with Runtime.start(hp) as runtime:
+        log = Log(hp, runtime.ranks)
+        log.header(hp, runtime)
+        val = Validation(hp, runtime.device)
+        model = GPT(hp, runtime.attend, runtime.dtype)
+        with reading_artifact(path):
+            load_artifact(blob, model)
+        score_artifact(compile_model(model.to(runtime.device), runtime), val, hp, runtime, log)
+
+
+def train_and_score(hp: Hyperparameters) -> None:
+    """The whole run: train, average, export, reload, score."""
+    with Runtime.start(hp) as runtime:
+        log = Log(hp, runtime.ranks)
+        log.header(hp, runtime)
+        val = Validation(hp, runtime.device)
+        run = Training(hp, runtime, log, val)
+        log.line(f"model_params:{sum(p.numel() for p in run.model.parameters())} val_tokens:{val.targets} val_bytes:{val.total_bytes} "
+                 f"train_shards:{len(run.loader.stream.paths)} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
+        run.warm_up()
+        run.train()
+        log.line(f"peak_memory: {peak_memory(runtime.device)}")
+        log.line(f"exporting {run.average.apply()}")
+        log_score(log, "final_average_exact", evaluate(run.forward, val, hp, runtime, hp.eval_seq_len))
+        blob, total = export(run.model, hp, runtime, log)
+        load_artifact(blob, run.model)
+        score_artifact(run.forward, val, hp, runtime, log)
+        check_size(total)
+
+
+def main() -> None:
+    """Read the knobs, do the run; a user's mistake ends it with one sentence and a non-zero status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Knobs (environment variables):\n" + knob_help(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    try:
+        hp = Hyperparameters.from_env(dict(os.environ))
+        if hp.eval_only:
+            evaluate_only(dict(os.environ), hp.eval_only)
+        else:
+            train_and_score(hp)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
