@@ -30,7 +30,6 @@ import ctypes
 import dataclasses
 import difflib
 import gc
-import io
 import json
 import lzma
 import math
@@ -128,7 +127,7 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(True, "train through the int6 rounding (straight-through) once the rate is low")
     qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
-    matrix_clip: float = knob(7.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
+    matrix_clip: float = knob(6.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
     embed_clip: float = knob(14.0, "int8 range of an embedding's row, in standard deviations of the row", low=0.1)
     compressor: str = knob("lzma", "coder of the artifact", choices=("lzma", "zstd"))
 
@@ -728,13 +727,15 @@ def bank_rows(hp: Hyperparameters) -> Iterator[tuple[Matrix, int, str, int]]:
 
 
 def quantise_rows(rows: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor]:
-    """Codes (..., out, in) of -(2^(bits-1)-1) .. 2^(bits-1)-1 as floats, and scales (..., out, 1) in bfloat16 values.
+    """fp32 rows (..., out, in) -> whole codes within +-(2^(bits-1) - 1) and scales (..., out, 1) that bfloat16 can hold.
 
     The range of a row is `clip` of its standard deviations (SDClip, #1394): the number of levels that a row really
     uses, hence its coded size, depends on `clip` and not on the size of its weights. A row of zeros has codes 0.
     """
     top = 2 ** (bits - 1) - 1
-    scale = (rows.std(dim=-1, keepdim=True, correction=0) * (clip / top)).to(torch.bfloat16).to(rows.dtype)
+    scale = rows.std(dim=-1, keepdim=True, correction=0) * (clip / top)
+    # Round to bfloat16 by bits: a pair of casts is what a compiler may remove, and training would see other codes.
+    scale = ((scale.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     codes = torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
     return codes, scale
 
@@ -1103,6 +1104,10 @@ class Clock:
         self.recent.append((seconds - self.seconds) / (step - self.step))
         self.step, self.seconds = step, seconds
 
+    def expect(self, step_seconds: float) -> None:
+        """A step took so long in the warm-up."""
+        self.recent.append(step_seconds)
+
     @property
     def step_seconds(self) -> float:
         """Average so far; 0 before the first step is known."""
@@ -1208,19 +1213,18 @@ def decompress(blob: bytes) -> bytes:
         import zstandard
 
         try:
-            with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(blob)) as reader:
-                raw = reader.read(MAX_RAW_BYTES + 1)
-            complete = len(raw) == zstandard.frame_content_size(blob)
+            size = zstandard.frame_content_size(blob)
+            if not 0 <= size <= MAX_RAW_BYTES:
+                raise ValueError(f"it claims {size} bytes")
+            return zstandard.ZstdDecompressor().decompress(blob)
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from error
-    else:
-        decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MAX_RAW_BYTES)
-        try:
-            raw = decoder.decompress(blob, max_length=MAX_RAW_BYTES + 1)
-        except lzma.LZMAError as error:
-            raise ValueError(str(error)) from error
-        complete = decoder.eof
-    if not complete:
+    decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MAX_RAW_BYTES)
+    try:
+        raw = decoder.decompress(blob, max_length=MAX_RAW_BYTES)
+    except lzma.LZMAError as error:
+        raise ValueError(str(error)) from error
+    if not decoder.eof:
         raise ValueError("its end is missing or it is too large")
     return raw
 
@@ -1285,7 +1289,7 @@ def reading_artifact(path: str | Path):
         yield
     except OSError as error:
         raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
         raise UserError(f"artifact {path} cannot be used: {reason}; it may be truncated or altered, copy it again") from error
 
@@ -1409,11 +1413,13 @@ class Training:
             return
         started = time.perf_counter()
         weights = [p.detach().clone() for p in self.model.parameters()]
+        self.watch.start()
+        asked = []
         for step in range(self.hp.warmup_steps):
             if step == 0 and self.runtime.compiled:
                 self.log.line("warmup: compiling the training step (the first time: minutes; later runs reuse the cache)")
-            self.train_step(step, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=False))
-            self.runtime.synchronize()
+            report = self.train_step(step, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=False))
+            asked.append(float(report[1]))
             if step in (0, self.hp.warmup_steps - 1):
                 self.log.line(f"warmup_step:{step + 1}/{self.hp.warmup_steps} seconds:{time.perf_counter() - started:.1f}")
         if self.hp.late_qat:
@@ -1427,6 +1433,9 @@ class Training:
         self.optimizers.reset()
         self.average.reset()
         self.runtime.synchronize()
+        self.watch = Stopwatch()
+        if len(asked) > 1:
+            self.clock.expect(asked[-1] - asked[-2])
         self.log.line(f"warmup: done seconds:{time.perf_counter() - started:.1f}")
         self.log.event("warmup", wall_seconds=time.perf_counter() - started)
 
@@ -1450,7 +1459,7 @@ class Training:
             moment = schedule(self.hp, step, self.clock.begins(step), self.clock.step_seconds)
             report = self.train_step(step, moment)
             self.in_flight.append((step, moment, *self._fetch(report)))
-            self._settle(self.depth)
+            self._settle(self.depth if step > 1 else 0)  # run ahead only once it is known how long a step takes
 
     def _fetch(self, report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start the report's way to the host; the event tells when it is there, and with it the whole step."""

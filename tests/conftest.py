@@ -1,0 +1,113 @@
+"""What the tests share: a tiny tokenizer, tiny shards, and ways to start the script as its users do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train_gpt  # noqa: E402
+
+VOCAB = 400
+# A model of 3 layers and some 30,000 parameters, in fp32, eager: seconds a run.
+TINY = {
+    "VOCAB_SIZE": VOCAB, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4, "XSA_LAST_N": 2,
+    "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768, "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8,
+    "VAL_BATCH_SIZE": 256, "ITERATIONS": 12, "WARMDOWN_ITERS": 4, "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1,
+    "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0, "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
+}  # fmt: skip
+
+
+def write_shard(path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None) -> None:
+    """A shard file, in which any field of the header can be wrong."""
+    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """A folder with tokenizer.model, two training shards and two validation shards of this repository's own source."""
+    folder = tmp_path_factory.mktemp("data")
+    text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text), model_prefix=str(folder / "tokenizer"), vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+        character_coverage=1.0, minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    documents = [[train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)]
+    held_out, kept = documents[::8], [d for i, d in enumerate(documents) if i % 8]
+    for split, docs in (("train", kept), ("val", held_out)):
+        tokens = np.concatenate(docs)
+        middle = len(tokens) // 2 + 5  # shards of unequal length that end within a document
+        write_shard(folder / f"fineweb_{split}_000000.bin", tokens[:middle])
+        write_shard(folder / f"fineweb_{split}_000001.bin", tokens[middle:])
+    return folder
+
+
+@pytest.fixture
+def env(data):
+    """A function: the environment of a tiny run, with the given knobs changed."""
+
+    def make(**changes) -> dict[str, str]:
+        knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY, **changes}
+        return {name: str(value) for name, value in knobs.items()}
+
+    return make
+
+
+@pytest.fixture
+def hyperparameters(env):
+    """A function: the hyperparameters of a tiny run, with the given knobs changed."""
+    return lambda **changes: train_gpt.Hyperparameters.from_env(env(**changes))
+
+
+@pytest.fixture
+def one_rank(hyperparameters):
+    """A function: (hyperparameters, runtime) of a tiny run in this process."""
+
+    def make(**changes):
+        hp = hyperparameters(**changes)
+        with train_gpt.Runtime.start(hp) as runtime:
+            return hp, runtime
+
+    return make
+
+
+def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
+    """Start `arguments` (a script and its arguments) as a user would: with python, or under torchrun on several ranks."""
+    base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.Popen(
+        [*launcher, *map(str, arguments)], env={**base, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", **environment}, cwd=cwd,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+    """`start`, and wait for the end."""
+    process = start(arguments, environment, cwd, ranks)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture
+def script(tmp_path, env):
+    """A function: run train_gpt.py with a tiny run's environment and the given changes, in an empty folder."""
+
+    def go(ranks: int = 1, arguments: tuple = (), **changes) -> subprocess.CompletedProcess:
+        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks)
+
+    return go

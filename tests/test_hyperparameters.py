@@ -1,0 +1,88 @@
+"""The knobs: one declaration each, defaults of the published run, errors that name the variable."""
+
+import dataclasses
+import shlex
+
+import pytest
+
+import train_gpt
+from train_gpt import Hyperparameters, UserError
+
+PUBLISHED = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=0
+    ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1 QAT_THRESHOLD=0.1 MUON_WD=0.04 ADAM_WD=0.04 MATRIX_LR=0.025
+    SCALAR_LR=0.025 TIED_EMBED_LR=0.035 MUON_MOMENTUM=0.99 MUON_MOMENTUM_WARMUP_START=0.92
+    MUON_MOMENTUM_WARMUP_STEPS=1500 WARMDOWN_ITERS=3000 ITERATIONS=9000 MAX_WALLCLOCK_SECONDS=600
+    EVAL_STRIDE=64 SEED=1337"""
+
+CHALLENGE_NAMES = """DATA_PATH TOKENIZER_PATH VOCAB_SIZE RUN_ID SEED TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN VAL_BATCH_SIZE
+    VAL_LOSS_EVERY TRAIN_LOG_EVERY ITERATIONS WARMUP_STEPS WARMDOWN_ITERS MAX_WALLCLOCK_SECONDS MODEL_DIM NUM_HEADS NUM_KV_HEADS
+    MLP_MULT TIE_EMBEDDINGS ROPE_BASE LOGIT_SOFTCAP QK_GAIN_INIT BIGRAM_DIM GRAD_CLIP_NORM MUON_BACKEND_STEPS BETA1 BETA2 ADAM_EPS
+    TIED_EMBED_INIT_STD SWA_EVERY"""
+
+
+def published() -> dict[str, str]:
+    return dict(word.split("=") for word in shlex.split(PUBLISHED))
+
+
+def test_defaults_are_the_published_run():
+    """Fault D1: there the record needed 23 variables."""
+    assert Hyperparameters.from_env(published()) == Hyperparameters()
+    hp = Hyperparameters()
+    assert (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads) == (786_432, 2048, 512, 8, 4)
+    assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3.0, 30.0, 1024)
+
+
+def test_challenge_names_are_knobs():
+    names = {f.name.upper() for f in dataclasses.fields(Hyperparameters)}
+    assert set(CHALLENGE_NAMES.split()) | set(published()) <= names
+
+
+@pytest.mark.parametrize(
+    "variable, value, part",
+    [
+        ("NUM_LAYERS", "eleven", "not a whole number"),
+        ("MATRIX_LR", "fast", "not a number"),
+        ("MATRIX_LR", "nan", "not a finite number"),
+        ("EMA_ENABLED", "maybe", "set 0 or 1"),
+        ("NUM_LAYERS", "0", "least value 1"),
+        ("VOCAB_SIZE", "70000", "greatest value 65536"),
+        ("COMPRESSOR", "zip", "lzma, zstd"),
+        ("NUM_HEADS", "7", "MODEL_DIM=512"),
+        ("NUM_KV_HEADS", "3", "NUM_HEADS=8"),
+        ("ROPE_DIMS", "66", "head dimension 64"),
+        ("XSA_LAST_N", "12", "NUM_LAYERS=11"),
+        ("TRAIN_BATCH_TOKENS", "1000", "TRAIN_SEQ_LEN=2048"),
+        ("EVAL_STRIDE", "4096", "EVAL_SEQ_LEN=2048"),
+        ("SWA_ENABLED", "1", "EMA_ENABLED=1"),
+        ("BIGRAM_VOCAB_SIZE", "1", "no bucket"),
+    ],
+)
+def test_impossible_values_name_the_variable(variable, value, part):
+    with pytest.raises(UserError) as error:
+        Hyperparameters.from_env({variable: value})
+    assert variable in str(error.value) and part in str(error.value)
+
+
+def test_odd_head_dimension_is_refused():
+    with pytest.raises(UserError, match="rotary"):
+        Hyperparameters.from_env({"MODEL_DIM": "24", "NUM_HEADS": "8", "NUM_KV_HEADS": "4", "ROPE_DIMS": "0"})
+
+
+@pytest.mark.parametrize("wrong, right", [("NUM_LAYER", "NUM_LAYERS"), ("EMA_DECY", "EMA_DECAY"), ("ITERATION", "ITERATIONS")])
+def test_misspelt_knob_is_reported(wrong, right):
+    (sentence,) = train_gpt.misspelt_knobs({wrong: "9", "PATH": "/bin", "HOME": "/", "RANK": "0", right: "1", "LOGNAME": "me"})
+    assert wrong in sentence and right in sentence
+
+
+def test_description_marks_what_differs():
+    lines = Hyperparameters.from_env({"NUM_LAYERS": "9"}).describe().splitlines()
+    assert "* NUM_LAYERS=9" in lines and "  MODEL_DIM=512" in lines
+    assert sum(line.startswith("*") for line in lines) == 1
+    assert len(lines) == len(dataclasses.fields(Hyperparameters))
+
+
+def test_help_lists_every_knob_without_data_or_gpu(script):
+    result = script(arguments=("--help",), DATA_PATH="/nowhere")
+    assert result.returncode == 0
+    for field in dataclasses.fields(Hyperparameters):
+        assert field.metadata["text"] and f"  {field.name.upper()}=" in result.stdout

@@ -1,0 +1,115 @@
+"""Schedules are pure functions of progress; the clock never lets a run exceed its cap; averages average."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import train_gpt
+from train_gpt import GPT, Clock, Hyperparameters, WeightAverage, schedule
+
+
+def published_lr(step, seconds, hp):
+    """The published rule, valid on the published machine."""
+    average = seconds / max(step, 1)
+    warmdown = hp.warmdown_iters * average
+    left = hp.max_wallclock_seconds - seconds
+    return left / warmdown if left <= warmdown else 1.0
+
+
+def test_published_run_has_the_published_schedule():
+    hp, step_seconds = Hyperparameters(), 0.08187
+    for step in (1, 100, 1499, 4000, 5000, 6000, 7000, 7328):
+        moment = schedule(hp, step, step * step_seconds, step_seconds)
+        assert moment.lr_scale == pytest.approx(published_lr(step, step * step_seconds, hp))
+        assert moment.momentum == pytest.approx(0.92 + 0.07 * min(1, step / 1500))
+        assert moment.qat == (moment.lr_scale < 0.1)
+
+
+@pytest.mark.parametrize("step_seconds", [0.08, 0.65, 2.1, 30.0])
+def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
+    """Fault B7: at 650 ms a step the published rule starts at 0.31, at 2.1 s under the QAT threshold."""
+    hp = Hyperparameters()
+    steps = int(600 / step_seconds)
+    scales = [schedule(hp, s, s * step_seconds, step_seconds if s else 0.0) for s in range(steps)]
+    assert scales[0].lr_scale == scales[1].lr_scale == 1.0
+    assert scales[-1].lr_scale < 4 / steps and scales[-1].momentum == pytest.approx(0.99)
+    assert not scales[0].qat
+
+
+def test_warmdown_fraction_is_the_same_on_any_machine():
+    hp = Hyperparameters.from_env({"WARMDOWN_FRAC": "0.4"})
+    for step_seconds in (0.08, 2.1):
+        for seconds, expected in ((0, 1.0), (359, 1.0), (420, 0.75), (480, 0.5), (600, 0.0)):
+            moment = schedule(hp, int(seconds / step_seconds), seconds, step_seconds)
+            assert moment.lr_scale == pytest.approx(expected, abs=0.01)
+
+
+def test_schedule_without_a_cap_counts_steps():
+    hp = Hyperparameters.from_env({"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"})
+    for step, expected in ((0, 1), (120, 1), (160, 0.5), (199, 1 / 80), (200, 0)):
+        assert schedule(hp, step, 1e6, 99.0).lr_scale == pytest.approx(expected)
+    assert schedule(Hyperparameters.from_env({"WARMDOWN_ITERS": "0"}), 7000, 590.0, 0.08).lr_scale == 1.0
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+@pytest.mark.parametrize("in_flight", [0, 2])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_run_exceeds_its_cap(in_flight, seed, warmed):
+    """Fault B20: all published runs end some 60 ms late. Here steps vary by 20 %, and on a device the host asks for a
+    step up to two steps before it begins. Without a warm-up two steps must fit, for nothing is known before them."""
+    rng, cap = random.Random(seed), 600.0
+    base = rng.choice([0.08, 1.0, 20.0, 250.0, *([700.0] if warmed else [])])
+    clock, asked, ends = Clock(cap, in_flight), [], []
+    if warmed:
+        clock.expect(base)
+    for step in range(100_000):
+        if not clock.fits(step):
+            break
+        settled = step - 1 - (in_flight if step > 2 else 0)  # the last step whose end the host has waited for
+        before = ends[settled] if settled >= 0 else 0.0
+        ends.append((ends[-1] if ends else 0.0) + base * rng.uniform(0.9, 1.1))
+        asked.append(before if in_flight else ends[-1])  # a CPU reads its clock after the backward
+        known = step - (in_flight if step > 1 else 0)
+        for report in range(clock.step + 1, known + 1):
+            clock.agree(report, asked[report])
+    end = ends[-1] if ends else 0.0
+    assert end <= cap
+    assert end >= cap - (in_flight + 3) * 1.1 * base, "and none stops much too early"
+
+
+def test_average_is_the_formula(hyperparameters):
+    hp = hyperparameters(EMA_DECAY=0.9)
+    model = GPT(hp, None, torch.float32).initialise(0)
+    average, expected = WeightAverage(model, hp), copy.deepcopy(model.qo_bank.data)
+    for step in range(5):
+        with torch.no_grad():
+            model.qo_bank.add_(1.0)
+        average.update(step, 1.0)
+        expected = 0.9 * expected + 0.1 * model.qo_bank.data
+    assert "EMA of 5" in average.apply()
+    torch.testing.assert_close(model.qo_bank.data, expected)
+
+
+def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
+    """Fault B3: relatives of #399 took snapshots that nothing ever read."""
+    hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2)
+    model = GPT(hp, None, torch.float32).initialise(0)
+    average, samples = WeightAverage(model, hp), []
+    for step in range(12):
+        lr_scale = 1 - step / 12
+        with torch.no_grad():
+            model.qo_bank.add_(1.0)
+        average.update(step, lr_scale)
+        if lr_scale < train_gpt.SWA_START and step % 2:
+            samples.append(model.qo_bank.detach().clone())
+    assert len(samples) == 1 and "SWA of 1" in average.apply()
+    torch.testing.assert_close(model.qo_bank.data, torch.stack(samples).mean(0))
+
+
+def test_without_samples_the_last_weights_stay(hyperparameters):
+    hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1)
+    model = GPT(hp, None, torch.float32).initialise(0)
+    before = model.qo_bank.detach().clone()
+    assert WeightAverage(model, hp).apply() == "the last weights" and torch.equal(before, model.qo_bank)
