@@ -1,0 +1,245 @@
+"""The script as its users start it: the whole run, its log, its artifact, and each error as one sentence."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, VOCAB, run, write_shard
+
+import train_gpt
+
+LINES = [
+    r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
+    r"step:12/12 val_loss:\d+\.\d{4} val_bpb:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms",
+    r"Serialized model int6\+lzma: \d+ bytes",
+    r"Code size: \d+ bytes",
+    r"Total submission size int6\+lzma: \d+ bytes",
+    r"final_int6_roundtrip_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
+    r"final_int6_sliding_window_exact val_loss:\d+\.\d{8} val_bpb:\d+\.\d{8}",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data):
+    """A finished tiny run: (folder, result)."""
+    from conftest import TINY
+
+    folder = tmp_path_factory.mktemp("run")
+    knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY, "RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1,
+             "QAT_THRESHOLD": 0.6, "NUM_LAYER": 3}
+    return folder, run([ROOT / "train_gpt.py"], {k: str(v) for k, v in knobs.items()}, folder)
+
+
+def test_log_lines_are_those_that_tools_read(finished):
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    log = (folder / "logs" / "tiny.txt").read_text()
+    for text in (result.stdout, log):
+        for pattern in LINES:
+            assert re.search(rf"^{pattern}", text, re.M), pattern
+    source = (ROOT / "train_gpt.py").read_text()
+    assert log.startswith(source), "the log begins with the source"
+    assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log and f"torch {torch.__version__}" in log
+    assert "NUM_LAYER is set but is not a knob; did you mean NUM_LAYERS?" in log
+
+
+def test_training_learns(finished):
+    losses = [float(x) for x in re.findall(r"train_loss:(\S+)", finished[1].stdout)]
+    assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3) and losses[-1] < losses[0] - 0.5
+
+
+def test_log_tells_when_late_qat_acts(finished):
+    """Fault B1b: it was announced although nothing changed."""
+    switched = re.findall(r"lr_scale:(\S+) momentum:\S+ qat:(\d)", finished[1].stdout)
+    assert [flag for scale, flag in switched] == [str(int(float(scale) < 0.6)) for scale, _ in switched] and ("0.2500", "1") in switched
+
+
+def test_events_are_json_with_the_scores_of_the_log(finished):
+    """Fault D2: nats are called loss, bits per byte bpb, everywhere."""
+    folder, result = finished
+    events = [json.loads(line) for line in (folder / "logs" / "tiny.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start" and kinds.count("train") == 12 and "artifact" in kinds
+    last = events[-1]
+    assert last["event"] == "final_int6_sliding_window_exact"
+    assert f"val_loss:{last['val_loss']:.8f} val_bpb:{last['val_bpb']:.8f}" in result.stdout
+    tokens, nbytes = (int(x) for x in re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups())
+    assert last["val_bpb"] == pytest.approx(last["val_loss"] / math.log(2) * tokens / nbytes)
+
+
+def test_sizes_are_those_of_the_files(finished):
+    folder, result = finished
+    model, code = (folder / "final_model.int6.xz").stat().st_size, (ROOT / "train_gpt.py").stat().st_size
+    assert f"int6+lzma: {model} bytes\nCode size: {code} bytes\nTotal submission size int6+lzma: {model + code} bytes" in result.stdout
+    assert sorted(p.name for p in folder.iterdir()) == ["final_model.int6.xz", "logs"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_eval_only_repeats_the_scores(finished, env, tmp_path, ranks):
+    """Loads the artifact and does nothing else: no training data, no new artifact; the model comes from the file."""
+    folder, result = finished
+    knobs = {k: v for k, v in env(EVAL_ONLY=folder / "final_model.int6.xz").items() if k.lower() not in train_gpt.MODEL_KNOBS}
+    only = run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks)
+    assert only.returncode == 0, only.stderr
+    for name in ("roundtrip", "sliding_window"):
+        pattern = rf"final_int6_{name}_exact val_loss:(\S+)"
+        before, after = (float(re.search(pattern, text).group(1)) for text in (result.stdout, only.stdout))
+        assert after == pytest.approx(before, abs=1e-7)
+    assert "train_loss" not in only.stdout and [p.name for p in tmp_path.iterdir()] == ["logs"]
+
+
+def test_eval_only_contradiction(finished, script):
+    result = script(EVAL_ONLY=finished[0] / "final_model.int6.xz", NUM_LAYERS=4)
+    assert result.returncode == 1 and "NUM_LAYERS=4 is set, but" in sentence(result) and "made with 3" in sentence(result)
+
+
+def test_zstd_run(script, tmp_path):
+    result = script(COMPRESSOR="zstd", WARMUP_STEPS=0, EMA_ENABLED=0)
+    assert result.returncode == 0, result.stderr
+    assert "Total submission size int6+zstd" in result.stdout and (tmp_path / "final_model.int6.zst").exists()
+    assert "exporting the last weights" in result.stdout
+
+
+def test_cap_is_kept(script):
+    """Fault B20: the run ends in time, and the log says why."""
+    result = script(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=3, TRAIN_LOG_EVERY=1000)
+    assert result.returncode == 0, result.stderr
+    milliseconds, step = re.search(r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000", result.stdout, re.M).groups()
+    assert 2000 < int(milliseconds) <= 3000 and int(step) > 5
+
+
+def test_bf16_compiled_run_is_a_run(script):
+    """The path of real machines at toy size: bf16, compiled, late QAT, validation on the way."""
+    result = script(COMPUTE_DTYPE="bfloat16", COMPILE=1, LATE_QAT=1, QAT_THRESHOLD=0.5, VAL_LOSS_EVERY=5, NUM_LAYERS=2)
+    assert result.returncode == 0, result.stderr
+    assert "compute_dtype:bfloat16" in result.stdout and len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
+
+
+def fresh_training(one_rank, tmp_path, **changes):
+    hp, runtime = one_rank(**changes)
+    log = train_gpt.Log(hp, runtime.ranks, tmp_path / "logs")
+    return train_gpt.Training(hp, runtime, log, train_gpt.Validation(hp, runtime.device))
+
+
+def test_warm_up_leaves_no_trace(one_rank, tmp_path):
+    """Faults B19, B21: real steps, then nothing of them is left, momentum included: the run is that without warm-up."""
+    runs = [fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, LATE_QAT=1, RUN_ID=str(steps)) for steps in (0, 3)]
+    steps_taken = []
+    real = train_gpt.Optimizers.step
+    for one in runs:
+        one.optimizers.step = lambda *a, one=one: steps_taken.append(1) or real(one.optimizers, *a)
+        one.warm_up()
+    assert len(steps_taken) == 4, "the warm-up is made of the run's own steps, one of them with late QAT"
+    assert not any(shard.momentum.any() for shard in runs[1].optimizers.banks) and not runs[1].optimizers.adam.state
+    for one in runs:
+        for step in range(4):
+            one.train_step(step, train_gpt.Moment(1.0, 0.9, False))
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(runs[0].average.mean, runs[1].average.mean, strict=True))
+
+
+def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
+    """Accumulation follows from batch, ranks and micro-batch, not from the number 8, and only orders the sums."""
+    runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=tokens, RUN_ID=str(tokens)) for tokens in (768, 96, 50, 1)]
+    assert [one.accumulation for one in runs] == [1, 8, 24, 24]
+    reports = [one.train_step(0, train_gpt.Moment(1.0, 0.9, False)) for one in runs]
+    for one, report in zip(runs[1:], reports[1:], strict=True):
+        assert report[0].item() == pytest.approx(reports[0][0].item(), rel=1e-6)
+        difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (runs[0].model.qo_bank).norm()
+        assert difference < 1e-5
+
+
+def test_import_has_no_side_effects(tmp_path):
+    """Fault B18: no GPU, no flash-attn, no process group, no files."""
+    code = ("import sys, train_gpt, torch; assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized();"
+            "assert not {'flash_attn_interface', 'triton', 'zstandard'} & set(sys.modules)")  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_supported_torch_versions_have_what_is_used():
+    """What differs between 2.9 and 2.13 is asked for before it is used; the rest must be there in each."""
+    assert callable(torch._foreach_lerp_) and callable(torch._foreach_copy_)
+    assert hasattr(torch.distributed, "reduce_scatter_tensor") and hasattr(torch.distributed, "all_gather_into_tensor")
+    for name in ("enable_cudnn_sdp", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp"):
+        assert hasattr(torch.backends.cuda, name)
+    source = (ROOT / "train_gpt.py").read_text()
+    for newer in ("restore_flash_attention_impl", "mix_order_reduction"):
+        assert re.search(rf'hasattr\([^)]*"{newer}"\)', source), f"{newer} is not in every version and must be asked for"
+
+
+# Errors: the last line of stderr is one sentence, the exit status is not 0, and there is no traceback.
+
+
+def sentence(result) -> str:
+    assert "Traceback" not in result.stderr, result.stderr
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    return last
+
+
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere is not a folder"),
+        ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
+        ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
+        ({"NUM_HEADS": 5}, "MODEL_DIM=32 is not a multiple of NUM_HEADS=5"),
+        ({"EVAL_SEQ_LEN": 1000000}, "fewer than one window of EVAL_SEQ_LEN=1000000"),
+        ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
+        ({"EVAL_ONLY": "nothing.xz"}, "cannot read artifact nothing.xz: No such file"),
+        ({"DEVICE": "cuda"}, "DEVICE=cuda"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(script, changes, part):
+    if changes.get("DEVICE") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    result = script(**changes)
+    assert result.returncode == 1 and part in sentence(result)
+
+
+def test_empty_data_folder(script, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "holds no fineweb_val_*.bin" in sentence(script(DATA_PATH=tmp_path / "empty"))
+
+
+def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
+    tokens = train_gpt.read_shard(data / "fineweb_train_000000.bin").copy()
+    tokens[900] = VOCAB + 7
+    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
+    for name in ("fineweb_val_000000.bin",):
+        (tmp_path / name).write_bytes((data / name).read_bytes())
+    result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0)
+    assert result.returncode == 1 and f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
+
+
+def test_folder_that_cannot_be_written(script, tmp_path):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    assert re.search(r"cannot write logs/.*\.txt: (File exists|Not a directory)", sentence(script()))
+
+
+def test_full_disk(env, tmp_path):
+    """A limit on the size of files makes the operating system refuse the write of the log."""
+    command = ["-c", f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"]
+    result = run(command, env(RUN_ID="full"), tmp_path)
+    assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(result)
+
+
+def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys):
+    """Fault D3: the run is finished and scored, then fails loudly."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 50_000)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    with pytest.raises(SystemExit) as exit_:
+        train_gpt.main()
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 1 and "final_int6_sliding_window_exact" in out
+    assert "over the limit of 50000" in err.strip().splitlines()[-1]

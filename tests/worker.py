@@ -1,0 +1,48 @@
+"""What the tests of several ranks start under torchrun: `worker.py MODE FOLDER`.
+
+steps   5 updates without a clock; rank 0 saves the weights
+clocks  updates under a wall clock that runs at another speed on every rank; each rank saves a digest of its weights
+apart   the whole script, every rank in a folder of its own, as on several nodes
+"""
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_gpt
+
+
+def digest(model) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def main() -> None:
+    mode, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ.get("RANK", 0))
+    if mode == "apart":
+        place = folder / f"node{rank}"
+        place.mkdir()
+        os.chdir(place)
+        sys.argv[1:] = []
+        return train_gpt.main()
+    hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
+    with train_gpt.Runtime.start(hp) as runtime:
+        run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.ranks, folder), train_gpt.Validation(hp, runtime.device))
+        if mode == "clocks":
+            honest = time.perf_counter
+            time.perf_counter = lambda: honest() * (1 + 0.5 * rank)
+            run.train()
+            (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
+        else:
+            for step in range(5):
+                run.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))
+            if rank == 0:
+                torch.save(run.model.state_dict(), folder / f"weights{runtime.ranks.size}.pt")
+
+
+main()
