@@ -36,6 +36,7 @@ import math
 import os
 import platform
 import queue
+import resource
 import shutil
 import struct
 import sys
@@ -97,7 +98,7 @@ class Hyperparameters:
 
     train_batch_tokens: int = knob(786_432, "tokens a step, all ranks and micro-batches together", low=1, section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2)
-    micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 2,048 on a CPU", low=0)
+    micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 16,384 on a CPU", low=0)
 
     iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
     max_wallclock_seconds: float = knob(600.0, "training never exceeds this; 0: no limit", low=0)
@@ -127,8 +128,8 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(True, "train through the int6 rounding (straight-through) once the rate is low")
     qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
-    matrix_clip: float = knob(6.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
-    embed_clip: float = knob(14.0, "int8 range of an embedding's row, in standard deviations of the row", low=0.1)
+    matrix_clip: float = knob(7.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
+    embed_clip: float = knob(6.0, "int8 range of an embedding's row, in standard deviations of the row", low=0.1)
     compressor: str = knob("lzma", "coder of the artifact", choices=("lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, section="Evaluation")
@@ -205,6 +206,11 @@ def _check_bounds(field: dataclasses.Field, value) -> None:
 def _rule(holds: bool, sentence: str) -> None:
     if not holds:
         raise UserError(sentence)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an exception says, or its name if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
 
 
 def misspelt_knobs(environ: dict[str, str]) -> list[str]:
@@ -284,8 +290,7 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:160]
-            raise UserError(f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached ({reason}); "
+            raise UserError(f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached ({_reason(error)}); "
                             "look at the first rank that reported an error, then start the run again") from error
 
 
@@ -308,12 +313,13 @@ class Runtime:
         ranks = Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
         if ranks.size > 1:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+            on_gpu = device.type == "cuda"
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10), device_id=device if on_gpu else None)
         if device.type == "cpu":
             keep_freed_memory()
-        dtype = choose_dtype(hp.compute_dtype, device)
-        attention, attend, refused = choose_attention(hp, device, dtype)
-        yield cls(ranks, device, dtype, choose_compile(hp.compile, device), attention, attend, tuple(refused))
+        dtype, compiled = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
+        attention, attend, refused = choose_attention(hp, device, dtype, compiled)
+        yield cls(ranks, device, dtype, compiled, attention, attend, tuple(refused))
         if ranks.size > 1:  # not after an exception: a barrier with a dead rank would hang
             dist.barrier()
             dist.destroy_process_group()
@@ -377,7 +383,7 @@ def keep_freed_memory() -> None:
         mallopt(m_trim_threshold, -1)
 
 
-def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype) -> tuple[str, Callable, list[str]]:
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[str, Callable, list[str]]:
     """The first kernel that runs forward and backward at the model's head shape: (name, function, refusals).
 
     The function takes q (B, T, H, E), k and v (B, T, K, E) and returns (B, T, H, E), causal. A kernel that is not
@@ -391,10 +397,12 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
         try:
             attend = load_attention(name)
             q, k = (torch.randn(2, 128, n, hp.head_dim, device=device, dtype=dtype) for n in (hp.num_heads, hp.num_kv_heads))
-            attend(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
+            # torch's own operators always compile; some builds of flash_attn_interface do not.
+            probe = torch.compile(attend, fullgraph=True) if compiled and name == "fa3" else attend
+            probe(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # whatever a missing or unfit kernel raises, the next one is tried
-            refused.append(f"attention {name} passed over: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}")
+            refused.append(f"attention {name} passed over: {type(error).__name__}: {_reason(error)}")
     raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
 
 
@@ -588,8 +596,14 @@ class TrainingLoader:
         self.first_row = ranks.rank * self.rows
         self.epoch, self.order = -1, None
         self.ready, self.wanted = queue.Queue(), queue.Queue()
-        threading.Thread(target=self._prefetch, daemon=True).start()
+        self.thread = threading.Thread(target=self._prefetch, daemon=True)
+        self.thread.start()
         self.expected = None
+
+    def close(self) -> None:
+        """End the background thread: one that still runs when the interpreter shuts down can abort the process."""
+        self.wanted.put(None)
+        self.thread.join()
 
     def batch(self, step: int) -> Tensor:
         """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:].
@@ -608,8 +622,7 @@ class TrainingLoader:
         return rows.to(self.device, non_blocking=True)
 
     def _prefetch(self) -> None:
-        while True:
-            step = self.wanted.get()
+        while (step := self.wanted.get()) is not None:
             try:
                 self.ready.put((step, self._read(step)))
             except Exception as error:
@@ -644,7 +657,7 @@ class ByteCounter:
         try:
             pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
         except (RuntimeError, OSError) as error:
-            raise UserError(f"TOKENIZER_PATH={tokenizer_path} is not a SentencePiece model: {str(error).strip()[:120]}") from error
+            raise UserError(f"TOKENIZER_PATH={tokenizer_path} is not a SentencePiece model: {_reason(error)}") from error
         found = pieces.vocab_size()
         _rule(found == vocab_size, f"TOKENIZER_PATH={tokenizer_path} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
         _rule(pieces.piece_to_id("\u2581") != pieces.unk_id(),
@@ -1290,8 +1303,7 @@ def reading_artifact(path: str | Path):
     except OSError as error:
         raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise UserError(f"artifact {path} cannot be used: {reason}; it may be truncated or altered, copy it again") from error
+        raise UserError(f"artifact {path} cannot be used: {_reason(error)}; it may be truncated or altered, copy it again") from error
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1358,8 +1370,8 @@ def _bits(totals: Tensor) -> float:
 
 
 def micro_batch_tokens(hp: Hyperparameters, device: torch.device) -> int:
-    """Tokens of one forward: what fills a GPU, or what a CPU's cache holds."""
-    return hp.micro_batch_tokens or (98_304 if device.type == "cuda" else 2_048)
+    """Tokens of one forward: on a GPU what 8 ranks take of the record's batch, on a CPU what fits a laptop's memory."""
+    return hp.micro_batch_tokens or (98_304 if device.type == "cuda" else 16_384)
 
 
 def micro_batches(hp: Hyperparameters, runtime: Runtime, rows: int) -> int:
@@ -1402,7 +1414,7 @@ class Training:
             loss.backward()
             total += loss.detach()
         flat[-2] = total
-        flat[-1] = self.watch.seconds() if ranks.rank == 0 else 0.0
+        flat[-1].fill_(self.watch.seconds() if ranks.rank == 0 else 0.0)
         report = self.optimizers.step(moment.lr_scale, moment.momentum)
         self.average.update(step, moment.lr_scale)
         return report
@@ -1547,11 +1559,7 @@ def peak_memory(device: torch.device) -> str:
     """The most memory that this process has used, for the log."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) >> 20} MiB allocated on the GPU"
-    with contextlib.suppress(ImportError):
-        import resource
-
-        return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == 'darwin' else 10)} MiB resident"
-    return "unknown"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == 'darwin' else 10)} MiB resident"
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
@@ -1578,8 +1586,9 @@ def train_and_score(hp: Hyperparameters) -> None:
         run = Training(hp, runtime, log, val)
         log.line(f"model_params:{sum(p.numel() for p in run.model.parameters())} val_tokens:{val.targets} val_bytes:{val.total_bytes} "
                  f"train_shards:{len(run.loader.stream.paths)} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
-        run.warm_up()
-        run.train()
+        with contextlib.closing(run.loader):
+            run.warm_up()
+            run.train()
         log.line(f"peak_memory: {peak_memory(runtime.device)}")
         log.line(f"exporting {run.average.apply()}")
         log_score(log, "final_average_exact", evaluate(run.forward, val, hp, runtime, hp.eval_seq_len))

@@ -229,7 +229,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
 def test_attention_kernel_is_chosen_and_a_missing_one_is_only_noted(hyperparameters):
     """Fault B18: #399 needs flash_attn_interface to be imported at all."""
     for wanted, chosen in (("auto", "flash"), ("math", "math"), ("fa3", "flash"), ("torch-fa4", "flash")):
-        name, attend, refused = train_gpt.choose_attention(hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32)
+        name, attend, refused = train_gpt.choose_attention(hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False)
         assert name == chosen
         assert len(refused) == (wanted not in ("auto", chosen)) and all(wanted in note for note in refused)
         q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
@@ -242,5 +242,5 @@ def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch
     """A build of the kernel with another signature must cost a note, not the run."""
     real = train_gpt.load_attention
     monkeypatch.setattr(train_gpt, "load_attention", lambda name: (lambda q, k, v: (1, 2, 3, 4, 5)) if name == "flash" else real(name))
-    name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32)
+    name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
     assert name == "math" and "AttributeError" in refused[0]

@@ -5,6 +5,7 @@ clocks  updates under a wall clock that runs at another speed on every rank; eac
 apart   the whole script, every rank in a folder of its own, as on several nodes
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -33,16 +34,17 @@ def main() -> None:
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.ranks, folder), train_gpt.Validation(hp, runtime.device))
-        if mode == "clocks":
-            honest = time.perf_counter
-            time.perf_counter = lambda: honest() * (1 + 0.5 * rank)
-            run.train()
-            (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
-        else:
-            for step in range(5):
-                run.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))
-            if rank == 0:
-                torch.save(run.model.state_dict(), folder / f"weights{runtime.ranks.size}.pt")
+        with contextlib.closing(run.loader):
+            if mode == "clocks":
+                honest = time.perf_counter
+                time.perf_counter = lambda: honest() * (1 + 0.5 * rank)
+                run.train()
+                (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
+            else:
+                for step in range(5):
+                    run.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))
+                if rank == 0:
+                    torch.save(run.model.state_dict(), folder / f"weights{runtime.ranks.size}.pt")
 
 
 main()
