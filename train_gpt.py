@@ -43,9 +43,10 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -399,7 +400,8 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             q, k = (torch.randn(2, 128, n, hp.head_dim, device=device, dtype=dtype) for n in (hp.num_heads, hp.num_kv_heads))
             # torch's own operators always compile; some builds of flash_attn_interface do not.
             probe = torch.compile(attend, fullgraph=True) if compiled and name == "fa3" else attend
-            probe(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
+            with torch.enable_grad():
+                probe(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # whatever a missing or unfit kernel raises, the next one is tried
             refused.append(f"attention {name} passed over: {type(error).__name__}: {_reason(error)}")
@@ -447,7 +449,8 @@ class Log:
         if ranks.rank == 0:
             with writing(folder / f"{self.name}.txt"):
                 folder.mkdir(parents=True, exist_ok=True)
-                self.files = [open(folder / f"{self.name}{suffix}", "w", encoding="utf-8", buffering=1) for suffix in (".txt", ".jsonl")]
+                self.files = [open(folder / f"{self.name}{suffix}", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+                              for suffix in (".txt", ".jsonl")]
 
     def line(self, text: str, console: bool = True) -> None:
         """Write `text` to the log, and to the console unless it would only fill it (the source, the versions)."""
@@ -647,8 +650,8 @@ class TrainingLoader:
 class ByteCounter:
     """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece.
 
-    A byte piece is 1 byte; any other normal piece is the bytes of its text without the leading U+2581, which stands
-    for a space and counts 1 byte unless the token before is a boundary (control, unknown or unused, such as BOS).
+    A byte piece is 1 byte; any other normal piece is the bytes of its text. U+2581 stands for a space, 1 byte; one
+    that leads a piece counts only if the token before is no boundary (control, unknown or unused, such as BOS).
     Raises UserError if the tokenizer is not the one of the shards.
     """
 
@@ -671,7 +674,7 @@ class ByteCounter:
             text = pieces.id_to_piece(token)
             self.boundary[token] = False
             self.spaced[token] = text.startswith("\u2581")
-            self.length[token] = 1 if pieces.is_byte(token) else len(text.removeprefix("\u2581").encode())
+            self.length[token] = 1 if pieces.is_byte(token) else len(text.removeprefix("\u2581").replace("\u2581", " ").encode())
 
     def count(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""

@@ -95,7 +95,8 @@ def report(variants: list[Variant], times: list[list[dict[str, float]]], hp: tra
         medians["fwd+bwd"] = statistics.median(t["forward"] + t["backward"] for t in own)
         medians["step"] = statistics.median(sum(t.values()) for t in own)
         medians["ktok/s"] = hp.train_batch_tokens / medians["step"]
-        medians["ratio"] = statistics.median((a["forward"] + a["backward"]) / (b["forward"] + b["backward"]) for a, b in zip(first, own, strict=True))
+        passes = [(a["forward"] + a["backward"], b["forward"] + b["backward"]) for a, b in zip(first, own, strict=True)]
+        medians["ratio"] = statistics.median(a / b for a, b in passes)
         print(f"{variant.mode:9}{variant.micro:8}" + "".join(f"{value:11.2f}" for value in medians.values()))
         table.append({"mode": variant.mode, "micro": variant.micro, **{k: round(v, 3) for k, v in medians.items()}})
     print(json.dumps({"bench": "step", "torch": torch.__version__, "rounds": len(times), "rows": table}))

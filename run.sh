@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Set up and run, on whatever machine this is.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+./run.sh             set up and train: the record run on all GPUs, or a demonstration of a few minutes on a CPU
+./run.sh test [...]  set up and run the tests (further words go to pytest)
+./run.sh setup       set up only, and print the interpreter that is used
+
+Knobs are environment variables (python train_gpt.py --help lists them) and win over what is chosen here:
+NPROC=2 ./run.sh     as many processes under torchrun (default: the number of GPUs, or 1)
+DEMO_SECONDS=30      length of the demonstration's training (default 150)
+TEXT
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+# A Python that has what the named requirements file asks for: the current one if it does (rented machines come with
+# torch and FlashAttention installed, and any supported torch will do), else one of our own in .venv.
+set_up() {
+    local imports="import numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
+    [ "$1" = requirements-dev.txt ] && imports+="; import matplotlib, pytest, ruff"
+    for PYTHON in python3 .venv/bin/python; do
+        if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
+    done
+    echo "installing $1 into .venv (some minutes, once)" >&2
+    { python3 -m venv .venv && .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$1"; } >&2 || {
+        echo "error: could not install $1 into .venv; see the messages above, or install it by hand and start again" >&2
+        exit 1
+    }
+}
+
+record() {  # on GPUs
+    local gpus="$1" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
+        echo "error: there are no training shards in DATA_PATH=$data; get them with: $PYTHON data/download_fineweb.py" >&2
+        exit 1
+    fi
+    # The published 3,000 steps of warmdown are 0.41 of 600 s on 8 x H100; other machines need it as a fraction.
+    if [ "$gpus" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
+    exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${NPROC:-$gpus}" train_gpt.py
+}
+
+demonstration() {  # on a CPU: a model of 4 million parameters, on text that is on this machine anyway
+    local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data
+    # OpenMP threads that spin while they wait made bf16 work ten times slower whenever anything else ran.
+    export OMP_WAIT_POLICY=PASSIVE
+    "$PYTHON" demo/corpus.py "$data"
+    knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
+    knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model" MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
+    knobs NUM_LAYERS=6 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4
+    knobs TRAIN_SEQ_LEN=512 EVAL_SEQ_LEN=512 TRAIN_BATCH_TOKENS=4096 SHUFFLE_SEED=1
+    # A few hundred steps: shorter averages and momentum, a fraction for the warmdown, no second graph to compile.
+    knobs ITERATIONS=2000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
+    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
+    if [ "$nproc" -gt 1 ]; then
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) / nproc > 0 ? $(getconf _NPROCESSORS_ONLN) / nproc : 1))}"
+        "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py
+    else
+        "$PYTHON" train_gpt.py
+    fi
+    local suffix=xz
+    if [ "${COMPRESSOR:-lzma}" = zstd ]; then suffix=zst; fi
+    "$PYTHON" demo/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.$suffix"
+    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" records/plot_loss.py "logs/$RUN_ID.jsonl" -o "logs/$RUN_ID.png"
+    return 0
+}
+
+case "${1:-}" in
+    "")
+        set_up requirements.txt
+        gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
+        if [ "$gpus" -gt 0 ]; then record "$gpus"; else demonstration; fi
+        ;;
+    test)
+        set_up requirements-dev.txt
+        export OMP_WAIT_POLICY=PASSIVE
+        exec "$PYTHON" -m pytest -q "${@:2}"
+        ;;
+    setup)
+        set_up requirements-dev.txt
+        echo "$PYTHON"
+        ;;
+    -h | --help) usage ;;
+    *)
+        usage >&2
+        exit 2
+        ;;
+esac
