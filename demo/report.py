@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-PROMPT = "def "
+PROMPT = "def __init__(self, "
 
 
 def read_events(path: Path) -> dict[str, dict]:

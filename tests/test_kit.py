@@ -102,7 +102,7 @@ def test_report(demonstrated):
     assert result.returncode == 0, result.stderr
     rows = {row[0]: row[1] for row in report.table(report.read_events(folder / "logs" / "demo.jsonl"), data)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
-    assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout and "a sample, begun with 'def '" in result.stdout
+    assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout and "a sample, begun with 'def __init__(self, '" in result.stdout
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
