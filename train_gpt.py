@@ -30,6 +30,7 @@ import ctypes
 import dataclasses
 import difflib
 import gc
+import importlib.util
 import json
 import lzma
 import math
@@ -40,6 +41,7 @@ import resource
 import shutil
 import struct
 import sys
+import sysconfig
 import threading
 import time
 from collections import deque
@@ -52,6 +54,7 @@ import numpy as np
 import sentencepiece
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # noqa: F401  first imported later, it would hold on to the process group (see Runtime.start)
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -318,10 +321,13 @@ class Runtime:
             dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10), device_id=device if on_gpu else None)
         if device.type == "cpu":
             keep_freed_memory()
-        dtype, compiled = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
+        dtype, (compiled, missing) = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
-        yield cls(ranks, device, dtype, compiled, attention, attend, tuple(refused))
-        if ranks.size > 1:  # not after an exception: a barrier with a dead rank would hang
+        yield cls(ranks, device, dtype, compiled, attention, attend, (*missing, *refused))
+        # Not after an exception, where a barrier with a dead rank would hang. Destroying the group ends gloo's threads,
+        # unless something still holds it, such as default arguments of torch.distributed.nn that were bound to it on
+        # import; a thread that lives on can abort the process while the interpreter shuts down.
+        if ranks.size > 1:
             dist.barrier()
             dist.destroy_process_group()
 
@@ -358,17 +364,19 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if any(probe() for probe in probes) else torch.float32
 
 
-def choose_compile(wanted: str, device: torch.device) -> bool:
-    """Whether to compile: Inductor needs Triton on a GPU and a C++ compiler on a CPU."""
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
+    """Whether to compile, and a note if what that needs is not all here."""
     if wanted != "auto":
-        return wanted == "1"
-    if device.type == "cuda":
-        with contextlib.suppress(ImportError):
-            import triton  # noqa: F401
-
-            return True
-        return False
-    return any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "g++"), "clang++", "c++"))
+        return wanted == "1", []
+    compilers = (os.environ.get("CXX", "g++"), "clang++", "c++")
+    needs = {
+        "Linux": sys.platform == "linux",  # elsewhere Inductor's C++ needs an OpenMP that compilers do not bring
+        "a C++ compiler": any(map(shutil.which, compilers)),
+        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "triton": device.type == "cpu" or importlib.util.find_spec("triton") is not None,
+    }
+    missing = [name for name, found in needs.items() if not found]
+    return not missing, [f"not compiled and slower for it: {', '.join(missing)} is missing"] if missing else []
 
 
 def keep_freed_memory() -> None:
@@ -604,7 +612,7 @@ class TrainingLoader:
         self.expected = None
 
     def close(self) -> None:
-        """End the background thread: one that still runs when the interpreter shuts down can abort the process."""
+        """End the background thread."""
         self.wanted.put(None)
         self.thread.join()
 

@@ -244,3 +244,21 @@ def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch
     monkeypatch.setattr(train_gpt, "load_attention", lambda name: (lambda q, k, v: (1, 2, 3, 4, 5)) if name == "flash" else real(name))
     name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
     assert name == "math" and "AttributeError" in refused[0]
+
+
+def test_compiling_needs_what_it_needs(monkeypatch):
+    """A laptop without a compiler trains eagerly and is told why; COMPILE=0 and 1 are obeyed."""
+    cpu = torch.device("cpu")
+    assert train_gpt.choose_compile("0", cpu) == (False, []) and train_gpt.choose_compile("1", cpu) == (True, [])
+    monkeypatch.setattr(train_gpt.shutil, "which", lambda name: None)
+    compiled, (note,) = train_gpt.choose_compile("auto", cpu)
+    assert not compiled and "a C++ compiler is missing" in note
+
+
+def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):
+    cpu = torch.device("cpu")
+    assert train_gpt.choose_dtype("float32", cpu) is torch.float32 and train_gpt.choose_dtype("bfloat16", cpu) is torch.bfloat16
+    for amx, avx, expected in ((True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx, raising=False)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False)
+        assert train_gpt.choose_dtype("auto", cpu) is expected
