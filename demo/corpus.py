@@ -127,11 +127,11 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of the library's sources")
+    parser.add_argument("--sources", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of the library's sources")
     parser.add_argument("--val-bytes", type=int, default=150_000, help="about so many bytes are held out")
     arguments = parser.parse_args()
     try:
-        print("demonstration data", build(arguments.folder, arguments.library, arguments.val_bytes))
+        print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))
     except train_gpt.UserError as error:
         sys.exit(f"error: {error}")
 
