@@ -159,7 +159,7 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_bounds(field, getattr(self, field.name))
-        head_dim, rotated = divmod(self.model_dim, self.num_heads)[0], self.rope_dims
+        head_dim, rotated = self.head_dim, self.rope_dims
         _rule(self.model_dim % self.num_heads == 0, f"MODEL_DIM={self.model_dim} is not a multiple of NUM_HEADS={self.num_heads}")
         _rule(self.num_heads % self.num_kv_heads == 0, f"NUM_HEADS={self.num_heads} is not a multiple of NUM_KV_HEADS={self.num_kv_heads}")
         _rule(head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {head_dim} is odd, but rotary embeddings turn pairs: make it even")
