@@ -30,6 +30,7 @@ import ctypes
 import dataclasses
 import difflib
 import gc
+import hashlib
 import importlib.util
 import json
 import lzma
@@ -82,7 +83,8 @@ class Hyperparameters:
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of fineweb_train_*.bin and fineweb_val_*.bin", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model that made the shards")
     vocab_size: int = knob(1024, "pieces of the tokenizer", low=4, high=65536)
-    shuffle_seed: int = knob(0, "0: sequential order of the shards; n > 0: rows permuted anew each epoch by this seed", low=0)
+    shuffle_seed: int = knob(0, "0: sequential order of the shards; n > 0: rows of all shards permuted anew each epoch by this seed", low=0)
+    align_to_bos: bool = knob(False, "begin a row at the first document that starts in its block, where one does")
 
     num_layers: int = knob(11, "transformer layers", low=1, high=256, section="Model")
     model_dim: int = knob(512, "width D of the residual stream", low=8)
@@ -554,17 +556,21 @@ def read_shard(path: Path) -> np.ndarray:
     _rule(version == SHARD_VERSION, f"shard {path} has format version {version}, but only version {SHARD_VERSION} is known: convert it")
     expected = SHARD_HEADER_BYTES + 2 * count
     _rule(count > 0 and size == expected, f"shard {path} has {size} bytes, but its header promises {count} tokens in {expected}: fetch it again")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,))
+    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
 class TokenStream:
-    """All shards of a split, end to end, as one sequence of tokens that is read a slice at a time."""
+    """All shards of a split, end to end, as one sequence of tokens that is read a slice at a time.
+
+    Every shard is mapped at the start, so that going on to the next one is not an event.
+    """
 
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
         _rule(Path(folder).is_dir(), f"DATA_PATH={folder} is not a folder: set DATA_PATH to the folder of the shards (see data/README.md)")
         _rule(bool(self.paths), f"DATA_PATH={folder} holds no fineweb_{split}_*.bin: fetch or make the shards (see data/README.md)")
         self.shards = [read_shard(path) for path in self.paths]
+        self.versions = [self._version(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.vocab_size = vocab_size
 
@@ -572,9 +578,13 @@ class TokenStream:
         return int(self.ends[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary."""
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary, or if the
+        shard is no longer the file that was opened (reading a mapping whose file was cut short would kill the process).
+        """
         pieces, shard = [], int(np.searchsorted(self.ends, start, side="right"))
         while count:
+            _rule(self._version(self.paths[shard]) == self.versions[shard],
+                  f"shard {self.paths[shard]} has changed or vanished since the run began: leave the data alone and start again")
             offset = start - int(self.ends[shard]) + len(self.shards[shard])
             piece = self.shards[shard][offset:offset + count]
             if piece.max() >= self.vocab_size:
@@ -584,20 +594,34 @@ class TokenStream:
             start, count, shard = start + len(piece), count - len(piece), shard + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    @staticmethod
+    def _version(path: Path) -> tuple[int, ...]:
+        try:
+            status = path.stat()
+        except OSError:
+            return ()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
 
 class TrainingLoader:
-    """Batch number s of the run, for any s: row k of the data is tokens [k*T, k*T + T], and step s takes the next
-    TRAIN_BATCH_TOKENS / T rows, of which rank i has the i-th W-th. So the data of a step do not depend on W, on the
-    micro-batch or on what was read before. After the last row the data begin again.
+    """Batch number s of the run, for any s: block k of the data is tokens [k*T, k*T + T], and step s takes the next
+    TRAIN_BATCH_TOKENS / T blocks as its rows, of which rank i has the i-th W-th. The number of the next step is all the
+    state there is: data do not depend on W, on the micro-batch or on what was read before. After the last block the
+    data begin again.
 
-    The order is sequential, as in #399, or with SHUFFLE_SEED a permutation of all rows, another one each epoch.
+    The order is sequential, as in #399, or with SHUFFLE_SEED a permutation of all blocks, another one each epoch.
+    With ALIGN_TO_BOS a row begins at the first BOS of its block, if there is one: it then reads as far into the next
+    block, and what lies before the BOS is left to the row before, as far as that reaches.
     """
 
+    AHEAD = 3  # batches kept ready, so that one slow read of the disk is not felt
+
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
-        self.stream, self.seq_len, self.seed = TokenStream(hp.data_path, "train", hp.vocab_size), hp.train_seq_len, hp.shuffle_seed
-        self.epoch_rows = (len(self.stream) - 1) // self.seq_len
-        _rule(self.epoch_rows > 0, f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, not one sequence of "
-                                   f"TRAIN_SEQ_LEN={self.seq_len} and its last target: get more data or shorten the sequence")
+        self.stream, self.seq_len = TokenStream(hp.data_path, "train", hp.vocab_size), hp.train_seq_len
+        self.seed, self.align = hp.shuffle_seed, hp.align_to_bos
+        self.blocks = (len(self.stream) - 1) // self.seq_len
+        _rule(self.blocks > 0, f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, not one sequence of "
+                               f"TRAIN_SEQ_LEN={self.seq_len} and its last target: get more data or shorten the sequence")
         ranks, self.device = runtime.ranks, runtime.device
         self.step_rows = hp.train_batch_tokens // self.seq_len
         _rule(self.step_rows % ranks.size == 0,
@@ -619,16 +643,17 @@ class TrainingLoader:
     def batch(self, step: int) -> Tensor:
         """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:].
 
-        The next step's rows are read in the background. Raises UserError if a shard turns out to be unfit.
+        The next steps' rows are read in the background. Raises UserError if a shard turns out to be unfit.
         """
         if step != self.expected:
-            self.wanted.put(step)
+            for ahead in range(self.AHEAD):
+                self.wanted.put(step + ahead)
         found = None
         while found != step:
             found, rows = self.ready.get()
-            if isinstance(rows, Exception):
-                raise rows
-        self.wanted.put(step + 1)
+        if isinstance(rows, Exception):
+            raise rows
+        self.wanted.put(step + self.AHEAD)
         self.expected = step + 1
         return rows.to(self.device, non_blocking=True)
 
@@ -641,18 +666,24 @@ class TrainingLoader:
 
     def _read(self, step: int) -> Tensor:
         rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
-        numbers = range(step * self.step_rows + self.first_row, step * self.step_rows + self.first_row + self.rows)
-        for out, number in zip(rows.numpy(), numbers, strict=True):
-            epoch, index = divmod(number, self.epoch_rows)
-            out[:] = self.stream.read(self._permuted(epoch, index) * self.seq_len, self.seq_len + 1)
+        first = step * self.step_rows + self.first_row
+        for out, number in zip(rows.numpy(), range(first, first + self.rows), strict=True):
+            epoch, index = divmod(number, self.blocks)
+            out[:] = self._row(self._permuted(epoch, index) * self.seq_len)
         return rows
 
     def _permuted(self, epoch: int, index: int) -> int:
         if not self.seed:
             return index
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.epoch_rows)
+            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.blocks)
         return int(self.order[index])
+
+    def _row(self, start: int) -> np.ndarray:
+        row = self.stream.read(start, self.seq_len + 1)
+        shift = int((row[:-1] == BOS).argmax()) if self.align else 0  # 0 where there is no BOS, too
+        shift = min(shift, len(self.stream) - len(row) - start)
+        return self.stream.read(start + shift, len(row)) if shift else row
 
 
 class ByteCounter:
@@ -689,6 +720,27 @@ class ByteCounter:
         return self.length[tokens[1:]] + (self.spaced[tokens[1:]] & ~self.boundary[tokens[:-1]])
 
 
+def check_manifest(data_path: str, tokenizer_path: str) -> None:
+    """Hold the data against DATA_PATH/manifest.json, if the tools of data/ have left one there.
+
+    Raises UserError if the tokenizer is not the one of the shards or the validation split is not whole: either would
+    give a wrong score that looks like a right one.
+    """
+    path = Path(data_path, "manifest.json")
+    if not path.is_file():
+        return
+    try:
+        manifest = json.loads(path.read_bytes())
+        sizes = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items() if name.startswith("fineweb_val_")}
+        digest = str(manifest["tokenizer"]["sha256"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as a manifest ({_reason(error)}): make or fetch the data again") from error
+    _rule(hashlib.sha256(Path(tokenizer_path).read_bytes()).hexdigest() == digest,
+          f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}: set it to that one")
+    for shard, size in sizes.items():
+        _rule(shard.is_file() and shard.stat().st_size == size, f"{shard} is missing or not of {size} bytes as {path} says: fetch it again")
+
+
 class Validation:
     """The validation stream on the device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n targets."""
 
@@ -699,6 +751,7 @@ class Validation:
         _rule(self.targets >= hp.eval_seq_len, f"DATA_PATH={hp.data_path} holds {len(tokens)} validation tokens, fewer than one window "
                                                f"of EVAL_SEQ_LEN={hp.eval_seq_len} and its last target: shorten the window or get the whole split")
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
+        check_manifest(hp.data_path, hp.tokenizer_path)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
 

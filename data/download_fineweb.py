@@ -1,93 +1,258 @@
 #!/usr/bin/env python3
 """Fetch the challenge's published shards and tokenizer from the Hugging Face hub.
 
-    python data/download_fineweb.py                     # sp1024: 80 training shards (16 GB), all of validation
-    python data/download_fineweb.py --train-shards 1    # enough for a try
+    python data/download_fineweb.py                         # sp1024: 80 training shards (16 GB), all of validation
+    python data/download_fineweb.py --train-shards 1        # enough for a try
+    python data/download_fineweb.py --check                 # are the files still what was fetched? needs no network
 
-The hub's client does the transfer (it resumes what was interrupted and fetches nothing twice); the files are then
-linked into data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where train_gpt.py looks for them.
+The hub's client does the transfer into its cache: several files at once, a connection that breaks is resumed, a run
+that breaks off keeps the files that have arrived. They are then linked (not copied, where one file system holds both)
+into data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where train_gpt.py looks for them. Everything is held
+against the hub's checksums, before (what is here and right is not fetched) and after. MATCHED_FINEWEB_REPO_ID and
+MATCHED_FINEWEB_REMOTE_ROOT_PREFIX name another repository and another folder of it, as with the challenge's own
+script; HF_HOME moves the cache.
 """
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import sys
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import shards
 import train_gpt
+from train_gpt import UserError
 
-REPOSITORY = os.environ.get("FINEWEB_REPOSITORY", "willdepueoai/parameter-golf")
-FOLDER = os.environ.get("FINEWEB_FOLDER", "datasets")  # of the repository
-
-
-def patterns(variant: str, train_shards: int) -> list[str]:
-    """What to fetch: so many training shards, validation and tokenizers whole."""
-    dataset = f"{FOLDER}/datasets/fineweb10B_{variant}"
-    shards = [f"{dataset}/fineweb_train_{number:06d}.bin" for number in range(train_shards)]
-    return [*shards, f"{dataset}/fineweb_val_*.bin", f"{FOLDER}/tokenizers/*"]
+VARIANTS = ("sp1024", "sp2048", "sp4096", "sp8192", "byte260")
+TARGET = Path(__file__).resolve().parent
 
 
-def place(snapshot: Path, variant: str, target: Path) -> tuple[int, int]:
-    """Link (or else copy) a fetched snapshot into `target`. Returns the numbers of training and validation shards.
+class Remote(NamedTuple):
+    """Where the data are published."""
 
-    Raises UserError if the snapshot has no shards of this variant, or one that is not whole.
-    """
-    source, dataset = snapshot / FOLDER, target / "datasets" / f"fineweb10B_{variant}"
-    counts = []
-    for split in ("train", "val"):
-        shards = sorted((source / "datasets" / dataset.name).glob(f"fineweb_{split}_*.bin"))
-        if not shards:
-            raise train_gpt.UserError(f"{REPOSITORY} has no {split} shards of {dataset.name}: "
-                                      "see --variant, FINEWEB_REPOSITORY and FINEWEB_FOLDER")
-        for shard in shards:
-            train_gpt.read_shard(shard)
-            link(shard, dataset / shard.name)
-        counts.append(len(shards))
-    for tokenizer in sorted((source / "tokenizers").glob("*")):
-        link(tokenizer, target / "tokenizers" / tokenizer.name)
-    return counts[0], counts[1]
+    repository: str
+    folder: str
+
+    @classmethod
+    def from_env(cls, environ: dict[str, str]) -> "Remote":
+        return cls(environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
+                   environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"))
+
+
+class Wanted(NamedTuple):
+    """A file to have: its path in the repository and, once the hub has been asked, its size and checksum."""
+
+    path: str
+    local: Path
+    size: int = 0
+    sha256: str = ""  # of large files
+    git_sha1: str = ""  # of all files: SHA-1 of "blob <size>\0" and the content
+
+    def is_there(self, seen=lambda count: None) -> bool:
+        """Whether the local file has that size and that checksum."""
+        if not self.local.is_file() or self.local.stat().st_size != self.size:
+            return False
+        if self.sha256:
+            return shards.file_sha256(self.local, seen) == self.sha256
+        return hashlib.sha1(f"blob {self.size}\0".encode() + self.local.read_bytes()).hexdigest() == self.git_sha1
+
+
+def dataset_name(variant: str) -> str:
+    return f"fineweb10B_{variant}"
+
+
+def plan(manifest: dict, variant: str, train_shards: int, remote: Remote, target: Path) -> list[Wanted]:
+    """The files of a variant by the hub's manifest: tokenizer, validation, so many training shards. Raises UserError."""
+    try:
+        datasets = {entry["name"]: entry for entry in manifest["datasets"]}
+        name = dataset_name(variant)
+        if name not in datasets:
+            there = ", ".join(sorted(other.removeprefix("fineweb10B_") for other in datasets))
+            raise UserError(f"{remote.repository} has no variant {variant}, but {there}: set --variant")
+        counts = {split: int(datasets[name]["stats"][f"files_{split}"]) for split in ("train", "val")}
+        (tokenizer,) = (entry for entry in manifest["tokenizers"] if entry["name"] == datasets[name]["tokenizer_name"])
+        models = [str(tokenizer[key]) for key in ("model_path", "vocab_path", "path") if tokenizer.get(key)]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{remote.folder}/manifest.json of {remote.repository} is not as expected ({type(error).__name__}: {error}): "
+                        "a newer version of this script may be needed") from error
+    if train_shards > counts["train"]:
+        raise UserError(f"{remote.repository} has {counts['train']} training shards of {variant}, not {train_shards}: lower --train-shards")
+    files = [f"datasets/{name}/fineweb_{split}_{number:06d}.bin"
+             for split, count in (("train", train_shards), ("val", counts["val"])) for number in range(count)]
+    # A published path must stay where it belongs, whatever the manifest says.
+    tokenizers = [f"tokenizers/{PurePosixPath(model).name}" for model in models]
+    return [Wanted(f"{remote.folder}/{path}", target / path) for path in (*tokenizers, *files)]
+
+
+class Hub:
+    """The hub's client, at one revision of the repository; whatever goes wrong with it is a UserError."""
+
+    def __init__(self, remote: Remote):
+        try:
+            import huggingface_hub
+            from huggingface_hub import constants
+        except ImportError as error:
+            raise UserError("huggingface_hub is not installed: pip install -r requirements-dev.txt") from error
+        self.client, self.remote, self.api = huggingface_hub, remote, huggingface_hub.HfApi()
+        self.cache = Path(constants.HF_HUB_CACHE)
+        info = self._ask(self.api.dataset_info, remote.repository, timeout=20)
+        self.here = dict(repo_id=remote.repository, repo_type="dataset", revision=info.sha)
+
+    def _ask(self, function, *arguments, **options):
+        try:
+            return function(*arguments, **options)
+        except UserError:
+            raise
+        except Exception as error:  # the client's own, its HTTP library's and the operating system's exceptions
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            raise UserError(f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the network, "
+                            "the disk and MATCHED_FINEWEB_REPO_ID, then start again; files that have arrived are kept") from error
+
+    def manifest(self) -> dict:
+        """The manifest of what is published, as it is now."""
+        path = self._ask(self.client.hf_hub_download, filename=f"{self.remote.folder}/manifest.json", **self.here)
+        return self._ask(lambda: json.loads(Path(path).read_bytes()))
+
+    def described(self, files: list[Wanted]) -> list[Wanted]:
+        """The files with the sizes and checksums that the hub states. Raises UserError if it lacks one."""
+        found = {info.path: info for info in self._ask(self.api.get_paths_info, paths=[file.path for file in files], **self.here)}
+        if missing := [file.path for file in files if file.path not in found]:
+            raise UserError(f"{self.remote.repository} lacks {missing[0]}, which its manifest promises: tell its owner")
+        infos = [found[file.path] for file in files]
+        return [file._replace(size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id)
+                for file, info in zip(files, infos, strict=True)]
+
+    def fetch(self, files: list[Wanted], again: bool) -> Path:
+        """Fetch files into the client's cache (`again`: even what it has). Returns the folder that mirrors the repository."""
+        patterns = [file.path for file in files]
+        return Path(self._ask(self.client.snapshot_download, allow_patterns=patterns, force_download=again, **self.here))
+
+
+def existing(path: Path) -> Path:
+    """The nearest folder above that exists."""
+    return path if path.exists() else existing(path.parent)
+
+
+def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
+    """Raises UserError if the files would not fit: into the cache and, on another file system, into the target too."""
+    size = sum(file.size for file in files)
+    places = {existing(place).stat().st_dev: existing(place) for place in (cache.resolve(), target.resolve())}
+    for place in places.values():
+        free = shutil.disk_usage(place).free
+        if free < size:
+            raise UserError(f"{size:,} bytes are to be fetched, but the disk of {place} has {free:,} left: "
+                            "free some, lower --train-shards, or set HF_HOME to a folder on a larger disk")
 
 
 def link(source: Path, target: Path) -> None:
     """A hard link to what `source` really is, or a copy where the file system has none."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(target.name + ".partial")
-    partial.unlink(missing_ok=True)
-    try:
-        os.link(source.resolve(), partial)
-    except OSError:
-        shutil.copyfile(source, partial)
-    os.replace(partial, target)
-    partial.unlink(missing_ok=True)  # renaming a link onto its twin leaves both
+    with train_gpt.writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(source.resolve(), partial)
+        except OSError:
+            shutil.copyfile(source, partial)
+        os.replace(partial, target)
+        partial.unlink(missing_ok=True)  # renaming a link onto its twin leaves both
 
 
-def fetch(variant: str, train_shards: int) -> Path:
-    """Fetch everything. Returns the folder that mirrors the repository. Raises UserError if that fails."""
+def not_there(files: Iterable[Wanted]) -> list[Wanted]:
+    """The files that are missing or not what the hub has, with a progress bar over the reading of those that are here."""
+    from tqdm import tqdm  # the hub's client brings it
+
+    files = list(files)
+    present = sum(file.size for file in files if file.local.is_file())
+    with tqdm(total=present, unit="B", unit_scale=True, desc="verifying", disable=None if present else True) as bar:
+        return [file for file in files if not file.is_there(bar.update)]
+
+
+def have(files: list[Wanted], hub: Hub, target: Path) -> int:
+    """Fetch and link what is missing or wrong. Returns the number of files fetched. Raises UserError."""
+    missing = not_there(files)
+    check_space(missing, hub.cache, target)
+    fetched = len(missing)
+    for again in (False, True):  # a file that was damaged in place is damaged in the cache, too: then fetch it anew
+        if missing:
+            snapshot = hub.fetch(missing, again)
+            for file in missing:
+                link(snapshot / file.path, file.local)
+            missing = not_there(missing)
+    if missing:
+        raise UserError(f"{missing[0].local} has been fetched, but is not what the hub says it is (size or checksum): start again")
+    return fetched
+
+
+def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
+    """Write the manifest of `folder`: what train_gpt.py and --check hold it against. Shards fetched earlier stay in it."""
+    model = next((file.local for file in files if file.local.suffix == ".model"), None)
+    before = (shards.read_manifest(folder) or {"files": {}})["files"] if (folder / shards.MANIFEST).exists() else {}
+    entries = {name: entry for name, entry in before.items() if (folder / name).is_file()}
+    for file in files:
+        if file.local.parent == folder:
+            entries[file.local.name] = {"bytes": file.size, "tokens": len(train_gpt.read_shard(file.local)), "sha256": file.sha256}
+    made_by = {"tool": "download_fineweb.py", "repository": remote.repository, "folder": remote.folder}
+    tokenizer = {"tokenizer": shards.tokenizer_entry(model, folder)} if model else {}
+    shards.write_manifest(folder, made_by=made_by, **tokenizer, files=dict(sorted(entries.items())))
+
+
+def check(variant: str, target: Path) -> str:
+    """Hold the local files against the local manifest, every byte. Returns a line. Raises UserError naming what is wrong."""
+    folder = target / "datasets" / dataset_name(variant)
+    manifest = shards.read_manifest(folder)
+    if manifest is None:
+        raise UserError(f"{folder} has no {shards.MANIFEST}: nothing has been fetched there by this script, run it without --check")
+    wrong = shards.problems(folder, manifest)
+    if "tokenizer" in manifest:
+        tokenizer = folder / manifest["tokenizer"]["path"]
+        if not tokenizer.is_file() or shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
+            wrong.append(f"{tokenizer} is missing or not the tokenizer of the shards")
+    strangers = {path.name for path in folder.glob("*.bin")} - set(manifest["files"])
+    wrong += [f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it" for name in sorted(strangers)]
+    if wrong:
+        raise UserError("; ".join(wrong) + f": run this script without --check to fetch {'it' if len(wrong) == 1 else 'them'} again")
+    return f"right by their checksums: {len(manifest['files'])} shards in {folder}"
+
+
+def download(variant: str, train_shards: int, remote: Remote, target: Path) -> str:
+    """Have everything in place and recorded. Returns a line. Raises UserError."""
+    folder = target / "datasets" / dataset_name(variant)
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise train_gpt.UserError("huggingface_hub is not installed: pip install huggingface_hub") from error
-    try:
-        return Path(snapshot_download(REPOSITORY, repo_type="dataset", allow_patterns=patterns(variant, train_shards)))
-    except Exception as error:  # the client raises its own, requests' and the operating system's exceptions
-        reason = str(error).strip().splitlines()[0][:200]
-        raise train_gpt.UserError(f"could not fetch {REPOSITORY}: {type(error).__name__}: {reason}; "
-                                  "check the network and start again") from error
+        hub = Hub(remote)
+    except UserError as error:
+        held = (shards.read_manifest(folder) or {"files": {}})["files"]
+        if any("_val_" in name for name in held) and sum("_train_" in name for name in held) >= train_shards:
+            return f"{check(variant, target)} (the hub could not be asked for news: {error})"
+        raise
+    files = hub.described(plan(hub.manifest(), variant, train_shards, remote, target))
+    fetched = have(files, hub, target)
+    record(files, folder, remote)
+    return f"in place: {len(files)} files, {fetched} of them fetched now, {sum(file.size for file in files):,} bytes, in {folder}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="sp1024", help="sp1024, sp2048, sp4096, sp8192 or byte260")
-    parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens each")
+    parser.add_argument("--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one that the repository has")
+    parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each (default: 80)")
+    parser.add_argument("--check", action="store_true", help="fetch nothing, verify what is there")
+    parser.add_argument("--target", type=Path, default=TARGET, help="folder to hold datasets/ and tokenizers/ (default: data)")
     arguments = parser.parse_args()
+    if arguments.train_shards < 0:
+        parser.error("--train-shards must not be negative")
     try:
-        train, val = place(fetch(arguments.variant, arguments.train_shards), arguments.variant, ROOT / "data")
-    except train_gpt.UserError as error:
+        if arguments.check:
+            print(check(arguments.variant, arguments.target))
+        else:
+            print(download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target))
+    except UserError as error:
         sys.exit(f"error: {error}")
-    print(f"in place: {train} training and {val} validation shards in data/datasets/fineweb10B_{arguments.variant}")
 
 
 if __name__ == "__main__":

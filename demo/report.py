@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 import torch
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-PROMPT = "def __init__(self, "
+PROMPT = "def __init__(self,"
 
 
 def read_events(path: Path) -> dict[str, dict]:
@@ -30,17 +31,24 @@ def read_events(path: Path) -> dict[str, dict]:
         raise train_gpt.UserError(f"cannot read {path}: {error}; it is written by a run of train_gpt.py") from error
 
 
+def decode(tokens: np.ndarray, tokenizer: Path) -> bytes:
+    """The text behind tokens (n,), documents end to end."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+    documents = np.split(tokens, np.flatnonzero(tokens == train_gpt.BOS))
+    return "".join(pieces.decode(document[1:].tolist()) for document in documents if len(document)).encode()
+
+
 def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     """Rows (what, bits per byte, remark), all on the same validation text."""
     missing = {"val", "artifact", "final_int6_sliding_window_exact"} - set(events)
     if missing:
         raise train_gpt.UserError(f"the log has no event {min(missing)}: the run did not come to its end, start it again")
-    text, artifact = (data / "val.txt").read_bytes(), events["artifact"]
-    tokens = len(train_gpt.read_shard(data / "fineweb_val_000000.bin"))
+    artifact, tokens = events["artifact"], train_gpt.read_shard(data / "fineweb_val_000000.bin")
+    text = decode(tokens, data / "tokenizer.model")
     vocabulary = events["start"]["hyperparameters"]["vocab_size"]
     packed = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     return [
-        ("all tokens equally likely", math.log2(vocabulary) * tokens / len(text), f"log2 {vocabulary} bits a token"),
+        ("all tokens equally likely", math.log2(vocabulary) * len(tokens) / len(text), f"log2 {vocabulary} bits a token"),
         ("xz -9e", packed, "of the validation text alone"),
         ("model, last weights", events["val"]["val_bpb"], f"after {events['val']['step']} steps, {events['val']['train_seconds']:.0f} s"),
         ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),

@@ -1,12 +1,17 @@
 """Shards, the loader, bytes: what is read is what was written, and wrong data cannot be used unnoticed."""
 
+import hashlib
+import json
+import os
+import time
+
 import numpy as np
 import pytest
 import sentencepiece
 import torch
-from conftest import VOCAB, write_shard
 
 import train_gpt
+from conftest import VOCAB, write_shard
 from train_gpt import ByteCounter, Ranks, TokenStream, TrainingLoader, UserError, Validation
 
 
@@ -43,20 +48,67 @@ def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
 def test_loader_is_endless_and_repeatable(one_rank):
     hp, (loader,) = loaders(one_rank, 1)
     per_step = hp.train_batch_tokens // hp.train_seq_len
-    late = [loader.batch(step).clone() for step in range(loader.epoch_rows // per_step + 2)]
+    late = [loader.batch(step).clone() for step in range(loader.blocks // per_step + 2)]
     assert torch.equal(loader.batch(1), late[1]), "batch number 1 is the same whenever it is asked for"
-    first_again = loader.epoch_rows % per_step
-    rows = late[loader.epoch_rows // per_step]
+    first_again = loader.blocks % per_step
+    rows = late[loader.blocks // per_step]
     assert torch.equal(rows[first_again:], late[0][: per_step - first_again]), "after the last row comes the first"
 
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=5)
-    epochs = [[loader._permuted(epoch, i) for i in range(loader.epoch_rows)] for epoch in (0, 1)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.epoch_rows))
-    assert epochs[0] != epochs[1] != list(range(loader.epoch_rows))
+    epochs = [[loader._permuted(epoch, i) for i in range(loader.blocks)] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
+    assert epochs[0] != epochs[1] != list(range(loader.blocks))
     _, (other,) = loaders(one_rank, 1, SHUFFLE_SEED=6)
-    assert [other._permuted(0, i) for i in range(loader.epoch_rows)] != epochs[0]
+    assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
+
+
+def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
+    """A batch of the sequential order is one stretch of text; a shuffled one is spread over the whole stream."""
+    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=3)
+    starts = np.array([loader._permuted(0, i) for i in range(hp.train_batch_tokens // hp.train_seq_len)])
+    assert starts.min() < loader.blocks / 4 and starts.max() > 3 * loader.blocks / 4 and np.ptp(starts) > len(starts)
+
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_rows_begin_at_documents_where_they_can(one_rank, seed):
+    """With ALIGN_TO_BOS each block gives one row, from the block's first BOS on, or from its start if it has none."""
+    hp, (loader,) = loaders(one_rank, 1, ALIGN_TO_BOS=1, SHUFFLE_SEED=seed)
+    tokens, per_step, aligned = whole_stream(hp), hp.train_batch_tokens // hp.train_seq_len, 0
+    rows = torch.cat([loader.batch(step) for step in range(loader.blocks // per_step)]).numpy()
+    for i, row in enumerate(rows):
+        block = tokens[loader._permuted(0, i) * 32 :][:32]
+        begins = np.flatnonzero(block == train_gpt.BOS)
+        start = loader._permuted(0, i) * 32 + (begins[0] if len(begins) else 0)
+        start = min(start, len(tokens) - 33)  # the last row must not reach over the end
+        assert (row == tokens[start : start + 33]).all()
+        aligned += len(begins) > 0 and row[0] == train_gpt.BOS
+    assert aligned > 5, "the test data have documents"
+    assert loader._row((loader.blocks - 1) * 32).shape == (33,)
+    _, several = loaders(one_rank, 3, ALIGN_TO_BOS=1, SHUFFLE_SEED=seed)
+    assert torch.equal(torch.cat([part.batch(2) for part in several]), loader.batch(2)), "whatever the number of ranks"
+
+
+def test_the_next_step_is_all_the_state(one_rank):
+    """A new loader asked for step n goes on exactly as the old one does."""
+    _, (old,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
+    before = [old.batch(step) for step in range(12)]
+    _, (new,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
+    for step in range(7, 12):
+        assert torch.equal(new.batch(step), before[step])
+
+
+def test_batches_are_ready_ahead(one_rank):
+    """While one batch is in use, the next three are read."""
+    _, (loader,) = loaders(one_rank, 1)
+    loader.batch(0)
+    deadline = time.monotonic() + 10
+    while loader.ready.qsize() < loader.AHEAD and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert loader.ready.qsize() == loader.AHEAD == 3
+    loader.close()
+    assert not loader.thread.is_alive()
 
 
 def test_bytes_by_the_rule_equal_the_text(data):
@@ -94,8 +146,13 @@ def broken_shard(folder, kind):
         write_shard(path, tokens, count=len(tokens) - 1)
     elif kind == "shorter":
         write_shard(path, tokens, count=len(tokens) + 1)
+    elif kind == "odd byte":
+        write_shard(path, tokens)
+        path.write_bytes(path.read_bytes() + b"\0")
     elif kind == "empty":
         path.write_bytes(b"")
+    elif kind == "unreadable":
+        path.symlink_to(path)  # in circles: what even root cannot read
     elif kind == "no tokens":
         write_shard(path, tokens[:0])
     elif kind == "folder":
@@ -106,6 +163,7 @@ def broken_shard(folder, kind):
 @pytest.mark.parametrize(
     "kind, part",
     [("magic", "20240520"), ("version", "version 2"), ("longer", "promises 295"), ("shorter", "promises 297"), ("empty", "header"),
+     ("odd byte", "has 1617 bytes, but its header promises 296 tokens in 1616"), ("unreadable", "cannot read shard"),
      ("no tokens", "promises 0"), ("folder", "Is a directory")],
 )  # fmt: skip
 def test_wrong_shards_are_named(tmp_path, kind, part):
@@ -123,6 +181,66 @@ def test_token_outside_the_vocabulary_is_named(tmp_path, one_rank):
     loader.batch(0)
     with pytest.raises(UserError, match=f"000000.bin holds token {VOCAB}.*VOCAB_SIZE"):
         loader.batch(1)
+
+
+@pytest.mark.parametrize("change", ["cut short", "rewritten", "replaced", "removed"])
+def test_a_shard_that_changes_during_the_run_is_named(tmp_path, one_rank, change):
+    """Cut short, it would even kill the process: pages of a mapping beyond the file's end cannot be read."""
+    path = tmp_path / "fineweb_train_000000.bin"
+    write_shard(path, np.full(500_000, 5))
+    _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path)
+    loader.batch(0)
+    if change == "cut short":
+        os.truncate(path, 2000)
+    elif change == "rewritten":
+        os.utime(path, ns=(0, 0))
+    elif change == "replaced":
+        write_shard(tmp_path / "new", np.full(500_000, 6))
+        os.utime(tmp_path / "new", ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+        (tmp_path / "new").rename(path)
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match="fineweb_train_000000.bin has changed or vanished"):
+        loader.batch(600)
+
+
+def with_manifest(data, folder, **changes):
+    """A copy of the data with a manifest."""
+    for path in data.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
+    digest = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": {"sha256": digest}, **changes}))
+    return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
+
+
+def test_data_as_the_manifest_says_are_used(tmp_path, data, one_rank):
+    hp, runtime = one_rank(**with_manifest(data, tmp_path))
+    assert Validation(hp, runtime.device).targets > 0
+
+
+def test_another_tokenizer_of_the_same_size_is_named(tmp_path, data, one_rank):
+    hp, runtime = one_rank(**with_manifest(data, tmp_path, tokenizer={"sha256": "0" * 64}))
+    with pytest.raises(UserError, match="TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards"):
+        Validation(hp, runtime.device)
+
+
+def test_a_validation_split_that_is_not_whole_is_named(tmp_path, data, one_rank):
+    hp, runtime = one_rank(**with_manifest(data, tmp_path))
+    (tmp_path / "fineweb_val_000001.bin").unlink()
+    with pytest.raises(UserError, match="fineweb_val_000001.bin is missing"):
+        Validation(hp, runtime.device)
+    write_shard(tmp_path / "fineweb_val_000001.bin", np.full(3, 5))
+    with pytest.raises(UserError, match="fineweb_val_000001.bin is missing or not of"):
+        Validation(hp, runtime.device)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": [], "tokenizer": {"sha256": ""}}', b'{"files": {"fineweb_val_0.bin": 3}, "tokenizer": 3}'])
+def test_a_broken_manifest_is_named(tmp_path, data, one_rank, content):
+    hp, runtime = one_rank(**with_manifest(data, tmp_path))
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(UserError, match="manifest.json cannot be read as a manifest"):
+        Validation(hp, runtime.device)
 
 
 def test_too_little_data_is_named(tmp_path, one_rank):

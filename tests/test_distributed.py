@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from conftest import ROOT, run, start
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, VOCAB, run, write_shard
 
 import train_gpt
+from conftest import ROOT, VOCAB, run, write_shard
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",

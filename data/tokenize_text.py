@@ -1,0 +1,529 @@
+#!/usr/bin/env python3
+"""Make shards in the challenge's format, and a tokenizer for them, out of any text.
+
+    python data/tokenize_text.py books/ notes.txt --out data/datasets/mine --vocab-size 1024 --val-fraction 0.01
+    python data/tokenize_text.py docs.jsonl --out ... --tokenizer data/tokenizers/fineweb_1024_bpe.model --val-docs 50000
+    zstdcat dump.jsonl.zst | python data/tokenize_text.py - --stdin-format jsonl --out ... --vocab-size 4096 --val-fraction 0.01
+
+What a document is: a line of a .jsonl file (its --field), a row of a .parquet file (its --field), a whole .txt file
+or, with --separator, each part of it. Folders are searched for such files, in the order of their paths.
+
+    files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
+
+The result does not depend on the number of workers. It is built in a folder beside --out and moved there when it is
+whole. Identical documents (after the tokenizer's normalisation) never stand on both sides of the split.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import inspect
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import sentencepiece
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import shards
+import train_gpt
+from train_gpt import UserError
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+CHUNK_BYTES = 1 << 20  # of text for a worker at a time
+SPACE = "\u2581"  # what SentencePiece writes for a space
+PAD, BOS, EOS, UNK = 0, train_gpt.BOS, 2, 3  # as in the published tokenizers
+FEWEST_PIECES = 4 + 256 + 2  # those four, the bytes, U+2581 and the newline
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Files -> documents
+
+
+class Reading(NamedTuple):
+    """How documents are found in files."""
+
+    field: str = "text"  # of a JSON line or a parquet row
+    separator: str = ""  # between the documents of a text file; empty: one file is one document
+    strip: bool = False  # white space around a document is not part of it
+
+
+class Record(NamedTuple):
+    """A document as it stands in its file: text, or bytes that a worker has yet to decode."""
+
+    where: str
+    raw: str | bytes
+    is_json: bool = False
+
+
+def find_files(inputs: list[Path]) -> list[Path]:
+    """The text files that `inputs` (files and folders) stand for. Raises UserError if one of them is none."""
+    found = []
+    for path in inputs:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            if not inside:
+                raise UserError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}: name another folder")
+            found += inside
+        elif not path.is_file():
+            raise UserError(f"{path} does not exist: name a file, a folder or - for standard input")
+        elif path.suffix not in SUFFIXES:
+            raise UserError(f"{path} ends in none of {', '.join(SUFFIXES)}: rename or convert it")
+        else:
+            found.append(path)
+    return found
+
+
+def records(path: Path, reading: Reading) -> Iterator[Record]:
+    """The documents of one file, in order."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet(path, reading.field)
+            return
+        with open(path, "rb") as file:
+            if path.suffix == ".jsonl":
+                yield from (Record(f"{path}, line {number}", line, True) for number, line in enumerate(file, 1) if line.strip())
+            elif not reading.separator:
+                yield Record(str(path), file.read())
+            else:
+                yield from _parts(path, file, reading.separator.encode())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
+    number, rest = 1, b""
+    while block := file.read(CHUNK_BYTES):
+        *whole, rest = (rest + block).split(separator)
+        for part in whole:
+            yield Record(f"{path}, document {number}", part)
+            number += 1
+    yield Record(f"{path}, document {number}", rest)
+
+
+def _parquet(path: Path, field: str) -> Iterator[Record]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise UserError(f"{path} needs pyarrow: pip install -r requirements-dev.txt") from error
+    try:
+        with parquet.ParquetFile(path) as table:
+            if field not in table.schema_arrow.names:
+                raise UserError(f"{path} has no column {field!r}, but {', '.join(table.schema_arrow.names)}: set --field")
+            number = 0
+            for batch in table.iter_batches(columns=[field], batch_size=256):
+                for text in batch.column(0).to_pylist():
+                    number += 1
+                    if not isinstance(text, str):
+                        raise UserError(f"{path}, row {number}: column {field!r} holds {type(text).__name__}, not text: set --field")
+                    yield Record(f"{path}, row {number}", text)
+    except ArrowException as error:
+        raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
+
+
+def text_of(record: Record, reading: Reading) -> str:
+    """The document's text. Raises UserError that says where it is no text in UTF-8."""
+    where, text, is_json = record
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        if is_json:
+            text = json.loads(text)
+            if not isinstance(text, dict) or not isinstance(text.get(reading.field), str):
+                raise UserError(f"{where} has no text in a field {reading.field!r}: set --field")
+            text = text[reading.field]
+        text.encode()  # a lone surrogate, as JSON can write it, is no character
+    except UnicodeError as error:
+        raise UserError(f"{where} is not UTF-8 text ({error.reason}): convert it") from error
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}): mend or remove that line") from error
+    return text.strip() if reading.strip else text
+
+
+def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
+    """Documents of all files in order, in lists of about CHUNK_BYTES."""
+    chunk, size = [], 0
+    for record in itertools.chain.from_iterable(records(path, reading) for path in files):
+        chunk.append(record)
+        size += len(record.raw)
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Documents -> tokens, in worker processes
+
+
+def kept(normalised: str) -> str:
+    """What a tokenizer that prefixes a space to each document keeps of a text, from its normaliser's output."""
+    return normalised.removeprefix(SPACE).replace(SPACE, " ")
+
+
+def key_of(text: str) -> bytes:
+    """16 bytes by which a normalised document is known."""
+    return hashlib.sha256(text.encode()).digest()[:16]
+
+
+class Encoded(NamedTuple):
+    """A chunk as tokens (n,) uint16, and its documents in order."""
+
+    tokens: np.ndarray
+    documents: list["Document"]
+
+
+class Document(NamedTuple):
+    """What is known of a document once it is tokens."""
+
+    key: bytes
+    length: int  # tokens, with its BOS
+    size: int  # bytes that the score counts
+    lost: int  # bytes that the normaliser has taken away
+    changed: bool  # by the normaliser
+
+
+class Encoder:
+    """A tokenizer, with the evaluator's way to count bytes."""
+
+    def __init__(self, tokenizer: str, reading: Reading):
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+        self.counter = train_gpt.ByteCounter(tokenizer, self.pieces.vocab_size())
+        self.reading = reading
+        self.prefixed = self.pieces.normalize("a").startswith(SPACE)
+
+    def encode(self, chunk: list[Record]) -> Encoded:
+        """Raises UserError if a document is no text, or if the evaluator would charge other bytes than it has."""
+        texts = [text_of(record, self.reading) for record in chunk]
+        normalised = [kept(text) if self.prefixed else text.replace(SPACE, " ") for text in map(self.pieces.normalize, texts)]
+        encoded = self.pieces.encode(texts, return_type="numpy")
+        lengths = [len(ids) + 1 for ids in encoded]
+        starts = np.cumsum([0, *lengths])
+        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)  # one more than there are, so that the last one has an end
+        for start, ids in zip(starts, encoded, strict=False):
+            tokens[start + 1 : start + 1 + len(ids)] = ids
+        charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
+        documents = []
+        for record, text, length, nbytes, raw in zip(chunk, normalised, lengths, np.diff(charged).tolist(), texts, strict=True):
+            size = len(text.encode())
+            if nbytes != size:
+                raise UserError(f"{record.where} has {size} bytes, but the evaluator would charge {nbytes}: this tokenizer cannot be "
+                                "scored on it (data/README.md says what it needs); with --strip, spaces around documents are no matter")
+            documents.append(Document(key_of(text), length, size, len(raw.encode()) - size, raw != text))
+        return Encoded(tokens[:-1], documents)
+
+
+@functools.cache
+def encoder(tokenizer: str, reading: Reading) -> Encoder:
+    """A worker's encoder, made once."""
+    return Encoder(tokenizer, reading)
+
+
+def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encoded:
+    """What a worker does."""
+    return encoder(tokenizer, reading).encode(chunk)
+
+
+def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
+    """`map(function, items)` by worker processes, in order, with a bounded number of items under way."""
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        pending = collections.deque()
+        try:
+            for item in items:
+                pending.append(pool.submit(function, item))
+                if len(pending) > 3 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        except concurrent.futures.process.BrokenProcessPool as error:
+            raise UserError("a worker process died, for want of memory perhaps: start again with fewer --workers") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Training a tokenizer
+
+
+class Split:
+    """Which side a document belongs to: the first so many distinct ones are validation (as in the challenge, whose
+    first 50,000 are), or those whose key falls into a fraction of all keys, whatever their order."""
+
+    def __init__(self, val_docs: int, val_fraction: float):
+        self.val_docs, self.bound = val_docs, int(val_fraction * 2**64)
+        self.val_keys = set()
+
+    def side(self, key: bytes) -> str:
+        """"train" or "val"; "" for one that is in validation already."""
+        if key in self.val_keys:
+            return ""
+        if len(self.val_keys) < self.val_docs or int.from_bytes(key[:8]) < self.bound:
+            self.val_keys.add(key)
+            return "val"
+        return "train"
+
+
+def normaliser_options(rule: str) -> dict:
+    """How our tokenizers treat white space: nothing is removed; each document gets one space before it, which the
+    evaluator does not charge after BOS, so that bytes are exact even where a document begins with spaces."""
+    return dict(add_dummy_prefix=True, remove_extra_whitespaces=rule != "identity", escape_whitespaces=True)
+
+
+def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int) -> list[str]:
+    """About `sample_bytes` of training documents, chosen by a checksum of each, so that order does not matter."""
+    normaliser = sentencepiece.SentencePieceNormalizer(rule_name=rule, **normaliser_options(rule))
+    share = min(1.0, sample_bytes / max(1, sum(path.stat().st_size for path in files))) * 2**32
+    chosen = []
+    for record in itertools.chain.from_iterable(records(path, reading) for path in files):
+        raw = record.raw if isinstance(record.raw, bytes) else record.raw.encode()
+        if zlib.crc32(raw) <= share or len(split.val_keys) < split.val_docs:
+            text = kept(normaliser.normalize(text_of(record, reading)))
+            if text and split.side(key_of(text)) == "train":
+                chosen.append(text)
+    return sorted(chosen)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -> bytes:
+    """A SentencePiece BPE model: bytes for rare characters, digits one by one, U+2581 and newline pieces of their own
+    (newline unless the normaliser `rule` does away with it).
+
+    Characters that would be rare pieces (at most half of the vocabulary is for single characters) are left to the
+    bytes: the text is cut at them. Raises UserError if the vocabulary cannot be filled.
+    """
+    if vocab_size < FEWEST_PIECES:
+        raise UserError(f"--vocab-size {vocab_size} is too small: 4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}")
+    counts = collections.Counter(itertools.chain.from_iterable(texts))
+    alphabet, seen, total = [], 0, sum(counts.values())
+    for character, count in counts.most_common((vocab_size - FEWEST_PIECES) // 2):
+        if seen < 0.9995 * total and character not in "\0\n":
+            alphabet.append(character)
+        seen += count
+    runs = re.compile(f"[ {re.escape(''.join(alphabet))}]{{1,16000}}")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=(run for text in texts for run in runs.findall(text)), model_writer=model, model_type="bpe",
+            vocab_size=vocab_size, byte_fallback=True, character_coverage=1.0, split_digits=True, max_sentence_length=1 << 20,
+            normalization_rule_name=rule, allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"] if rule == "identity" else [],  # the others make a space of it
+            pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, minloglevel=2, **normaliser_options(rule),
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise UserError(f"no tokenizer of {vocab_size} pieces can be trained on this text: {str(error).strip().splitlines()[0]}") from error
+    return model.getvalue()
+
+
+def adopt_tokenizer(path: Path, copy: Path) -> None:
+    """Copy somebody's tokenizer. Raises UserError if it cannot make shards of the challenge's format."""
+    try:
+        train_gpt.write_atomic(copy, path.read_bytes())
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
+    except (RuntimeError, OSError) as error:
+        raise UserError(f"--tokenizer {path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}") from error
+    if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
+        raise UserError(f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the challenge's "
+                        f"format every document starts with token {BOS} and tokens are below 65536")
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The whole
+
+
+class Tally:
+    """What has become of the documents."""
+
+    def __init__(self):
+        self.splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+        self.empty, self.repeated, self.changed, self.lost = 0, 0, 0, 0
+
+    def lines(self) -> Iterator[str]:
+        """For the user."""
+        for split, counts in self.splits.items():
+            yield (f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
+                   f"({counts['bytes'] / max(1, counts['tokens']):.3f} a token)")
+        yield f"left out: {self.repeated:,} documents that validation already has, {self.empty:,} empty ones"
+        yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes fewer"
+
+
+def write_shards(encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int) -> tuple[Tally, dict[str, dict]]:
+    """Distribute documents over the splits and write them. Returns the counts and the manifest's files."""
+    tally, writers = Tally(), {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")}
+    for chunk in encoded:
+        start = 0
+        for document in chunk.documents:
+            tokens, start = chunk.tokens[start : start + document.length], start + document.length
+            tally.changed, tally.lost = tally.changed + document.changed, tally.lost + document.lost
+            side = split.side(document.key) if document.size else ""
+            if side:
+                writers[side].add(tokens)
+                for name, count in (("documents", 1), ("tokens", document.length), ("bytes", document.size)):
+                    tally.splits[side][name] += count
+            elif document.size:
+                tally.repeated += 1
+            else:
+                tally.empty += 1
+    for name, writer in writers.items():
+        writer.close()
+        if not writer.files:
+            total = sum(counts["documents"] for counts in tally.splits.values())
+            raise UserError(f"no document was left for {name}: all of {total} went to the other side; give more text, --separator to cut "
+                            "it into documents, or another --val-docs or --val-fraction")
+    return tally, {name: entry for writer in writers.values() for name, entry in writer.files.items()}
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, force: bool) -> Iterator[Path]:
+    """A folder beside `out` that takes its place if the body succeeds and is removed if it does not."""
+    if out.exists() and not force and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists already: choose another folder, or --force to replace all that is in it")
+    partial, old = (out.with_name(out.name + suffix) for suffix in (".partial", ".old"))
+    with train_gpt.writing(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with train_gpt.writing(out):
+            if out.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                out.rename(old)
+            partial.rename(out)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+class Options(NamedTuple):
+    """What is to be made of the documents."""
+
+    tokenizer: Path | None = None  # the one to use; None: one is trained
+    vocab_size: int = 1024  # of that one
+    normalizer: str = "identity"
+    sample_bytes: int = 50_000_000  # of text to train it on
+    val_docs: int = 0  # see Split
+    val_fraction: float = 0.0
+    shard_tokens: int = shards.SHARD_TOKENS
+    workers: int = 1
+
+
+def build(
+    files: list[Path], out: Path, options: Options, reading: Reading, *, force: bool = False,
+    progress: Callable = lambda chunks: chunks, made_by: dict | None = None,
+) -> Tally:  # fmt: skip
+    """Make tokenizer.model, shards and manifest.json in `out` from the documents of `files`. Raises UserError.
+
+    `force` replaces what `out` holds; `progress` wraps the chunks as they go by; `made_by` is what the manifest says of
+    the data's origin (default: the options that decide about the documents).
+    """
+    if "return_type" not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters:
+        raise UserError(f"sentencepiece {sentencepiece.__version__} is too old for this tool: pip install -r requirements.txt")
+    side = options.val_docs, options.val_fraction
+    with new_folder(out, force) as folder:
+        model = folder / "tokenizer.model"
+        if options.tokenizer:
+            adopt_tokenizer(options.tokenizer, model)
+        else:
+            texts = sample_texts(files, reading, options.normalizer, Split(*side), options.sample_bytes)
+            train_gpt.write_atomic(model, train_tokenizer(texts, options.vocab_size, options.normalizer))
+        work = functools.partial(encode_chunk, str(model), reading)
+        encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
+        tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)
+        made_by = made_by or {"tool": "tokenize_text.py", "val_docs": side[0], "val_fraction": side[1], **reading._asdict()}
+        tokenizer = shards.tokenizer_entry(model, folder)
+        shards.write_manifest(folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries)
+    return tally
+
+
+def progress_bar(files: list[Path]) -> Callable:
+    """A function that passes chunks on and shows how far they have come."""
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise UserError("the progress bar needs tqdm: pip install -r requirements-dev.txt") from error
+    packed = any(path.suffix == ".parquet" for path in files)  # their size says little about the text in them
+
+    def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
+        with tqdm(total=None if packed else sum(p.stat().st_size for p in files), unit="B", unit_scale=True, disable=None) as bar:
+            for chunk in chunks:
+                yield chunk
+                bar.update(sum(len(record.raw) for record in chunk))
+
+    return shown
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make: shards, tokenizer.model, manifest.json")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--vocab-size", type=int, help="train a tokenizer of so many pieces, 256 to 65536")
+    which.add_argument("--tokenizer", type=Path, help="use this SentencePiece model")
+    parser.add_argument("--normalizer", choices=("identity", "nmt_nfkc"), default="identity",
+                        help="of a trained tokenizer: no change (default), or like the challenge's: NFKC, white space becomes one space")
+    side = parser.add_mutually_exclusive_group(required=True)
+    side.add_argument("--val-docs", type=int, default=0, help="the first so many documents are validation")
+    side.add_argument("--val-fraction", type=float, default=0.0, help="about this part of the documents is, chosen by their hashes")
+    parser.add_argument("--field", default="text", help="of JSON lines and parquet files (default: text)")
+    parser.add_argument("--separator", default="", help=r"what divides a text file into documents, with \n for a newline")
+    parser.add_argument("--strip", action="store_true", help="leave out white space around documents")
+    parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
+    parser.add_argument("--sample-bytes", type=int, default=50_000_000, help="of text to train the tokenizer on (default: 50,000,000)")
+    parser.add_argument("--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens of a full shard (default: 100,000,000)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the number of CPUs)")
+    parser.add_argument("--force", action="store_true", help="replace what --out holds")
+    arguments = parser.parse_args()
+    for name, low, high in (("vocab_size", 256, 65536), ("val_docs", 0, 1 << 40), ("val_fraction", 0, 1), ("shard_tokens", 1, 1 << 30),
+                            ("workers", 1, 1024), ("sample_bytes", 1, 1 << 40)):
+        value = getattr(arguments, name)
+        if value is not None and not low <= value <= high:
+            parser.error(f"--{name.replace('_', '-')} {value} is not between {low} and {high}")
+    return arguments
+
+
+@contextlib.contextmanager
+def spooled(inputs: list[str], stdin_format: str, out: Path) -> Iterator[list[Path]]:
+    """The inputs as paths; standard input becomes a temporary file, since a tokenizer's training reads it once more."""
+    spool = out.with_name(f"{out.name}.stdin.{stdin_format}")
+    try:
+        if "-" in inputs:
+            with train_gpt.writing(spool):
+                spool.parent.mkdir(parents=True, exist_ok=True)
+                with open(spool, "wb") as file:
+                    shutil.copyfileobj(sys.stdin.buffer, file)
+        yield [spool if name == "-" else Path(name) for name in inputs]
+    finally:
+        spool.unlink(missing_ok=True)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.tokenizer and not arguments.tokenizer.is_file():
+        sys.exit(f"error: --tokenizer {arguments.tokenizer} is not a file")
+    options = Options(**{name: getattr(arguments, name) for name in Options._fields})
+    reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
+    try:
+        with spooled(arguments.inputs, arguments.stdin_format, arguments.out) as inputs:
+            files = find_files(inputs)
+            tally = build(files, arguments.out, options, reading, force=arguments.force, progress=progress_bar(files))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    print(*tally.lines(), sep="\n")
+    vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
+    print(f"train on it: DATA_PATH={arguments.out} TOKENIZER_PATH={arguments.out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh")
+
+
+if __name__ == "__main__":
+    main()

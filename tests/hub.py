@@ -1,0 +1,119 @@
+"""A stand-in for the Hugging Face hub: a real HTTP server on loopback that serves its URL scheme for one data set."""
+
+import hashlib
+import http.server
+import json
+import threading
+import urllib.parse
+from pathlib import Path
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub:
+    """Serves the files below `root` as the data set `repository`. Files that end in .bin are large ones, with SHA-256."""
+
+    def __init__(self, root: Path, repository: str):
+        self.root, self.repository, self.commit = root, repository, COMMIT
+        self.cut_after = 0  # bytes after which a large file's connection is cut, or 0
+        self.stall_after = 0  # bytes after which it falls silent, or 0
+        self.corrupt = set()  # paths whose content is served with a flipped bit
+        self.requests: list[tuple[str, str, str]] = []  # method, path, Range header
+        hub = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self):
+                hub.answer(self)
+
+            def do_GET(self):
+                hub.answer(self)
+
+            def do_POST(self):
+                hub.answer(self)
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def fetched(self) -> list[str]:
+        """The paths whose content was asked for."""
+        marker = f"/datasets/{self.repository}/resolve/"
+        return [path.removeprefix(marker).partition("/")[2] for method, path, _ in self.requests if method == "GET" and path.startswith(marker)]
+
+    def answer(self, request) -> None:
+        url = urllib.parse.urlparse(request.path)
+        path, body = urllib.parse.unquote(url.path), request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        self.requests.append((request.command, path, request.headers.get("Range", "")))
+        api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
+        if path.startswith(f"{api}/paths-info/"):
+            self.json(request, [self.info(name) for name in self.asked(body, request.headers) if (self.root / name).is_file()])
+        elif path == api or path.startswith(f"{api}/revision/"):
+            names = sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
+            self.json(request, {"id": self.repository, "sha": self.commit, "siblings": [{"rfilename": name} for name in names], "tags": []})
+        elif path.startswith(f"{api}/tree/"):
+            self.json(request, [self.info(str(p.relative_to(self.root))) for p in sorted(self.root.rglob("*")) if p.is_file()])
+        elif path.startswith(files) and (self.root / path.removeprefix(files).partition("/")[2]).is_file():
+            self.file(request, path.removeprefix(files).partition("/")[2])
+        else:
+            self.json(request, {"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"})
+
+    @staticmethod
+    def asked(body: bytes, headers) -> list[str]:
+        if "json" in headers.get("Content-Type", ""):
+            return json.loads(body)["paths"]
+        return urllib.parse.parse_qs(body.decode())["paths"]
+
+    def info(self, name: str) -> dict:
+        data = (self.root / name).read_bytes()
+        entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
+        if name.endswith(".bin"):
+            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+        return entry
+
+    def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
+        data = json.dumps(content).encode()
+        request.send_response(status)
+        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(data)
+
+    def file(self, request, name: str) -> None:
+        info, data = self.info(name), (self.root / name).read_bytes()
+        if name in self.corrupt:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        start = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        part = data[start:]
+        request.send_response(206 if start else 200)
+        if start:
+            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        request.send_header("ETag", f'"{info["lfs"]["oid"] if "lfs" in info else info["oid"]}"')
+        request.send_header("X-Repo-Commit", self.commit)
+        request.send_header("Accept-Ranges", "bytes")
+        request.send_header("Content-Length", str(len(part)))
+        request.end_headers()
+        if request.command == "HEAD":
+            return
+        if self.stall_after and len(part) > self.stall_after:
+            request.wfile.write(part[: self.stall_after])
+            request.wfile.flush()
+            threading.Event().wait(60)
+            return
+        if self.cut_after and name.endswith(".bin") and len(part) > self.cut_after:
+            request.wfile.write(part[: self.cut_after])
+            request.wfile.flush()
+            request.close_connection = True
+            request.connection.close()
+            return
+        request.wfile.write(part)

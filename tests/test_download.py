@@ -1,0 +1,209 @@
+"""data/download_fineweb.py against a stand-in of the hub: an HTTP server on loopback that speaks its URL scheme."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from conftest import ROOT
+from hub import Hub
+
+sys.path.insert(0, str(ROOT / "data"))
+
+import download_fineweb
+import shards
+
+REPOSITORY, NAME = "somebody/some-data", "fineweb10B_sp1024"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, data) -> Path:
+    """What the hub holds: 3 training shards, 1 of validation, a tokenizer, the manifest. The first shard takes several reads."""
+    root = tmp_path_factory.mktemp("published")
+    folder = root / "datasets" / "datasets" / NAME
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name, count in (("train_000000", 12_000_000), ("train_000001", 3000), ("train_000002", 4000), ("val_000000", 2000)):
+        shards.write_shard(folder / f"fineweb_{name}.bin", rng.integers(4, 400, count))
+    (root / "datasets" / "tokenizers").mkdir()
+    (root / "datasets" / "tokenizers" / "fineweb_1024_bpe.model").write_bytes((data / "tokenizer.model").read_bytes())
+    manifest = {"datasets": [{"name": NAME, "tokenizer_name": "bpe", "stats": {"files_train": 3, "files_val": 1}}],
+                "tokenizers": [{"name": "bpe", "model_path": "tokenizers/fineweb_1024_bpe.model"}]}  # fmt: skip
+    (root / "datasets" / "manifest.json").write_text(json.dumps(manifest))
+    return root
+
+
+@pytest.fixture
+def hub(published):
+    server = Hub(published, REPOSITORY)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def command(hub, tmp_path):
+    """A function that starts the script with a cache and a target of its own."""
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache"), "MATCHED_FINEWEB_REPO_ID": REPOSITORY}
+
+    def start(*arguments, **changes) -> subprocess.Popen:
+        hub.requests.clear()
+        line = [sys.executable, ROOT / "data" / "download_fineweb.py", "--target", tmp_path / "data", *arguments]
+        return subprocess.Popen(list(map(str, line)), env={**environment, **changes}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+@pytest.fixture
+def download(command):
+    """A function that runs the script to its end."""
+
+    def go(*arguments, **changes) -> subprocess.CompletedProcess:
+        process = command(*arguments, **changes)
+        out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    return go
+
+
+def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_path, published):
+    result = download("--train-shards", 1)
+    assert result.returncode == 0 and "in place: 3 files, 3 of them fetched now" in result.stdout, result.stderr
+    folder, hp = tmp_path / "data" / "datasets" / NAME, train_gpt.Hyperparameters()
+    assert (tmp_path / hp.data_path).samefile(folder) and (tmp_path / hp.tokenizer_path).is_file(), "where train_gpt.py looks"
+    for path in folder.glob("*.bin"):
+        assert path.read_bytes() == (published / "datasets" / "datasets" / NAME / path.name).read_bytes()
+        assert path.stat().st_nlink == 2, "a hard link to the cache, not a copy"
+    train_gpt.check_manifest(str(folder), str(tmp_path / hp.tokenizer_path))
+    result = download("--train-shards", 1)
+    assert "0 of them fetched now" in result.stdout and hub.fetched() == []
+    result = download("--train-shards", 2)
+    assert "1 of them fetched now" in result.stdout and [Path(path).name for path in hub.fetched()] == ["fineweb_train_000001.bin"]
+    manifest = shards.read_manifest(folder)
+    assert sorted(manifest["files"]) == sorted(path.name for path in folder.glob("*.bin")) and len(manifest["files"]) == 3
+
+
+def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
+    assert "no manifest.json" in download("--check").stderr
+    assert download("--train-shards", 2).returncode == 0
+    result = download("--check")
+    assert result.returncode == 0 and "right by their checksums: 3 shards" in result.stdout and hub.requests == []
+    shard = tmp_path / "data" / "datasets" / NAME / "fineweb_train_000001.bin"
+    with open(shard, "r+b") as file:  # in place: the cache holds the same file
+        file.seek(2000)
+        file.write(b"\x05\x05")
+    result = download("--check")
+    assert result.returncode == 1 and f"{shard} is not the file that manifest.json describes" in result.stderr and hub.requests == []
+    result = download("--train-shards", 2)
+    assert result.returncode == 0 and "1 of them fetched now" in result.stdout
+    assert set(map(os.path.basename, hub.fetched())) == {shard.name}
+    assert download("--check").returncode == 0
+    (shard.parent / "fineweb_train_000009.bin").write_bytes(shard.read_bytes())
+    assert "000009.bin is not in manifest.json" in download("--check").stderr
+    (shard.parent / "fineweb_train_000009.bin").unlink()
+    shard.unlink()
+    assert "cannot read shard" in download("--check").stderr
+
+
+def test_a_cut_connection_is_resumed_at_the_byte(download, hub):
+    hub.cut_after = 13_000_000
+    result = download("--train-shards", 1)
+    assert result.returncode == 0, result.stderr
+    ranges = [header for _, path, header in hub.requests if path.endswith("train_000000.bin") and header]
+    assert ranges and all(int(header.removeprefix("bytes=").rstrip("-")) > 0 for header in ranges)
+
+
+def test_a_killed_run_keeps_the_files_that_have_arrived(command, download, hub, tmp_path):
+    hub.stall_after = 11_000_000
+    process = command("--train-shards", 2)
+    blobs = tmp_path / "cache" / "hub"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and sum(p.stat().st_size in (7024, 5024) for p in blobs.rglob("blobs/*")) < 2:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    folder = tmp_path / "data" / "datasets" / NAME
+    assert not (folder / "manifest.json").exists(), "a folder without a manifest is not whole"
+    hub.stall_after = 0
+    result = download("--train-shards", 2)
+    assert result.returncode == 0, result.stderr
+    assert [Path(path).name for path in hub.fetched() if path.endswith(".bin")] == ["fineweb_train_000000.bin"]
+    assert download("--check").returncode == 0
+
+
+def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
+    assert download("--train-shards", 2).returncode == 0
+    remote = published / "datasets" / "manifest.json"
+    old, shard = remote.read_text(), published / "datasets" / "datasets" / NAME / "fineweb_train_000003.bin"
+    try:
+        shards.write_shard(shard, np.arange(4, 300))
+        remote.write_text(old.replace('"files_train": 3', '"files_train": 4'))
+        hub.commit = "f" * 40
+        result = download("--train-shards", 4)
+        assert result.returncode == 0 and "2 of them fetched now" in result.stdout, result.stderr
+        assert (tmp_path / "data" / "datasets" / NAME / shard.name).is_file()
+    finally:
+        remote.write_text(old)
+        shard.unlink()
+
+
+def test_no_network(download, hub):
+    assert download("--train-shards", 1).returncode == 0
+    hub.close()
+    result = download("--train-shards", 1)
+    assert result.returncode == 0 and "the hub could not be asked" in result.stdout, "what is here is whole, and that is enough"
+    result = download("--train-shards", 2)
+    assert result.returncode == 1 and "check the network" in result.stderr and "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, changes, part",
+    [(["--variant", "sp4096"], {}, "has no variant sp4096, but sp1024: set --variant"),
+     (["--train-shards", 9], {}, "has 3 training shards of sp1024, not 9"),
+     ([], {"MATCHED_FINEWEB_REPO_ID": "no/body"}, "could not get no/body"),
+     ([], {"MATCHED_FINEWEB_REMOTE_ROOT_PREFIX": "elsewhere"}, "could not get somebody/some-data"),
+     (["--target", "/proc/none"], {}, "the disk of /proc has 0 left"),
+     (["--target", "/dev/null/none"], {}, "cannot write /dev/null/none/tokenizers")],
+)  # fmt: skip
+def test_errors_are_one_sentence(download, arguments, changes, part):
+    result = download(*(arguments if "--train-shards" in arguments else [*arguments, "--train-shards", 1]), **changes)
+    last = result.stderr.strip().splitlines()[-1]
+    assert result.returncode == 1 and last.startswith("error: ") and part in last and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("path", [f"datasets/datasets/{NAME}/fineweb_val_000000.bin", "datasets/tokenizers/fineweb_1024_bpe.model"])
+def test_wrong_content_is_not_accepted(download, hub, path):
+    hub.corrupt = {path}
+    result = download("--train-shards", 0)
+    assert result.returncode == 1 and f"{Path(path).name} has been fetched, but is not what the hub says" in result.stderr
+
+
+def test_too_little_disk(tmp_path, monkeypatch):
+    files = [download_fineweb.Wanted("a", tmp_path / "a", size=1000), download_fineweb.Wanted("b", tmp_path / "b", size=500)]
+    usage = download_fineweb.shutil.disk_usage(tmp_path)
+    download_fineweb.check_space(files, tmp_path / "not" / "yet", tmp_path)
+    monkeypatch.setattr(download_fineweb.shutil, "disk_usage", lambda path: usage._replace(free=1499))
+    with pytest.raises(train_gpt.UserError, match=r"1,500 bytes are to be fetched, but the disk of .* has 1,499 left.*HF_HOME"):
+        download_fineweb.check_space(files, tmp_path, tmp_path / "data")
+
+
+def test_a_manifest_of_another_form_is_named():
+    remote = download_fineweb.Remote("a/b", "c")
+    for manifest in ({}, {"datasets": [{"name": NAME}], "tokenizers": []}, [], {"datasets": 3}):
+        with pytest.raises(train_gpt.UserError, match="c/manifest.json of a/b is not as expected"):
+            download_fineweb.plan(manifest, "sp1024", 1, remote, Path("x"))
+
+
+def test_a_manifest_cannot_place_files_elsewhere(tmp_path):
+    manifest = {"datasets": [{"name": NAME, "tokenizer_name": "t", "stats": {"files_train": 1, "files_val": 1}}],
+                "tokenizers": [{"name": "t", "model_path": "../../../etc/evil.model"}]}  # fmt: skip
+    files = download_fineweb.plan(manifest, "sp1024", 1, download_fineweb.Remote("a/b", "c"), tmp_path)
+    assert [file.local.relative_to(tmp_path).parts[0] for file in files] == ["tokenizers", "datasets", "datasets"]
+    assert files[0].local == tmp_path / "tokenizers" / "evil.model"
