@@ -20,7 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # torch and FlashAttention installed, and any supported torch will do), else one of our own in .venv.
 set_up() {
     local imports="import numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
-    [ "$1" = requirements-dev.txt ] && imports+="; import matplotlib, pytest, ruff"
+    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, tqdm"
     for PYTHON in python3 .venv/bin/python; do
         if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
     done
