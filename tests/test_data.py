@@ -102,11 +102,12 @@ def test_the_next_step_is_all_the_state(one_rank):
 def test_batches_are_ready_ahead(one_rank):
     """While one batch is in use, the next three are read."""
     _, (loader,) = loaders(one_rank, 1)
-    loader.batch(0)
+    for step in range(5):
+        loader.batch(step)
     deadline = time.monotonic() + 10
     while loader.ready.qsize() < loader.AHEAD and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert loader.ready.qsize() == loader.AHEAD == 3
+    assert [step for step, _ in loader.ready.queue] == [5, 6, 7]
     loader.close()
     assert not loader.thread.is_alive()
 
