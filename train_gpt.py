@@ -13,10 +13,10 @@ weights, exports int6 codes, reads its own artifact back and scores it with slid
 How the data flows (and the order of the sections below):
 
     shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
-      banks (R, out, in): pad R to W*r, reduce-scatter -> (r, out, in) mean -> momentum -> Newton-Schulz
-                          -> all-gather -> apply the first R rows
+      banks (R, a, b), R padded to W*r: reduce-scatter -> own (r, a, b) -> momentum -> Newton-Schulz -> fp32 master
+                          -> all-gather of the new weights in the compute dtype
       all other parameters: one flat all-reduce -> AdamW
-      every step: EMA
+      every step: EMA, of the own rows only
     EMA -> one (out, in) matrix a row of each bank -> quantised codes + scales -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
@@ -40,6 +40,7 @@ import platform
 import queue
 import resource
 import shutil
+import statistics
 import struct
 import sys
 import sysconfig
@@ -121,6 +122,9 @@ class Hyperparameters:
     muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", low=0, high=1)
     muon_momentum_warmup_steps: int = knob(1500, "steps to reach MUON_MOMENTUM (at most half of the run)", low=0)
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", low=1, high=50)
+    muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients (quintic: #399)", choices=("quintic", "polar-express"))
+    muon_eq: bool = knob(False, "normalise the rows of each matrix before Newton-Schulz (MuonEq-R)")
+    reduce_dtype: str = knob("auto", "gradients of the banks on their way between ranks; auto: COMPUTE_DTYPE", choices=("auto", "float32"))
     muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
     adam_wd: float = knob(0.04, "decoupled weight decay of everything else", low=0)
     beta1: float = knob(0.9, "Adam", low=0, high=1)
@@ -147,6 +151,7 @@ class Hyperparameters:
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
     seed: int = knob(1337, "initialisation (and nothing else: see SHUFFLE_SEED)", low=0)
     train_log_every: int = knob(200, "steps between two lines of the log", low=1)
+    profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table", low=0)
     compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math"))
@@ -259,11 +264,11 @@ class Ranks:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
         """Sum `full` (W*r, ...) over the ranks; this rank's rows go to `shard` (r, ...)."""
-        return self._start(dist.reduce_scatter_tensor, shard, full)
+        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)  # its name from torch 2.13 on
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
         """Put the `shard` (r, ...) of every rank into `full` (W*r, ...)."""
-        return self._start(dist.all_gather_into_tensor, full, shard)
+        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
 
     def broadcast_bytes(self, blob: bytes | None, device: torch.device) -> bytes:
         """The `blob` of rank 0, on every rank (through the network: ranks may sit on several nodes)."""
@@ -768,28 +773,44 @@ class Matrix(NamedTuple):
     part: int  # it has rows part*L .. (part + 1)*L of that bank
     out: str  # "dim", "kv" or "mlp": number of its outputs ...
     into: str  # ... and inputs
+    transposed: bool = False  # stands in its bank as (in, out)
     zero: bool = False  # starts at zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # learned gain (L, out) of its outputs
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
+# Three banks of 2L matrices each: at 11 layers 22 rows, which 8 ranks share as 24. #399 has four, of 22, 22, 11 and 11
+# rows, where 8 ranks pad 11 to 16 and two of them have no MLP matrix at all. The down projection stands transposed
+# beside the up projection: Newton-Schulz does not mind.
 MATRICES = (
     Matrix("q", "qo_bank", 0, "dim", "dim", normed=True),
     Matrix("out", "qo_bank", 1, "dim", "dim", zero=True, gain="attn_scale"),
     Matrix("k", "kv_bank", 0, "kv", "dim", normed=True),
     Matrix("v", "kv_bank", 1, "kv", "dim", normed=True),
-    Matrix("up", "mlp_up_bank", 0, "mlp", "dim", normed=True),
-    Matrix("down", "mlp_down_bank", 0, "dim", "mlp", zero=True, gain="mlp_scale"),
+    Matrix("up", "mlp_bank", 0, "mlp", "dim", normed=True),
+    Matrix("down", "mlp_bank", 1, "dim", "mlp", transposed=True, zero=True, gain="mlp_scale"),
 )
 BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
 
 
-def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
-    """(R, out, in) of a bank; all matrices in it have one shape."""
+def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
+    """(out, in)."""
     size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": hp.mlp_dim}
+    return size[kind.out], size[kind.into]
+
+
+def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
+    """(R, a, b) of a bank; all matrices in it have one shape, once those that stand transposed are."""
     kinds = [matrix for matrix in MATRICES if matrix.bank == bank]
-    ((out, into),) = {(size[matrix.out], size[matrix.into]) for matrix in kinds}
-    return len(kinds) * hp.num_layers, out, into
+    ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in kinds}
+    return len(kinds) * hp.num_layers, a, b
+
+
+def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
+    """For each row of a bank whether its matrix stands transposed, and the scale of its updates: as in #399, matrices
+    that are tall, by their own shape and not by the bank's, get larger ones."""
+    shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in MATRICES if kind.bank == bank]
+    return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
 
 def bank_rows(hp: Hyperparameters) -> Iterator[tuple[Matrix, int, str, int]]:
@@ -854,10 +875,11 @@ def previous(x: Tensor, starts: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """The banked transformer. fp32 parameters, matrix arithmetic in `dtype`, norms and loss in fp32.
+    """The banked transformer. Banks and matrix arithmetic in `dtype`, all else in fp32.
 
     First half of the layers feeds the second half through learned U-Net skips; each layer mixes the embedding stream
-    back in. Parameters of all layers are stacked: banks (R, out, in) and gains (L, ...).
+    back in. Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Weights in full precision are
+    dicts of fp32 tensors by the names of the parameters; the optimizer keeps those of the banks.
     """
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
@@ -866,7 +888,7 @@ class GPT(nn.Module):
         layers, dim = hp.num_layers, hp.model_dim
         self.encoder_layers = layers // 2
         for bank in BANKS:
-            self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp))))
+            self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
         self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
         self.lm_head = None if hp.tie_embeddings else nn.Parameter(torch.zeros(hp.vocab_size, dim))
         if hp.bigram_vocab_size:
@@ -885,17 +907,27 @@ class GPT(nn.Module):
         depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
-    def initialise(self, seed: int) -> "GPT":
-        """Orthogonal matrices, zero projections back to the stream, small normal embedding; the same on any device and rank."""
+    def initialise(self, seed: int) -> dict[str, Tensor]:
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding; the same on any device and rank.
+
+        Returns the weights that the model now has, before their rounding to its dtype.
+        """
+        weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for kind, _, _, row in bank_rows(self.hp):
-                if not kind.zero:
-                    nn.init.orthogonal_(getattr(self, kind.bank)[row], generator=generator)
-            self.tok_emb.normal_(std=self.hp.tied_embed_init_std if self.hp.tie_embeddings else 1.0, generator=generator)
-            if self.hp.bigram_vocab_size:
-                nn.init.orthogonal_(self.bigram_proj, generator=generator)
-        return self
+        for kind, _, _, row in bank_rows(self.hp):
+            if not kind.zero:
+                nn.init.orthogonal_(weights[kind.bank][row], generator=generator)
+        weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std if self.hp.tie_embeddings else 1.0, generator=generator)
+        if self.hp.bigram_vocab_size:
+            nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
+        self.load(weights)
+        return weights
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Take these weights (all of them, by the names of the parameters)."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(weights[name])
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False) -> Tensor:
         """ids, targets (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, T).
@@ -930,9 +962,10 @@ class GPT(nn.Module):
         """
         layers = [{} for _ in range(self.hp.num_layers)]
         for kind in MATRICES:
-            bank = getattr(self, kind.bank).unflatten(0, (-1, self.hp.num_layers))[kind.part]  # (L, out, in)
+            bank = getattr(self, kind.bank).unflatten(0, (-1, self.hp.num_layers)).unbind(0)[kind.part]
+            bank = bank.mT if kind.transposed else bank  # (L, out, in)
             if qat:
-                codes, scale = quantise_rows(bank.detach(), 6, self.hp.matrix_clip)
+                codes, scale = quantise_rows(bank.detach().float(), 6, self.hp.matrix_clip)
                 bank = bank + (codes * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
@@ -995,41 +1028,79 @@ def peak_flops(device: torch.device) -> float | None:
 # ----------------------------------------------------------------------------------------------------------------
 # Optimizers: Parallel Muon for the banks, Adam for the rest
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic whose slope at 0 is steep: singular values land in about 0.7 .. 1.2
+# One (a, b, c) an iteration. The quintic's slope at 0 is steep and it never settles: singular values land in about
+# 0.7 .. 1.2. Polar Express (arXiv:2505.16932) takes the best polynomial for what the one before has left.
+NEWTON_SCHULZ = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    "polar-express": ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061),
+                      (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)),
+}  # fmt: skip
 
 
-def newton_schulz(g: Tensor, steps: int) -> Tensor:
-    """Push the singular values of each matrix of g (r, out, in) towards 1 (Muon, Keller Jordan 2024), in g's dtype.
+def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
+    """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
 
-    They end between about 0.7 and 1.2, not at 1; that is enough for an update direction and allows the steep first
-    steps. Zero matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, as three batched products.
+    They need not get there: a direction of update is all that is wanted, and that allows the steep first steps. Zero
+    matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, as three batched products in `dtype`
+    without an elementwise pass between them. Iterations beyond the list of coefficients use its last ones.
     """
-    a, b, c = NEWTON_SCHULZ
-    tall = g.size(-2) > g.size(-1)
-    x = g.mT if tall else g  # the smaller side first, so that A is small
-    x = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
-    for _ in range(steps):
+    norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
+    x, coefficients = (g / (norm + 1e-7)).to(dtype), NEWTON_SCHULZ[coefficients]
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x  # the smaller side first, so that A is small
+    for step in range(steps):
+        a, b, c = coefficients[min(step, len(coefficients) - 1)]
         gram = x @ x.mT
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, poly, x, beta=a)
     return x.mT if tall else x
 
 
-class BankShard:
-    """One bank under Parallel Muon: the padded gradient on every rank, the rows and the momentum that this rank owns."""
+def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
+    """One step of Muon on the rows (r, a, b) that a rank owns, from their summed gradient; clip, momentum, rate are ().
 
-    def __init__(self, bank: nn.Parameter, ranks: Ranks, wire: torch.dtype):
-        self.bank, self.rows = bank, bank.size(0)
-        self.owned = -(-self.rows // ranks.size)  # r: rows a rank, the last ones padding where W does not divide R
-        padded = (ranks.size * self.owned, *bank.shape[1:])
-        self.grad = torch.zeros(padded, device=bank.device)
-        bank.grad = self.grad[:self.rows]  # backward adds in place, so the padding rows stay zero
-        self.momentum = torch.zeros(self.owned, *bank.shape[1:], device=bank.device)
-        # With one rank and fp32 the wire buffers are the gradient itself: nothing is copied.
-        self.wire = self.grad if ranks.size == 1 else torch.empty(padded, device=bank.device, dtype=wire)
-        self.shard = self.wire if ranks.size == 1 else torch.empty_like(self.momentum, dtype=wire)
-        self.gathered = torch.empty(padded, device=bank.device, dtype=wire)
-        self.scale = max(1.0, bank.size(1) / bank.size(2)) ** 0.5  # tall matrices get larger updates, as in #399
+    Nesterov momentum, rows normalised if asked (MuonEq-R, #1787), Newton-Schulz, decoupled weight decay. Changes the
+    rows' momentum and fp32 weights in place, and their copy in the compute dtype.
+    """
+    grad = shard.shard.float() * clip
+    shard.momentum.mul_(momentum).add_(grad)
+    update = grad + momentum * shard.momentum
+    if hp.muon_eq:
+        across, along = (torch.linalg.vector_norm(update, dim=dim, keepdim=True) for dim in (-2, -1))
+        update = update / torch.where(shard.transposed, across, along).clamp(min=1e-7)
+    update = newton_schulz(update, shard.own.dtype, hp.muon_backend_steps, hp.muon_coeffs)
+    shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
+    shard.own.copy_(shard.master)
+
+
+class BankShard:
+    """One bank under Parallel Muon. Every rank has all of it and of its gradient in the compute dtype, in buffers padded
+    to W*r rows; the rank that owns r of the rows has their fp32 weights and momentum. So no collective needs a copy."""
+
+    def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list[tuple[bool, float]], ranks: Ranks,
+                 reduce_dtype: torch.dtype, summed: bool):
+        self.bank, rows = bank, bank.size(0)
+        owned = -(-rows // ranks.size)  # r
+        self.padding = ranks.size * owned - rows
+        assert self.padding == -rows % ranks.size < ranks.size, "fewer padding rows than ranks"
+        padded, mine = (ranks.size * owned, *bank.shape[1:]), slice(ranks.rank * owned, (ranks.rank + 1) * owned)
+
+        self.working = torch.zeros(padded, dtype=bank.dtype, device=bank.device)
+        self.working[:rows] = weights
+        bank.data = self.working[:rows]
+        self.own = self.working[mine]
+        self.grad = torch.zeros_like(self.working)
+        bank.grad = self.grad[:rows]  # backward adds in place, so the padding rows stay zero
+        # Micro-batches are summed in fp32; a single one is already the sum.
+        self.sum = torch.zeros_like(self.grad, dtype=torch.float32) if summed and bank.dtype != torch.float32 else self.grad
+        self.wire = self.sum if ranks.size == 1 or self.sum.dtype == reduce_dtype else torch.empty_like(self.grad, dtype=reduce_dtype)
+        self.shard = self.wire[mine] if ranks.size == 1 else torch.empty_like(self.wire[mine])
+
+        full = torch.zeros(padded, device=bank.device)
+        full[:rows] = weights
+        self.master, self.momentum = full[mine].clone(), torch.zeros_like(full[mine])
+        traits = traits + [(False, 0.0)] * self.padding
+        self.transposed, self.scale = (torch.tensor(column, device=bank.device)[mine, None, None] for column in zip(*traits, strict=True))
 
 
 class Optimizers:
@@ -1037,14 +1108,14 @@ class Optimizers:
 
     launch   small gradients, loss and clock in one flat all-reduce, then every bank's reduce-scatter, largest first
     clip     the norm of the reduced gradient: own shards and small gradients, one scalar all-reduce
-    muon     bank by bank: momentum and Newton-Schulz of the own rows (fp32 state), start of the all-gather
+    muon     bank by bank: momentum, Newton-Schulz and new fp32 weights of the own rows, start of their all-gather
     adam     the small parameters, while the all-gathers are in flight
-    apply    bank by bank: wait for the gather, decay, subtract
+    finish   wait for the gathers, as late as the caller can: the next forward needs them
 
-    All ranks apply the same gathered update to the same fp32 weights, so replicas stay equal bit for bit.
+    Every rank computes with what the owners of the rows have sent, so replicas are equal by construction.
     """
 
-    def __init__(self, model: GPT, hp: Hyperparameters, ranks: Ranks):
+    def __init__(self, model: GPT, weights: dict[str, Tensor], hp: Hyperparameters, ranks: Ranks, accumulation: int = 1, compiled: bool = False):
         self.hp, self.ranks = hp, ranks
         named = dict(model.named_parameters())
         token_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
@@ -1056,54 +1127,71 @@ class Optimizers:
                             hp.scalar_lr),
         }
         assert set(named) <= set(owner), f"parameters without an optimizer: {set(named) - set(owner)}"
-        self.banks = sorted((BankShard(named[bank], ranks, model.dtype) for bank in BANKS), key=lambda shard: -shard.bank.numel())
-        small = {name: parameter for name, parameter in named.items() if name not in BANKS}
+        reduce_dtype = model.dtype if hp.reduce_dtype == "auto" else torch.float32
+        summed = accumulation > 1 or reduce_dtype != model.dtype
+        self.banks = {bank: BankShard(named[bank], weights[bank], row_traits(bank, hp), ranks, reduce_dtype, summed)
+                      for bank in sorted(BANKS, key=lambda bank: -named[bank].numel())}
+        self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
         device = model.tok_emb.device
-        self.flat = torch.zeros(sum(p.numel() for p in small.values()) + 2, device=device)  # gradients, loss, clock
-        views = self.flat[:-2].split([p.numel() for p in small.values()])
-        for parameter, view in zip(small.values(), views, strict=True):
+        self.flat = torch.zeros(sum(p.numel() for p in self.small.values()) + 2, device=device)  # gradients, loss, clock
+        views = self.flat[:-2].split([p.numel() for p in self.small.values()])
+        for parameter, view in zip(self.small.values(), views, strict=True):
             parameter.grad = view.view_as(parameter)  # backward adds in place: gradients need no packing
-        groups = [{"params": [p for name, p in small.items() if owner[name] == rate], "lr": rate, "peak_lr": rate}
-                  for rate in sorted({owner[name] for name in small})]
+        groups = [{"params": [p for name, p in self.small.items() if owner[name] == rate], "lr": rate, "peak_lr": rate}
+                  for rate in sorted({owner[name] for name in self.small})]
         self.adam = torch.optim.AdamW(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+        self.update = torch.compile(muon_update, dynamic=False, fullgraph=True) if compiled else muon_update
+        self.gathers: list[Callable[[], None]] = []
+
+    def accumulate(self) -> None:
+        """Take in the gradients of one micro-batch."""
+        for shard in self.banks.values():
+            if shard.sum is not shard.grad:
+                shard.sum.add_(shard.grad)
+                shard.grad.zero_()
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update from the gradients in place; leaves them zero. Returns (2,): mean loss and rank 0's clock."""
-        arrivals = self._launch()
-        clip = self._clip(arrivals)
-        gathers = [self._muon(shard, clip, momentum) for shard in self.banks]
+    def step(self, lr_scale: float, momentum: float, mark: Callable = lambda part: None) -> Tensor:
+        """One update from the gradients in place; leaves them zero. Returns (2,): mean loss and rank 0's clock.
+
+        The banks are not to be read before `finish`. `mark` is told which part begins.
+        """
+        mark("communication")
+        for arrived in self._launch():
+            arrived()
+        mark("clip")
+        clip = self._clip()
+        settings = [torch.tensor(value) for value in (momentum, lr_scale * self.hp.matrix_lr)]
+        for shard in self.banks.values():
+            mark("Newton-Schulz")
+            self.update(shard, clip, *settings, self.hp)
+            mark("communication")
+            self.gathers.append(self.ranks.all_gather(shard.working, shard.own))
+        mark("small parameters")
         self._adam(clip, lr_scale)
-        for shard, gather in zip(self.banks, gathers, strict=True):
-            gather()
-            shard.bank.mul_(1 - lr_scale * self.hp.matrix_lr * self.hp.muon_wd)
-            shard.bank.add_(shard.gathered[:shard.rows], alpha=-lr_scale * self.hp.matrix_lr * shard.scale)
         report = self.flat[-2:].clone()
         self.zero_grad()
         return report
 
+    def finish(self) -> None:
+        """Wait until the banks hold the new weights."""
+        while self.gathers:
+            self.gathers.pop()()
+
     def _launch(self) -> list[Callable[[], None]]:
         arrivals = [self.ranks.all_reduce(self.flat)]
-        for shard in self.banks:
-            if shard.wire is not shard.grad:
-                shard.wire.copy_(shard.grad)
+        for shard in self.banks.values():
+            if shard.wire is not shard.sum:
+                shard.wire.copy_(shard.sum)
             arrivals.append(self.ranks.reduce_scatter(shard.shard, shard.wire))
         return arrivals
 
-    def _clip(self, arrivals: list[Callable[[], None]]) -> Tensor:
-        for arrived in arrivals:
-            arrived()
-        square = torch.stack([torch.linalg.vector_norm(shard.shard, dtype=torch.float32).square() for shard in self.banks]).sum()
+    def _clip(self) -> Tensor:
+        square = torch.stack([torch.linalg.vector_norm(shard.shard, dtype=torch.float32).square() for shard in self.banks.values()]).sum()
         self.ranks.all_reduce(square)()
         norm = (square + torch.linalg.vector_norm(self.flat[:-2]).square()).sqrt()
         limit = self.hp.grad_clip_norm or math.inf
         return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-    def _muon(self, shard: BankShard, clip: Tensor, momentum: float) -> Callable[[], None]:
-        grad = shard.shard.float() * clip
-        shard.momentum.mul_(momentum).add_(grad)
-        nesterov = grad.add_(shard.momentum, alpha=momentum).to(shard.gathered.dtype)
-        return self.ranks.all_gather(shard.gathered, newton_schulz(nesterov, self.hp.muon_backend_steps).contiguous())
 
     def _adam(self, clip: Tensor, lr_scale: float) -> None:
         self.flat[:-2].mul_(clip)
@@ -1111,27 +1199,48 @@ class Optimizers:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
 
+    def owned(self) -> list[Tensor]:
+        """The fp32 weights that this rank updates: its rows of each bank, all of each small parameter."""
+        return [*(shard.master for shard in self.banks.values()), *(p.detach() for p in self.small.values())]
+
+    def publish(self) -> None:
+        """Give all ranks the banks as the owners have them, after a change that was no step."""
+        for shard in self.banks.values():
+            shard.own.copy_(shard.master)
+            self.ranks.all_gather(shard.working, shard.own)()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights in fp32, gathered from their owners."""
+        found = {name: p.detach().clone() for name, p in self.small.items()}
+        for name, shard in self.banks.items():
+            full = torch.empty_like(shard.working, dtype=torch.float32)
+            self.ranks.all_gather(full, shard.master)()
+            found[name] = full[:shard.bank.size(0)]
+        return found
+
     def reset(self) -> None:
         """Forget all state, as if no step had been taken."""
         self.adam.state.clear()
-        for shard in self.banks:
+        for shard in self.banks.values():
             shard.momentum.zero_()
 
     def zero_grad(self) -> None:
         """Zero the gradient buffers in place; parameters keep their views of them."""
         self.flat.zero_()
-        for shard in self.banks:
-            shard.grad.zero_()
+        for shard in self.banks.values():
+            shard.sum.zero_()
 
     def state_dict(self) -> dict:
-        """All state of this rank: Adam's, and the momentum of the bank rows that it owns, by shape of the bank."""
-        return {"adam": self.adam.state_dict(), "momentum": [shard.momentum for shard in self.banks]}
+        """All state of this rank: Adam's, and the weights and momentum of the bank rows that it owns."""
+        return {"adam": self.adam.state_dict(), "banks": {name: (shard.master, shard.momentum) for name, shard in self.banks.items()}}
 
     def load_state_dict(self, state: dict) -> None:
         """Take the state of `state_dict` (of the same rank of as many ranks)."""
         self.adam.load_state_dict(state["adam"])
-        for shard, momentum in zip(self.banks, state["momentum"], strict=True):
-            shard.momentum.copy_(momentum)
+        for name, (master, momentum) in state["banks"].items():
+            self.banks[name].master.copy_(master)
+            self.banks[name].momentum.copy_(momentum)
+        self.publish()
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1199,31 +1308,32 @@ class Clock:
 
 
 class WeightAverage:
-    """The weights to export: their exponential moving average, or a plain average of late samples, in fp32."""
+    """The weights to export: their exponential moving average, or a plain average of late samples, in fp32. A rank
+    averages what it owns (`Optimizers.owned`)."""
 
-    def __init__(self, model: GPT, hp: Hyperparameters):
-        self.hp, self.parameters = hp, [p.detach() for p in model.parameters()]
+    def __init__(self, weights: list[Tensor], hp: Hyperparameters):
+        self.hp, self.weights = hp, weights
         self.reset()
 
     def reset(self) -> None:
         """Begin anew at the present weights."""
         self.samples = 0
-        self.mean = [p.clone() for p in self.parameters] if self.hp.ema_enabled or self.hp.swa_enabled else []
+        self.mean = [w.clone() for w in self.weights] if self.hp.ema_enabled or self.hp.swa_enabled else []
 
     def update(self, step: int, lr_scale: float) -> None:
         """Take in the weights after `step`."""
         if self.hp.ema_enabled:
             self.samples += 1
-            torch._foreach_lerp_(self.mean, self.parameters, 1 - self.hp.ema_decay)
+            torch._foreach_lerp_(self.mean, self.weights, 1 - self.hp.ema_decay)
         elif self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0:
             self.samples += 1
-            torch._foreach_lerp_(self.mean, self.parameters, 1 / self.samples)
+            torch._foreach_lerp_(self.mean, self.weights, 1 / self.samples)
 
     def apply(self) -> str:
-        """Put the average into the model. Returns what the model now holds, for the log."""
+        """Put the average in the place of the weights. Returns what they now are, for the log."""
         if not self.samples:
             return "the last weights"
-        torch._foreach_copy_(self.parameters, self.mean)
+        torch._foreach_copy_(self.weights, self.mean)
         return f"EMA of {self.samples} steps" if self.hp.ema_enabled else f"SWA of {self.samples} samples"
 
 
@@ -1247,17 +1357,17 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def export_tensors(model: GPT) -> Iterator[tuple[Entry, Tensor]]:
-    """Every tensor that the artifact holds, as (entry, fp32 view of the model's weights), in file order."""
-    for kind, _, name, row in bank_rows(model.hp):
-        matrix = getattr(model, kind.bank).detach()[row]
+def export_tensors(weights: dict[str, Tensor], hp: Hyperparameters) -> Iterator[tuple[Entry, Tensor]]:
+    """Every tensor that the artifact holds, as (entry, view of the weights), in file order."""
+    for kind, _, name, row in bank_rows(hp):
+        matrix = weights[kind.bank][row].mT if kind.transposed else weights[kind.bank][row]
         yield Entry(name, 6, tuple(matrix.shape)), matrix
-    for name, parameter in model.named_parameters():
+    for name, tensor in weights.items():
         if name not in BANKS:
-            yield Entry(name, 8 if name in WIDE else 16, tuple(parameter.shape)), parameter.detach()
+            yield Entry(name, 8 if name in WIDE else 16, tuple(tensor.shape)), tensor
 
 
-def pack_artifact(model: GPT, hp: Hyperparameters) -> bytes:
+def pack_artifact(weights: dict[str, Tensor], hp: Hyperparameters) -> bytes:
     """The artifact's bytes: one .xz or .zst stream (`xz -d` opens it, its checksum guards it) of
 
         magic (8) | header length (uint32) | JSON header | codes int8, column by column | scales bfloat16 | fp16 values
@@ -1265,7 +1375,7 @@ def pack_artifact(model: GPT, hp: Hyperparameters) -> bytes:
     Columns of a matrix go one after the other because weights of one column are alike: 1.5 % fewer bytes than by row.
     """
     entries, codes, scales, halves = [], [], [], []
-    for entry, tensor in export_tensors(model):
+    for entry, tensor in export_tensors(weights, hp):
         entries.append(entry)
         if entry.bits == 16:
             halves.append(tensor.half().cpu().numpy().tobytes())
@@ -1341,10 +1451,12 @@ def load_artifact(blob: bytes, model: GPT) -> None:
     own = {name: getattr(model.hp, name) for name in MODEL_KNOBS}
     if knobs != own:
         raise ValueError("it was made with " + ", ".join(f"{n.upper()}={knobs.get(n)} (here {v})" for n, v in own.items() if knobs.get(n) != v))
-    for entry, tensor in export_tensors(model):
+    weights = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+    for entry, tensor in export_tensors(weights, model.hp):
         if entry.name not in tensors or tensors[entry.name].shape != tensor.shape:
             raise ValueError(f"its tensor {entry.name} is missing or of another shape")
         tensor.copy_(tensors[entry.name])
+    model.load(weights)
 
 
 def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
@@ -1453,6 +1565,53 @@ def compile_model(model: GPT, runtime: Runtime) -> Callable:
     return torch.compile(model, dynamic=False, fullgraph=True, options=options)
 
 
+class Profile:
+    """Milliseconds of the parts of a step, by device events (on a CPU by the clock); nothing unless steps are asked for."""
+
+    def __init__(self, steps: int, device: torch.device):
+        self.device, self.skip, self.steps = device, 2, steps  # the first steps are no measure of the rest
+        self.marks, self.times = [], []
+
+    def mark(self, part: str) -> None:
+        """From here on time belongs to `part`."""
+        if self.steps and not self.skip:
+            self.marks.append((part, self._now()))
+
+    def _now(self) -> torch.cuda.Event | float:
+        if self.device.type != "cuda":
+            return 1000 * time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end_step(self) -> None:
+        """The last part of the step is over."""
+        self.mark("")
+        if self.steps and self.skip:
+            self.skip -= 1
+        elif self.steps:
+            self.steps -= 1
+            self.times.append(self.marks)
+            self.marks = []
+
+    def table(self) -> str:
+        """Medians over the steps, one part a line; empty before the last of the steps, and after it was asked for once."""
+        if self.steps or not self.times:
+            return ""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        spent: list[dict[str, float]] = []
+        for marks in self.times:
+            spent.append({})
+            for (part, begin), (_, end) in zip(marks, marks[1:], strict=False):
+                elapsed = end - begin if isinstance(begin, float) else begin.elapsed_time(end)
+                spent[-1][part] = spent[-1].get(part, 0.0) + elapsed
+        self.times = []
+        totals = [sum(step.values()) for step in spent]
+        rows = [(part, statistics.median(step[part] for step in spent)) for part in spent[0]] + [("step", statistics.median(totals))]
+        return "\n".join([f"profile of {len(spent)} steps, medians in ms", *(f"  {part:18}{value:10.3f}" for part, value in rows)])
+
+
 class Training:
     """A run: model, optimizers, data and clock, and the loop over them."""
 
@@ -1460,26 +1619,35 @@ class Training:
         self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
         self.loader = TrainingLoader(hp, runtime)
         self.accumulation = micro_batches(hp, runtime, self.loader.rows)
-        self.model = GPT(hp, runtime.attend, runtime.dtype).initialise(hp.seed).to(runtime.device)
-        self.forward = compile_model(self.model, runtime)
-        self.optimizers = Optimizers(self.model, hp, runtime.ranks)
-        self.average = WeightAverage(self.model, hp)
+        self.model = GPT(hp, runtime.attend, runtime.dtype)
+        weights = self.model.initialise(hp.seed)
+        self.forward = compile_model(self.model.to(runtime.device), runtime)
+        self.optimizers = Optimizers(self.model, weights, hp, runtime.ranks, self.accumulation, runtime.compiled)
+        self.average = WeightAverage(self.optimizers.owned(), hp)
+        self.profile = Profile(hp.profile_steps, runtime.device)
         # On a GPU the host stays up to two steps ahead, so that the device never waits for it.
         self.depth = 2 if runtime.device.type == "cuda" else 0
         self.watch, self.clock, self.in_flight = Stopwatch(), Clock(hp.max_wallclock_seconds, self.depth), deque()
 
     def train_step(self, step: int, moment: Moment) -> Tensor:
         """Forward, backward and update on batch `step`. Returns (2,) on the device: mean loss, rank 0's clock."""
-        ranks, flat, total = self.runtime.ranks, self.optimizers.flat, torch.zeros((), device=self.runtime.device)
+        ranks, flat, mark = self.runtime.ranks, self.optimizers.flat, self.profile.mark
+        mark("data")
         for rows in self.loader.batch(step).chunk(self.accumulation):
             ids = rows.to(torch.int64)
+            mark("forward")
             loss = self.forward(ids[:, :-1], ids[:, 1:], qat=moment.qat) / (self.accumulation * ranks.size)
+            mark("backward")
             loss.backward()
-            total += loss.detach()
-        flat[-2] = total
+            self.optimizers.accumulate()
+            flat[-2] += loss.detach()
         flat[-1].fill_(self.watch.seconds() if ranks.rank == 0 else 0.0)
-        report = self.optimizers.step(moment.lr_scale, moment.momentum)
+        report = self.optimizers.step(moment.lr_scale, moment.momentum, mark)
+        mark("average")
         self.average.update(step, moment.lr_scale)
+        mark("communication")
+        self.optimizers.finish()
+        self.profile.end_step()
         return report
 
     def warm_up(self) -> None:
@@ -1487,7 +1655,7 @@ class Training:
         if not self.hp.warmup_steps:
             return
         started = time.perf_counter()
-        weights = [p.detach().clone() for p in self.model.parameters()]
+        weights = [tensor.clone() for tensor in self.optimizers.owned()]
         self.watch.start()
         asked = []
         for step in range(self.hp.warmup_steps):
@@ -1504,11 +1672,12 @@ class Training:
         blank = torch.zeros(eval_rows(self.hp, self.runtime), self.hp.eval_seq_len, dtype=torch.int64, device=self.runtime.device)
         with torch.no_grad():
             self.forward(blank, blank.clone(), reduction="none")
-            torch._foreach_copy_([p.detach() for p in self.model.parameters()], weights)
+        torch._foreach_copy_(self.optimizers.owned(), weights)
+        self.optimizers.publish()
         self.optimizers.reset()
         self.average.reset()
         self.runtime.synchronize()
-        self.watch = Stopwatch()
+        self.watch, self.profile = Stopwatch(), Profile(self.hp.profile_steps, self.runtime.device)
         if len(asked) > 1:
             self.clock.expect(asked[-1] - asked[-2])
         self.log.line(f"warmup: done seconds:{time.perf_counter() - started:.1f}")
@@ -1558,6 +1727,8 @@ class Training:
                                        "or look at the data of that step")
             if step < 10 or (step + 1) % self.hp.train_log_every == 0:
                 self._log_step(step + 1, loss, moment)
+            if table := self.profile.table():
+                self.log.line(table)
 
     def _log_step(self, step: int, loss: float, moment: Moment) -> None:
         hp, seconds = self.hp, self.watch.seconds()
@@ -1595,13 +1766,13 @@ def score_artifact(forward: Callable, val: Validation, hp: Hyperparameters, runt
     log_score(log, "final_int6_sliding_window_exact", evaluate(forward, val, hp, runtime, hp.eval_stride, log.line))
 
 
-def export(model: GPT, hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
+def export(weights: dict[str, Tensor], hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact; all ranks get its bytes. Returns them and the submission's size."""
     started, blob = time.perf_counter(), None
     path = Path(f"final_model.int6{ARTIFACT_SUFFIX[hp.compressor]}")
     if runtime.ranks.rank == 0:
-        log.line(f"export: coding {sum(p.numel() for p in model.parameters()):,} weights with {hp.compressor}")
-        blob = pack_artifact(model, hp)
+        log.line(f"export: coding {sum(tensor.numel() for tensor in weights.values()):,} weights with {hp.compressor}")
+        blob = pack_artifact(weights, hp)
         write_atomic(path, blob)
     blob = runtime.ranks.broadcast_bytes(blob, runtime.device)
     code = len(Path(__file__).read_bytes())
@@ -1654,8 +1825,9 @@ def train_and_score(hp: Hyperparameters) -> None:
             run.train()
         log.line(f"peak_memory: {peak_memory(runtime.device)}")
         log.line(f"exporting {run.average.apply()}")
+        run.optimizers.publish()
         log_score(log, "final_average_exact", evaluate(run.forward, val, hp, runtime, hp.eval_seq_len))
-        blob, total = export(run.model, hp, runtime, log)
+        blob, total = export(run.optimizers.weights(), hp, runtime, log)
         load_artifact(blob, run.model)
         score_artifact(run.forward, val, hp, runtime, log)
         check_size(total)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -78,6 +79,18 @@ def one_rank(hyperparameters):
             return hp, runtime
 
     return make
+
+
+def made(hp, attend=None, dtype=torch.float32, seed=0) -> train_gpt.GPT:
+    """A model with its starting weights."""
+    model = train_gpt.GPT(hp, attend, dtype)
+    model.initialise(seed)
+    return model
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """All weights in fp32, by name."""
+    return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
 def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import ROOT, run, start
+from conftest import made, ROOT, run, start
 
 WORKER = Path(__file__).with_name("worker.py")
 SHAPE = {"NUM_LAYERS": 5, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}  # 5 rows of a bank: no W divides them
@@ -41,7 +41,7 @@ def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_weights):
     found = torch.load(tmp_path / f"weights{ranks}.pt")
     from train_gpt import GPT, Hyperparameters
 
-    start_weights = GPT(Hyperparameters.from_env(env(**SHAPE)), None, torch.float32).initialise(1337).state_dict()
+    start_weights = made(Hyperparameters.from_env(env(**SHAPE)), None, torch.float32, 1337).state_dict()
     for name, expected in one_rank_weights.items():
         moved = (expected - start_weights[name]).norm()
         assert moved > 0 and (found[name] - expected).norm() < 2e-4 * moved, name

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import made
 
 import train_gpt
 from train_gpt import GPT, Ranks, Validation, evaluate
@@ -72,7 +73,7 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
 
 def test_score_does_not_depend_on_the_batch(setting):
     hp, runtime, val = setting()
-    model = GPT(hp, runtime.attend, torch.float32).initialise(0)
+    model = made(hp, runtime.attend, torch.float32, 0)
     scores = [evaluate(model, val, dataclasses.replace(hp, val_batch_size=size), runtime, 8).nats for size in (32, 96, 1024)]
     assert max(scores) - min(scores) < 1e-6
 
@@ -80,7 +81,7 @@ def test_score_does_not_depend_on_the_batch(setting):
 def test_sliding_score_is_the_plain_sum(setting):
     """Window by window in a Python loop, as one would write it first."""
     hp, runtime, val = setting()
-    model = GPT(hp, runtime.attend, torch.float32).initialise(0)
+    model = made(hp, runtime.attend, torch.float32, 0)
     tokens, stride, window, total = val.tokens.long(), 8, hp.eval_seq_len, 0.0
     for target in range(val.targets):
         start = 0 if target < window else -(-(target + 1 - window) // stride) * stride
@@ -110,6 +111,6 @@ def test_lost_target_is_noticed(setting):
 def test_long_windows_do_not_break_the_model(setting):
     """Windows longer than the training sequences use the same rotary frequencies."""
     hp, runtime, val = setting(EVAL_SEQ_LEN=128, EVAL_STRIDE=64)
-    model = GPT(hp, runtime.attend, torch.float32).initialise(0)
+    model = made(hp, runtime.attend, torch.float32, 0)
     assert math.isfinite(evaluate(model, val, hp, runtime, 64).nats)
     assert train_gpt.rotary_tables(hp)[0].size(0) == 128

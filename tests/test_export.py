@@ -7,6 +7,7 @@ import struct
 
 import pytest
 import torch
+from conftest import made, weights_of
 
 import train_gpt
 from train_gpt import GPT, UserError, quantise_rows
@@ -14,7 +15,7 @@ from train_gpt import GPT, UserError, quantise_rows
 
 @pytest.fixture
 def model(hyperparameters):
-    model = GPT(hyperparameters(), None, torch.float32).initialise(2)
+    model = made(hyperparameters(), None, torch.float32, 2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.05)
@@ -60,26 +61,26 @@ def test_rows_of_zeros_are_zeros():
 @pytest.mark.parametrize("compressor", ["lzma", "zstd"])
 def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
     hp = hyperparameters(COMPRESSOR=compressor)
-    twin = loaded(train_gpt.pack_artifact(model, hp), hp)
-    for (entry, original), (_, found) in zip(train_gpt.export_tensors(model), train_gpt.export_tensors(twin), strict=True):
+    twin = loaded(train_gpt.pack_artifact(weights_of(model), hp), hp)
+    for (entry, original), (_, found) in zip(train_gpt.export_tensors(weights_of(model), model.hp), train_gpt.export_tensors(weights_of(twin), twin.hp), strict=True):
         if entry.bits == 16:
             assert torch.equal(found, original.half().float()), entry.name
         else:
             codes, scale = quantise_rows(original, entry.bits, hp.matrix_clip if entry.bits == 6 else hp.embed_clip)
             assert torch.equal(found, codes * scale), entry.name
-    exported = {entry.name for entry, _ in train_gpt.export_tensors(model)}
+    exported = {entry.name for entry, _ in train_gpt.export_tensors(weights_of(model), model.hp)}
     assert len(exported) == len(train_gpt.MATRICES) * hp.num_layers + len(dict(model.named_parameters())) - len(train_gpt.BANKS)
 
 
 def test_every_block_matrix_is_int6_whatever_its_size(model):
     """The published export left matrices of up to 65,536 elements in half precision."""
-    bits = {entry.name: entry.bits for entry, _ in train_gpt.export_tensors(model)}
+    bits = {entry.name: entry.bits for entry, _ in train_gpt.export_tensors(weights_of(model), model.hp)}
     assert all(bits[name] == 6 for _, _, name, _ in train_gpt.bank_rows(model.hp))
     assert bits["tok_emb"] == bits["bigram_emb"] == bits["bigram_proj"] == 8 and bits["q_gain"] == 16
 
 
 def test_file_is_an_xz_stream_without_pickles(model):
-    blob = train_gpt.pack_artifact(model, model.hp)
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
     raw = lzma.decompress(blob, format=lzma.FORMAT_XZ)
     assert raw.startswith(train_gpt.ARTIFACT_MAGIC)
     (length,) = struct.unpack_from("<I", raw, 8)
@@ -89,7 +90,7 @@ def test_file_is_an_xz_stream_without_pickles(model):
 @pytest.mark.parametrize("compressor", ["lzma", "zstd"])
 @pytest.mark.parametrize("damage", ["cut", "one byte", "last byte", "not one", "empty"])
 def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters, tmp_path):
-    blob = bytearray(train_gpt.pack_artifact(model, hyperparameters(COMPRESSOR=compressor)))
+    blob = bytearray(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR=compressor)))
     if damage == "cut":
         del blob[len(blob) // 2 :]
     elif damage == "one byte":
@@ -125,7 +126,7 @@ def rewritten(blob, change) -> bytes:
     ],
 )
 def test_contradictory_header_is_refused(model, change, tmp_path):
-    blob = rewritten(train_gpt.pack_artifact(model, model.hp), change)
+    blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), change)
     with pytest.raises(UserError, match="cannot be used"), train_gpt.reading_artifact("a.xz"):
         train_gpt.unpack_artifact(blob)
 
@@ -133,7 +134,7 @@ def test_contradictory_header_is_refused(model, change, tmp_path):
 def test_artifact_of_another_model_is_refused(model, hyperparameters):
     other = GPT(hyperparameters(NUM_LAYERS=4, XSA_LAST_N=2), None, torch.float32)
     with pytest.raises(ValueError, match=r"NUM_LAYERS=3 \(here 4\)"):
-        train_gpt.load_artifact(train_gpt.pack_artifact(model, model.hp), other)
+        train_gpt.load_artifact(train_gpt.pack_artifact(weights_of(model), model.hp), other)
 
 
 def test_bomb_is_not_unpacked(monkeypatch):
