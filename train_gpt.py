@@ -656,7 +656,7 @@ class TrainingLoader:
         found = None
         while found != step:
             found, rows = self.ready.get()
-        if isinstance(rows, Exception):
+        if isinstance(rows, BaseException):
             raise rows
         self.wanted.put(step + self.AHEAD)
         self.expected = step + 1
@@ -666,7 +666,7 @@ class TrainingLoader:
         while (step := self.wanted.get()) is not None:
             try:
                 self.ready.put((step, self._read(step)))
-            except Exception as error:
+            except BaseException as error:  # whatever it is: a thread that dies silently would leave the run waiting for ever
                 self.ready.put((step, error))
 
     def _read(self, step: int) -> Tensor:
@@ -1059,8 +1059,8 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
     """One step of Muon on the rows (r, a, b) that a rank owns, from their summed gradient; clip, momentum, rate are ().
 
-    Nesterov momentum, rows normalised if asked (MuonEq-R, #1787), Newton-Schulz, decoupled weight decay. Changes the
-    rows' momentum and fp32 weights in place, and their copy in the compute dtype.
+    Nesterov momentum, rows normalised if asked (MuonEq-R), Newton-Schulz, decoupled weight decay. Changes the rows'
+    momentum and fp32 weights in place, and their copy in the compute dtype. Compiled, it reads and writes them once.
     """
     grad = shard.shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import made, ROOT, run, start
+from conftest import ROOT, made, run, start
 
 WORKER = Path(__file__).with_name("worker.py")
 SHAPE = {"NUM_LAYERS": 5, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}  # 5 rows of a bank: no W divides them
@@ -39,7 +39,7 @@ def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_weights):
     gradient gave 0.24 to 0.37 (it was made to, once)."""
     ranks_run("steps", tmp_path, env(**SHAPE), ranks)
     found = torch.load(tmp_path / f"weights{ranks}.pt")
-    from train_gpt import GPT, Hyperparameters
+    from train_gpt import Hyperparameters
 
     start_weights = made(Hyperparameters.from_env(env(**SHAPE)), None, torch.float32, 1337).state_dict()
     for name, expected in one_rank_weights.items():
@@ -47,10 +47,10 @@ def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_weights):
         assert moved > 0 and (found[name] - expected).norm() < 2e-4 * moved, name
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_replicas_stay_equal_under_unequal_clocks(ranks, env, tmp_path):
+@pytest.mark.parametrize("ranks, changes", [(2, {}), (3, {}), (3, {"COMPUTE_DTYPE": "bfloat16"}), (2, {"COMPUTE_DTYPE": "bfloat16", "REDUCE_DTYPE": "float32"})])
+def test_replicas_stay_equal_under_unequal_clocks(ranks, changes, env, tmp_path):
     """Fault B5: each rank took its learning rate from its own clock, and replicas drifted apart in the warmdown."""
-    ranks_run("clocks", tmp_path, env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=4, WARMDOWN_FRAC=1.0, **SHAPE), ranks)
+    ranks_run("clocks", tmp_path, env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=4, WARMDOWN_FRAC=1.0, **SHAPE, **changes), ranks)
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
     assert int(digests.pop().split()[1]) >= 20, "steps taken, with a rate that the clock decides from the first on"
@@ -74,6 +74,23 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_two_nodes(local, env, tmp_path):
+    """`torchrun --nnodes=2`, two agents on one machine: only the first node has log and artifact, both succeed."""
+    agents, endpoint = [], f"127.0.0.1:{free_port()}"
+    for node in range(2):
+        folder = tmp_path / f"node{node}"
+        folder.mkdir()
+        launch = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={local}", f"--node_rank={node}", f"--master_addr={endpoint.split(':')[0]}",
+                  f"--master_port={endpoint.split(':')[1]}", ROOT / "train_gpt.py"]  # fmt: skip
+        agents.append(start(launch, env(RUN_ID="nodes"), folder))
+    results = [agent.communicate(timeout=120) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], results
+    assert f"ranks:{2 * local} " in results[0][0] and "final_int6_sliding_window_exact" in results[0][0]
+    assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.int6.xz"}
+    assert not list((tmp_path / "node1").iterdir()) and "final" not in results[1][0]
 
 
 def test_death_of_a_rank_ends_the_others_with_a_sentence(env, tmp_path):

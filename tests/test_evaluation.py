@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from conftest import made
 
 import train_gpt
-from train_gpt import GPT, Ranks, Validation, evaluate
+from conftest import made
+from train_gpt import Ranks, Validation, evaluate
 
 
 @pytest.fixture

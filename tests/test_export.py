@@ -7,9 +7,9 @@ import struct
 
 import pytest
 import torch
-from conftest import made, weights_of
 
 import train_gpt
+from conftest import made, weights_of
 from train_gpt import GPT, UserError, quantise_rows
 
 

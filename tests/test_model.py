@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from conftest import made, weights_of
 import torch.nn.functional as F
 
 import train_gpt
+from conftest import made, weights_of
 from train_gpt import BOS, GPT, Hyperparameters
 
 

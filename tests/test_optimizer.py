@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from conftest import made, weights_of
 from torch import nn
 
 import train_gpt
+from conftest import made, weights_of
 from train_gpt import GPT, Matrix, Optimizers, Ranks, bank_shape, newton_schulz, row_traits
 
 # The layout of #399: four banks, the down projections as they are.
@@ -190,6 +190,25 @@ def test_up_and_down_have_updates_of_their_own_shape(hyperparameters):
     traits = row_traits("mlp_bank", hyperparameters(MLP_MULT=3))
     assert traits == [(False, 3**0.5)] * 3 + [(True, 1.0)] * 3
     assert {scale for _, scale in row_traits("qo_bank", hyperparameters()) + row_traits("kv_bank", hyperparameters())} == {1.0}
+
+
+@pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 1}])
+def test_the_compiled_update_is_the_update(hyperparameters, changes):
+    """In fp32; and settings that change every step do not make another graph."""
+    import torch._dynamo
+
+    hp, model, eager = prepared(hyperparameters, **changes)
+    twin = made(hp)
+    compiled = Optimizers(twin, weights_of(model), hp, Ranks(), compiled=True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for step in range(3):
+        for m, o in ((model, eager), (twin, compiled)):
+            set_gradients(m, step)
+            advance(o, 1 - step / 5, 0.8 + step / 100)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5, msg=name)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(train_gpt.BANKS)
 
 
 def test_small_gradients_are_not_clipped(hyperparameters):

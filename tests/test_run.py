@@ -145,6 +145,33 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(runs[0].average.mean, runs[1].average.mean, strict=True))
 
 
+def test_the_host_never_waits_for_the_step_that_it_asked_for(one_rank, tmp_path, monkeypatch):
+    """As on a GPU: no value is read within a step, and a step's loss and clock are read two steps later."""
+    run = fresh_training(one_rank, tmp_path, ITERATIONS=8, TRAIN_LOG_EVERY=1, GRAD_CLIP_NORM=0.3)
+    run.depth, waiting, step = 2, [], run.train_step
+
+    def guarded(*arguments):
+        waiting.append([number for number, *_ in run.in_flight])
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
+                patch.setattr(torch.Tensor, name, lambda *a, name=name: pytest.fail(f"Tensor.{name} in the loop"))
+            return step(*arguments)
+
+    run.train_step = guarded
+    run.train()
+    assert waiting[:3] == [[]] * 3 and waiting[4:] == [[s - 2, s - 1] for s in range(4, 8)] and not run.in_flight
+
+
+def test_profile_times_the_parts_of_so_many_steps(script):
+    result = script(PROFILE_STEPS=3, ITERATIONS=8)
+    table = re.search(r"profile of 3 steps, medians in ms\n((?:  .*\n)+)", result.stdout).group(1)
+    times = {line[:20].strip(): float(line[20:]) for line in table.splitlines()}
+    parts = {"data", "forward", "backward", "clip", "small parameters", "Newton-Schulz", "communication", "average"}
+    assert set(times) == {*parts, "step"} and result.stdout.count("profile of") == 1
+    assert times["step"] == pytest.approx(sum(times[part] for part in parts), rel=0.3) and times["backward"] > times["clip"] > 0
+    assert "profile of" not in script(ITERATIONS=4).stdout
+
+
 def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
     """Accumulation follows from batch, ranks and micro-batch, not from the number 8, and only orders the sums."""
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=tokens, RUN_ID=str(tokens)) for tokens in (768, 96, 50, 1)]

@@ -5,10 +5,10 @@ import random
 
 import pytest
 import torch
-from conftest import made
 
 import train_gpt
-from train_gpt import GPT, Clock, Hyperparameters, WeightAverage, schedule
+from conftest import made
+from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 
 def published_lr(step, seconds, hp):

@@ -20,7 +20,7 @@ import train_gpt
 
 
 def digest(model) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
 def main() -> None:

@@ -1,0 +1,233 @@
+#!/usr/bin/env python3
+"""Time the update of the 66 block matrices: ours beside other ways to do the same, in one process, turn by turn.
+
+    python bench/optimizer.py                    # shapes of the record, on the GPU if there is one
+    python bench/optimizer.py --layers 4 --dim 256 --rounds 5
+
+  ours, compiled / eager      three banks, fp32 weights and momentum, Newton-Schulz as bmm + 2 baddbmm
+  published arithmetic        four banks, bf16 momentum, `b*A + c*A@A` and `a*X + B@X` as separate passes (#399)
+  gathered                    66 parameters, stacked into the four banks within the optimizer and taken apart again
+  sequential                  66 parameters, one Newton-Schulz each
+  torch.optim.Muon            66 parameters, torch's own
+  Newton-Schulz, products     of our three banks: the iteration from bf16, and its matrix products alone
+  2 ranks                     ours, and banks whose gradients are all-reduced as DDP does, under gloo (or NCCL)
+
+Gradients and weights are random. Prints medians in milliseconds, `ratio` (median over rounds of this row over `ours`)
+and a JSON line. On a CPU set OMP_WAIT_POLICY=PASSIVE.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_gpt
+
+A, B, C = train_gpt.NEWTON_SCHULZ["quintic"][0]
+MOMENTUM, RATE, DECAY = 0.95, 0.02, 0.04
+
+
+def published_newton_schulz(x: torch.Tensor) -> torch.Tensor:
+    """Five iterations with elementwise passes between the products, in bf16."""
+    x = x.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    x = x.mT if tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        poly = B * gram + C * (gram @ gram)
+        x = A * x + poly @ x
+    return x.mT if tall else x
+
+
+def published_update(weight: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor) -> None:
+    """Momentum and update in bf16, weights in fp32; weight (..., out, in)."""
+    grad = grad.bfloat16()
+    momentum.mul_(MOMENTUM).add_(grad)
+    update = published_newton_schulz(grad.add(momentum, alpha=MOMENTUM))
+    weight.mul_(1 - RATE * DECAY)
+    weight.add_(update.float(), alpha=-RATE * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5)
+
+
+class Matrices:
+    """The block matrices in the four banks of #399, or one by one: weights, bf16 momentum, fp32 gradients."""
+
+    def __init__(self, hp: train_gpt.Hyperparameters, device: torch.device, separate: bool):
+        shapes = {}
+        for kind in train_gpt.MATRICES:
+            bank = kind.name if kind.name in ("up", "down") else kind.bank
+            shapes.setdefault(bank, []).extend([train_gpt.matrix_shape(kind, hp)] * hp.num_layers)
+        self.banks = [(len(members), *members[0]) for members in shapes.values()]
+        shapes = [shape[1:] for shape in self.banks for _ in range(shape[0])] if separate else self.banks
+        self.weights = [torch.randn(shape, device=device) for shape in shapes]
+        self.momenta = [torch.zeros(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+        self.grads = [1e-3 * torch.randn(shape, device=device) for shape in shapes]
+
+    def step(self) -> None:
+        """Update each tensor by itself: banks as batches, separate matrices in sequence."""
+        for tensors in zip(self.weights, self.momenta, self.grads, strict=True):
+            published_update(*tensors)
+
+    def gathered_step(self) -> None:
+        """Stack separate matrices into banks, update those, take the results apart."""
+        start = 0
+        for rows, *_ in self.banks:
+            part = slice(start, start + rows)
+            stacked = [torch.stack(column[part]) for column in (self.weights, self.momenta, self.grads)]
+            published_update(*stacked)
+            for column, bank in zip((self.weights, self.momenta), stacked, strict=False):
+                torch._foreach_copy_(column[part], list(bank.unbind(0)))
+            start += rows
+
+
+def torch_muon(hp: train_gpt.Hyperparameters, device: torch.device) -> Callable:
+    """torch.optim.Muon over the separate matrices."""
+    matrices = Matrices(hp, device, separate=True)
+    for weight, grad in zip(matrices.weights, matrices.grads, strict=True):
+        weight.requires_grad_().grad = grad
+    return torch.optim.Muon(matrices.weights, lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, adjust_lr_fn="original").step
+
+
+class Ours:
+    """The bank part of `train_gpt.Optimizers.step`."""
+
+    def __init__(self, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, compiled: bool):
+        self.hp, self.ranks, device = hp, runtime.ranks, runtime.device
+        model = train_gpt.GPT(hp, runtime.attend, torch.bfloat16)
+        weights = model.initialise(0)
+        self.optimizers = train_gpt.Optimizers(model.to(device), weights, hp, runtime.ranks, compiled=compiled)
+        for shard in self.optimizers.banks.values():
+            shard.grad.copy_(1e-3 * torch.randn_like(shard.grad))
+        self.settings = [torch.ones((), device=device), torch.tensor(MOMENTUM), torch.tensor(RATE)]
+
+    def step(self) -> None:
+        """Reduce-scatter, update of the own rows, all-gather of the weights."""
+        banks = self.optimizers.banks.values()
+        for arrived in [self.ranks.reduce_scatter(shard.shard, shard.wire) for shard in banks]:
+            arrived()
+        gathers = []
+        for shard in banks:
+            self.optimizers.update(shard, *self.settings, self.hp)
+            gathers.append(self.ranks.all_gather(shard.working, shard.own))
+        for gathered in gathers:
+            gathered()
+
+
+class AllReduced(Matrices):
+    """Banks under DDP's communication: every rank gets the whole mean gradient and updates everything."""
+
+    def step(self) -> None:
+        works = [dist.all_reduce(grad, async_op=True) for grad in self.grads]
+        for work in works:
+            work.wait()
+        super().step()
+
+
+def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Callable, Callable]:
+    """Newton-Schulz of our banks from bf16, and its fifteen products a bank alone."""
+    # Of norm 1: a fifth power of larger values overflows, and what is not a number costs another time.
+    banks = [torch.nn.functional.normalize(torch.randn(train_gpt.bank_shape(bank, hp), device=device).flatten(1)).bfloat16()
+             .view(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS]  # fmt: skip
+
+    def products() -> None:
+        for bank in banks:
+            x = bank.mT if bank.size(-2) > bank.size(-1) else bank
+            for _ in range(hp.muon_backend_steps):
+                gram = x @ x.mT
+                x = (gram @ gram) @ x
+
+    return (lambda: [train_gpt.newton_schulz(bank, torch.bfloat16) for bank in banks]), products
+
+
+def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> dict[str, list[float]]:
+    """Milliseconds of every variant in every round, after two that do not count."""
+    times = {name: [] for name in variants}
+    for turn in range(rounds + 2):
+        for name, step in variants.items():
+            synchronize()
+            begin = time.perf_counter()
+            step()
+            synchronize()
+            if turn >= 2:
+                times[name].append(1000 * (time.perf_counter() - begin))
+    return times
+
+
+def report(title: str, times: dict[str, list[float]]) -> list[dict]:
+    """Print a table whose ratios are to its first row."""
+    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
+    first, rows = next(iter(times.values())), []
+    for name, values in times.items():
+        median, ratio = statistics.median(values), statistics.median(b / a for a, b in zip(first, values, strict=True))
+        print(f"  {name:40}{median:11.2f}{ratio:8.2f}", flush=True)
+        rows.append({"variant": name, "median_ms": round(median, 3), "ratio": round(ratio, 3)})
+    return rows
+
+
+@torch.no_grad()
+def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]]:
+    with train_gpt.Runtime.start(hp) as runtime:
+        device = runtime.device
+        print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
+        variants = {f"ours, {name}": Ours(hp, runtime, compiled).step for name, compiled in (("compiled", True), ("eager", False))}
+        if not runtime.compiled:
+            del variants["ours, compiled"]
+        banks, gathered, sequential = (Matrices(hp, device, separate) for separate in (False, True, True))
+        variants |= {"published arithmetic": banks.step, "gathered": gathered.gathered_step, "sequential": sequential.step,
+                     "torch.optim.Muon": torch_muon(hp, device)}  # fmt: skip
+        found = {"step": report("update of all block matrices, 1 rank", timed(variants, rounds, runtime.synchronize))}
+        whole, products = iterations(hp, device)
+        times = timed({"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize)
+        return {**found, "newton_schulz": report("five iterations on the three banks", times)}
+
+
+@torch.no_grad()
+def several_ranks(hp: train_gpt.Hyperparameters, rounds: int, out: str) -> None:
+    """What each rank of the two-rank comparison does; rank 0 writes the times to `out`."""
+    with train_gpt.Runtime.start(hp) as runtime:
+        ours, all_reduced = Ours(hp, runtime, runtime.compiled), AllReduced(hp, runtime.device, separate=False)
+        variants = {"ours": ours.step, "all-reduced banks": all_reduced.step}
+        times = timed(variants, rounds, lambda: (runtime.synchronize(), dist.barrier()))
+        if runtime.ranks.rank == 0:
+            Path(out).write_text(json.dumps(times))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=11)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ranks", type=int, default=2, help="of the comparison with all-reduce; 0: leave it out (one GPU holds one rank)")
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
+    hp = dataclasses.replace(hp, num_layers=arguments.layers, model_dim=arguments.dim)
+    if arguments.out:
+        return several_ranks(hp, arguments.rounds, arguments.out)
+    found = one_rank(hp, arguments.rounds)
+    if arguments.ranks > 1 and torch.cuda.device_count() in (0, *range(arguments.ranks, 65)):
+        with tempfile.TemporaryDirectory() as folder:
+            threads = str(max(1, (os.cpu_count() or 1) // arguments.ranks))
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}", __file__]
+            shape = ["--layers", arguments.layers, "--dim", arguments.dim, "--rounds", arguments.rounds]
+            line = list(map(str, (*launcher, *shape, "--out", f"{folder}/times.json")))
+            subprocess.run(line, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
+            times = json.loads(Path(folder, "times.json").read_text())
+            found[f"{arguments.ranks}_ranks"] = report(f"the same on {arguments.ranks} ranks, communication included", times)
+    print(json.dumps({"bench": "optimizer", "torch": torch.__version__, "rounds": arguments.rounds, **found}))
+
+
+if __name__ == "__main__":
+    main()
