@@ -1041,19 +1041,19 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
 
     They need not get there: a direction of update is all that is wanted, and that allows the steep first steps. Zero
-    matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, as three batched products in `dtype`
-    without an elementwise pass between them. Iterations beyond the list of coefficients use its last ones.
+    matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the same from the other side
+    with A = X^TX, as three batched products in `dtype` without an elementwise pass between them. Iterations beyond the
+    list of coefficients use its last ones.
     """
     norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
     x, coefficients = (g / (norm + 1e-7)).to(dtype), NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x  # the smaller side first, so that A is small
     for step in range(steps):
         a, b, c = coefficients[min(step, len(coefficients) - 1)]
-        gram = x @ x.mT
+        gram = x.mT @ x if tall else x @ x.mT
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, poly, x, beta=a)
-    return x.mT if tall else x
+        x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
+    return x
 
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:

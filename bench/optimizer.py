@@ -143,10 +143,10 @@ def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Cal
 
     def products() -> None:
         for bank in banks:
-            x = bank.mT if bank.size(-2) > bank.size(-1) else bank
+            x, tall = bank, bank.size(-2) > bank.size(-1)
             for _ in range(hp.muon_backend_steps):
-                gram = x @ x.mT
-                x = (gram @ gram) @ x
+                gram = x.mT @ x if tall else x @ x.mT
+                x = x @ (gram @ gram) if tall else (gram @ gram) @ x
 
     return (lambda: [train_gpt.newton_schulz(bank, torch.bfloat16) for bank in banks]), products
 
