@@ -1161,7 +1161,8 @@ class Optimizers:
             arrived()
         mark("clip")
         clip = self._clip()
-        settings = [torch.tensor(value) for value in (momentum, lr_scale * self.hp.matrix_lr)]
+        # Filled on the device: a copy from the host would wait for it.
+        settings = [torch.full((), value, device=self.flat.device) for value in (momentum, lr_scale * self.hp.matrix_lr)]
         for shard in self.banks.values():
             mark("Newton-Schulz")
             self.update(shard, clip, *settings, self.hp)

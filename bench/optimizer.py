@@ -110,7 +110,7 @@ class Ours:
         self.optimizers = train_gpt.Optimizers(model.to(device), weights, hp, runtime.ranks, compiled=compiled)
         for shard in self.optimizers.banks.values():
             shard.grad.copy_(1e-3 * torch.randn_like(shard.grad))
-        self.settings = [torch.ones((), device=device), torch.tensor(MOMENTUM), torch.tensor(RATE)]
+        self.settings = [torch.full((), value, device=device) for value in (1.0, MOMENTUM, RATE)]
 
     def step(self) -> None:
         """Reduce-scatter, update of the own rows, all-gather of the weights."""

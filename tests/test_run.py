@@ -172,6 +172,25 @@ def test_profile_times_the_parts_of_so_many_steps(script):
     assert "profile of" not in script(ITERATIONS=4).stdout
 
 
+def test_profile_counts_the_last_part(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(clock) / 1000)
+    profile = train_gpt.Profile(2, torch.device("cpu"))
+    for _ in range(4):  # the first two do not count
+        profile.mark("a")
+        profile.mark("b")
+        profile.end_step()
+    assert [line.split() for line in profile.table().splitlines()[1:]] == [["a", "1.000"], ["b", "1.000"], ["step", "2.000"]]
+
+
+def test_the_average_is_what_is_scored_and_exported(script):
+    """An average that never moves is the model at its start: so must be all final scores."""
+    result = script(EMA_DECAY=1, ITERATIONS=6, VAL_LOSS_EVERY=6)
+    first, last = (float(re.search(rf"^step:{step}/6 val_loss:(\S+)", result.stdout, re.M).group(1)) for step in (0, 6))
+    averaged, exported = (float(re.search(rf"{name} val_loss:(\S+)", result.stdout).group(1)) for name in ("final_average_exact", "final_int6_roundtrip_exact"))
+    assert averaged == pytest.approx(first, abs=1e-4) and exported == pytest.approx(first, abs=0.02) and abs(last - first) > 0.1
+
+
 def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
     """Accumulation follows from batch, ranks and micro-batch, not from the number 8, and only orders the sums."""
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=tokens, RUN_ID=str(tokens)) for tokens in (768, 96, 50, 1)]
