@@ -19,7 +19,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # A Python that has what the named requirements file asks for: the current one if it does (rented machines come with
 # torch and FlashAttention installed, and any supported torch will do), else one of our own in .venv.
 set_up() {
-    local imports="import numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
+    local imports="import constriction, numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
     [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, tqdm"
     for PYTHON in python3 .venv/bin/python; do
         if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
@@ -60,9 +60,7 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
     else
         "$PYTHON" train_gpt.py
     fi
-    local suffix=xz
-    if [ "${COMPRESSOR:-lzma}" = zstd ]; then suffix=zst; fi
-    "$PYTHON" demo/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.$suffix"
+    "$PYTHON" demo/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"
     "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" records/plot_loss.py "logs/$RUN_ID.jsonl" -o "logs/$RUN_ID.png"
     return 0
 }

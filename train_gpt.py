@@ -25,6 +25,8 @@ W ranks, R bank rows, r bank rows a rank. "#399" and the like are pull requests 
 """
 
 import argparse
+import ast
+import bz2
 import contextlib
 import ctypes
 import dataclasses
@@ -104,7 +106,7 @@ class Hyperparameters:
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", low=1)
 
     train_batch_tokens: int = knob(786_432, "tokens a step, all ranks and micro-batches together", low=1, section="Batch")
-    train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2)
+    train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2, high=1 << 20)
     micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 16,384 on a CPU", low=0)
 
     iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
@@ -136,13 +138,16 @@ class Hyperparameters:
     ema_decay: float = knob(0.997, "its decay a step", low=0, high=1)
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
-    late_qat: bool = knob(True, "train through the int6 rounding (straight-through) once the rate is low")
+    late_qat: bool = knob(True, "train through the export's rounding (straight-through) once the rate is low")
     qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
-    matrix_clip: float = knob(7.0, "int6 range of a block matrix's row, in standard deviations of the row", low=0.1)
-    embed_clip: float = knob(6.0, "int8 range of an embedding's row, in standard deviations of the row", low=0.1)
-    compressor: str = knob("lzma", "coder of the artifact", choices=("lzma", "zstd"))
+    row_range: str = knob("sdclip", "range of a row's codes, sdclip: so many deviations as the tables of matrices say; published: "
+                                    "its largest weight, at least 1 (#399)", choices=("sdclip", "published"))
+    gptq_batches: int = knob(4, "last training batches, within the wall clock, whose activations guide the rounding (GPTQ); 0: plain rounding", low=0)
+    target_bytes: int = knob(SUBMISSION_CAP, "make codes coarser until code and artifact fit into so many bytes; 0: leave them as they are", low=0)
+    compressor: str = knob("ans", "coder of the artifact's codes", choices=("ans", "lzma", "zstd"))
+    pack_code: bool = knob(False, "write and count train_gpt.packed.py, a self-extracting copy, in the place of the source")
 
-    eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, section="Evaluation")
+    eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens scored by each sliding window; EVAL_SEQ_LEN: no overlap", low=1)
     val_batch_size: int = knob(524_288, "tokens of one evaluation batch over all ranks", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", low=0)
@@ -483,7 +488,7 @@ class Log:
 
     def header(self, hp: Hyperparameters, runtime: Runtime) -> None:
         """What a reader needs to repeat the run: source, versions, machine, every knob."""
-        self.line(Path(__file__).read_text(encoding="utf-8"), console=False)
+        self.line(source_code().decode(), console=False)
         self.line("=" * 100, console=False)
         versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, cuda {torch.version.cuda}"
         self.line(versions)
@@ -725,6 +730,11 @@ class ByteCounter:
         return self.length[tokens[1:]] + (self.spaced[tokens[1:]] & ~self.boundary[tokens[:-1]])
 
 
+def sha256_of(path: str) -> str:
+    """The file's sha256, in hexadecimal."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
     """Hold the data against DATA_PATH/manifest.json, if the tools of data/ have left one there.
 
@@ -740,7 +750,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
         digest = str(manifest["tokenizer"]["sha256"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as a manifest ({_reason(error)}): make or fetch the data again") from error
-    _rule(hashlib.sha256(Path(tokenizer_path).read_bytes()).hexdigest() == digest,
+    _rule(sha256_of(tokenizer_path) == digest,
           f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}: set it to that one")
     for shard, size in sizes.items():
         _rule(shard.is_file() and shard.stat().st_size == size, f"{shard} is missing or not of {size} bytes as {path} says: fetch it again")
@@ -768,11 +778,14 @@ class Validation:
 class Matrix(NamedTuple):
     """One kind of matrix, of which each layer has one (out, in)."""
 
-    name: str  # in the forward
+    name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter it lives in
     part: int  # it has rows part*L .. (part + 1)*L of that bank
     out: str  # "dim", "kv" or "mlp": number of its outputs ...
     into: str  # ... and inputs
+    reads: str  # the activations that it multiplies, as `GPT.forward` calls them to its watcher
+    bits: int = 7  # of its codes in the artifact ...
+    clip: float = 10.0  # ... whose range is so many standard deviations of a row
     transposed: bool = False  # stands in its bank as (in, out)
     zero: bool = False  # starts at zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # learned gain (L, out) of its outputs
@@ -783,14 +796,32 @@ class Matrix(NamedTuple):
 # rows, where 8 ranks pad 11 to 16 and two of them have no MLP matrix at all. The down projection stands transposed
 # beside the up projection: Newton-Schulz does not mind.
 MATRICES = (
-    Matrix("q", "qo_bank", 0, "dim", "dim", normed=True),
-    Matrix("out", "qo_bank", 1, "dim", "dim", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", 0, "kv", "dim", normed=True),
-    Matrix("v", "kv_bank", 1, "kv", "dim", normed=True),
-    Matrix("up", "mlp_bank", 0, "mlp", "dim", normed=True),
-    Matrix("down", "mlp_bank", 1, "dim", "mlp", transposed=True, zero=True, gain="mlp_scale"),
+    Matrix("q", "qo_bank", 0, "dim", "dim", "stream", normed=True),
+    Matrix("out", "qo_bank", 1, "dim", "dim", "heads", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", 0, "kv", "dim", "stream", normed=True),
+    Matrix("v", "kv_bank", 1, "kv", "dim", "stream", normed=True),
+    Matrix("up", "mlp_bank", 0, "mlp", "dim", "mlp", normed=True),
+    Matrix("down", "mlp_bank", 1, "dim", "mlp", "hidden", transposed=True, zero=True, gain="mlp_scale"),
 )
 BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
+# Bits bound the range of codes and nothing else: what a code costs is its entropy, which clip / (2^(bits-1) - 1), the
+# step in deviations, decides. So the range should cut nothing off: on two models trained on English text int6 cut at 5
+# deviations lost 6 to 8 thousandths of a nat, int7 with the same step and twice the range 1 to 2 (plain rounding).
+
+
+class Table(NamedTuple):
+    """One of the (out, in) matrices outside the banks that the artifact holds as codes; all else is fp16 there."""
+
+    name: str
+    reads: str  # as above; "" where rows are looked up instead of multiplied
+    bits: int
+    clip: float
+
+
+# The token embedding is a fiftieth of the weights, but its rounding costs as much as that of all others with steps five
+# times as wide.
+TABLES = {table.name: table for table in (Table("tok_emb", "final", 8, 4.0), Table("lm_head", "final", 8, 4.0),
+                                          Table("bigram_emb", "", 7, 8.0), Table("bigram_proj", "pair", 8, 6.0))}
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -806,6 +837,13 @@ def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
     return len(kinds) * hp.num_layers, a, b
 
 
+def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
+    """The matrices (L, out, in) of one kind, a view of their bank (R, a, b)."""
+    parts = sum(matrix.bank == kind.bank for matrix in MATRICES)
+    matrices = bank.unflatten(0, (parts, -1)).unbind(0)[kind.part]
+    return matrices.mT if kind.transposed else matrices
+
+
 def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
     """For each row of a bank whether its matrix stands transposed, and the scale of its updates: as in #399, matrices
     that are tall, by their own shape and not by the bank's, get larger ones."""
@@ -813,29 +851,8 @@ def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
     return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
 
-def bank_rows(hp: Hyperparameters) -> Iterator[tuple[Matrix, int, str, int]]:
-    """Every matrix of the model: its kind, its layer, its name in the artifact, its row in the bank."""
-    for matrix in MATRICES:
-        for layer in range(hp.num_layers):
-            yield matrix, layer, f"blocks.{layer}.{matrix.name}", matrix.part * hp.num_layers + layer
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # Model
-
-
-def quantise_rows(rows: Tensor, bits: int, clip: float) -> tuple[Tensor, Tensor]:
-    """fp32 rows (..., out, in) -> whole codes within +-(2^(bits-1) - 1) and scales (..., out, 1) that bfloat16 can hold.
-
-    The range of a row is `clip` of its standard deviations (SDClip, #1394): the number of levels that a row really
-    uses, hence its coded size, depends on `clip` and not on the size of its weights. A row of zeros has codes 0.
-    """
-    top = 2 ** (bits - 1) - 1
-    scale = rows.std(dim=-1, keepdim=True, correction=0) * (clip / top)
-    # Round to bfloat16 by bits: a pair of casts is what a compiler may remove, and training would see other codes.
-    scale = ((scale.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-    codes = torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
-    return codes, scale
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -872,6 +889,10 @@ def exclude_self(y: Tensor, v: Tensor) -> Tensor:
 def previous(x: Tensor, starts: Tensor) -> Tensor:
     """x (B, T, D) moved one position later; zero where `starts` (B, T) says that nothing precedes."""
     return F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+
+
+def unwatched(reads: str, layer: int, x: Tensor) -> None:
+    """Takes no notice of what the matrices read."""
 
 
 class GPT(nn.Module):
@@ -914,9 +935,10 @@ class GPT(nn.Module):
         """
         weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
-        for kind, _, _, row in bank_rows(self.hp):
-            if not kind.zero:
-                nn.init.orthogonal_(weights[kind.bank][row], generator=generator)
+        for kind in MATRICES:
+            for matrix in bank_part(weights[kind.bank], kind):
+                if not kind.zero:
+                    nn.init.orthogonal_(matrix, generator=generator)
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std if self.hp.tie_embeddings else 1.0, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
@@ -929,25 +951,33 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.copy_(weights[name])
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False,
+                watch: Callable = unwatched) -> Tensor:
         """ids, targets (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, T).
 
-        `qat`: matrices pass through the export's int6 rounding, gradients pass straight through it.
+        `qat`: matrices pass through the export's rounding, gradients pass straight through it. `watch` is shown the
+        activations (..., in) that matrices multiply, by the names of the tables.
         """
         weights = self.matrices(qat)
-        x = x0 = self.embed(ids)  # (B, T, D)
+        x = x0 = self.embed(ids, watch)  # (B, T, D)
         skips = []
         for i, w in enumerate(weights):
             if i >= self.encoder_layers and skips:
                 x = (x + self.skip_scale[i - self.encoder_layers] * skips.pop()).to(self.dtype)
             mix = self.resid_mix[i]
             x = (mix[0] * x + mix[1] * x0).to(self.dtype)
-            x = x + self.attention(rms_norm(x), w, i)
-            x = x + F.linear(F.linear(rms_norm(x), w["up"]).relu().square(), w["down"])
+            x = x + self.attention(rms_norm(x), w, i, watch)
+            normed = rms_norm(x)
+            hidden = F.linear(normed, w["up"]).relu().square()
+            watch("mlp", i, normed)
+            watch("hidden", i, hidden)
+            x = x + F.linear(hidden, w["down"])
             if i < self.encoder_layers:
                 skips.append(x)
         head = self.tok_emb if self.lm_head is None else self.lm_head
-        logits = F.linear(rms_norm(x), head.to(self.dtype)).float()
+        x = rms_norm(x)
+        watch("final", 0, x)
+        logits = F.linear(x, head.to(self.dtype)).float()
         logits = self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)
         if targets is None:
             return logits
@@ -962,10 +992,9 @@ class GPT(nn.Module):
         """
         layers = [{} for _ in range(self.hp.num_layers)]
         for kind in MATRICES:
-            bank = getattr(self, kind.bank).unflatten(0, (-1, self.hp.num_layers)).unbind(0)[kind.part]
-            bank = bank.mT if kind.transposed else bank  # (L, out, in)
+            bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
-                codes, scale = quantise_rows(bank.detach().float(), 6, self.hp.matrix_clip)
+                codes, scale = quantise_rows(bank.detach().float(), kind.bits, row_clip(kind, self.hp))
                 bank = bank + (codes * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
@@ -975,7 +1004,7 @@ class GPT(nn.Module):
                 layer[kind.name] = matrix
         return layers
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, watch: Callable = unwatched) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram, normalised, smeared with the position before.
 
         Nothing is taken from before a BOS: what precedes a document must not matter to it.
@@ -987,14 +1016,16 @@ class GPT(nn.Module):
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
+            watch("pair", 0, pair)
             x = x + self.bigram_scale * F.linear(pair, self.bigram_proj.to(self.dtype))
         x = rms_norm(x)
         gate = torch.sigmoid(self.smear_gate)
         return ((1 - gate) * x + gate * previous(x, starts)).to(self.dtype)
 
-    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int) -> Tensor:
+    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int, watch: Callable = unwatched) -> Tensor:
         """Causal grouped-query attention of the normalised stream x (B, T, D) with query gain and partial RoPE."""
         hp, time = self.hp, x.size(1)
+        watch("stream", layer, x)
         q = F.linear(x, w["q"]).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, T, H, E)
         k, v = (F.linear(x, w[name]).unflatten(-1, (hp.num_kv_heads, hp.head_dim)) for name in "kv")  # (B, T, K, E)
         cos, sin = self.cos[:time], self.sin[:time]
@@ -1002,7 +1033,9 @@ class GPT(nn.Module):
         y = self.attend(q, rotate(rms_norm(k), cos, sin), v)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = exclude_self(y, v)
-        return F.linear(y.flatten(2), w["out"])
+        y = y.flatten(2)
+        watch("heads", layer, y)
+        return F.linear(y, w["out"])
 
 
 def flops_per_token(hp: Hyperparameters) -> float:
@@ -1294,6 +1327,12 @@ class Clock:
         """A step took so long in the warm-up."""
         self.recent.append(step_seconds)
 
+    def reserve(self, seconds: float) -> None:
+        """Keep so much of the cap for what comes after the last step. Raises UserError if the cap has not as much."""
+        _rule(not self.cap or seconds < self.cap, f"MAX_WALLCLOCK_SECONDS={self.cap:g} is less than the {seconds:.1f} s that GPTQ_BATCHES takes: "
+                                                  "set it to 0, or give the run more time")
+        self.cap = self.cap and self.cap - seconds
+
     @property
     def step_seconds(self) -> float:
         """Average so far; 0 before the first step is known."""
@@ -1339,136 +1378,405 @@ class WeightAverage:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Export: weights -> codes -> artifact bytes, and back
-
-ARTIFACT_MAGIC = b"PGOLFv1\n"
-ARTIFACT_SUFFIX = {"lzma": ".xz", "zstd": ".zst"}
-MAX_HEADER_BYTES, MAX_RAW_BYTES = 1 << 20, 1 << 30  # a reader takes no more than this from a file it does not trust
-# The knobs without which the weights mean nothing; the artifact carries them.
-MODEL_KNOBS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "tie_embeddings", "logit_softcap",
-               "rope_base", "rope_dims", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim")
-WIDE = ("tok_emb", "lm_head", "bigram_emb", "bigram_proj")  # matrices outside the blocks: int8; gains and gates: fp16
+# Quantisation: weights -> whole codes, a scale a row
 
 
-class Entry(NamedTuple):
-    """One tensor of the artifact: 6 and 8 bits are codes with a scale a row, 16 is plain half precision."""
-
-    name: str
-    bits: int
-    shape: tuple[int, ...]
+def row_clip(kind: Matrix | Table, hp: Hyperparameters, coarser: float = 1.0) -> float | None:
+    """The range of a row's codes in its deviations, `coarser` times that of the table; None is the published rule."""
+    return None if hp.row_range == "published" else kind.clip * coarser
 
 
-def export_tensors(weights: dict[str, Tensor], hp: Hyperparameters) -> Iterator[tuple[Entry, Tensor]]:
-    """Every tensor that the artifact holds, as (entry, view of the weights), in file order."""
-    for kind, _, name, row in bank_rows(hp):
-        matrix = weights[kind.bank][row].mT if kind.transposed else weights[kind.bank][row]
-        yield Entry(name, 6, tuple(matrix.shape)), matrix
-    for name, tensor in weights.items():
-        if name not in BANKS:
-            yield Entry(name, 8 if name in WIDE else 16, tuple(tensor.shape)), tensor
+def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
+    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in).
 
-
-def pack_artifact(weights: dict[str, Tensor], hp: Hyperparameters) -> bytes:
-    """The artifact's bytes: one .xz or .zst stream (`xz -d` opens it, its checksum guards it) of
-
-        magic (8) | header length (uint32) | JSON header | codes int8, column by column | scales bfloat16 | fp16 values
-
-    Columns of a matrix go one after the other because weights of one column are alike: 1.5 % fewer bytes than by row.
+    A range of `clip` standard deviations, taken about zero (SDClip, #1394), gives every row the same number of levels
+    and bytes, whatever the size of its weights. The published rule is the largest weight, but at least 1 (fault B13):
+    most rows then share one step. Four significant bits are enough, since codes are made for the step as it is; they
+    are cut by whole numbers, because a pair of casts is what a compiler may remove, and training would see other codes.
     """
-    entries, codes, scales, halves = [], [], [], []
-    for entry, tensor in export_tensors(weights, hp):
-        entries.append(entry)
-        if entry.bits == 16:
-            halves.append(tensor.half().cpu().numpy().tobytes())
-            continue
-        code, scale = quantise_rows(tensor, entry.bits, hp.matrix_clip if entry.bits == 6 else hp.embed_clip)
-        codes.append(code.to(torch.int8).mT.contiguous().cpu().numpy().tobytes())
-        scales.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
-    header = json.dumps({"model": {name: getattr(hp, name) for name in MODEL_KNOBS}, "tensors": entries}).encode()
-    raw = b"".join((ARTIFACT_MAGIC, struct.pack("<I", len(header)), header, *codes, *scales, *halves))
-    if hp.compressor == "zstd":
-        import zstandard
-
-        return zstandard.ZstdCompressor(level=22, write_checksum=True).compress(raw)
-    # Codes have no words and no alignment: literal context and position bits only cost (0.5 % on codes of a trained model).
-    return lzma.compress(raw, filters=[{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}])
+    reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0) if clip is None else rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
+    scale = reach / (2 ** (bits - 1) - 1)
+    return ((scale.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
 
 
-def decompress(blob: bytes) -> bytes:
-    """The content of an .xz or .zst stream, at most MAX_RAW_BYTES of it. Raises ValueError if it is damaged."""
-    if blob[:4] == b"\x28\xb5\x2f\xfd":
-        import zstandard
+def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The nearest whole codes within +-(2^(bits-1) - 1), as fp32; 0 where there is no scale."""
+    top = 2 ** (bits - 1) - 1
+    return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
 
-        try:
-            size = zstandard.frame_content_size(blob)
-            if not 0 <= size <= MAX_RAW_BYTES:
-                raise ValueError(f"it claims {size} bytes")
-            return zstandard.ZstdDecompressor().decompress(blob)
-        except zstandard.ZstdError as error:
-            raise ValueError(str(error)) from error
-    decoder = lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=MAX_RAW_BYTES)
+
+def quantise_rows(rows: Tensor, bits: int, clip: float | None) -> tuple[Tensor, Tensor]:
+    """fp32 rows (..., out, in) -> codes (..., out, in) and scales (..., out, 1), by plain rounding."""
+    scale = row_scales(rows, bits, clip)
+    return to_codes(rows, scale, bits), scale
+
+
+class Moments:
+    """Second moments x^T x (L or 1, in, in) in fp32 of the activations that matrices read, summed over all tokens seen.
+
+    For a matrix W that multiplies x they are the Hessian of the squared error of Wx, the same for each row of W.
+    """
+
+    def __init__(self, hp: Hyperparameters, device: torch.device):
+        size = {kind.reads: (hp.num_layers, matrix_shape(kind, hp)[1]) for kind in MATRICES}
+        size |= {"final": (1, hp.model_dim)} | ({"pair": (1, hp.bigram_dim)} if hp.bigram_vocab_size else {})
+        self.sums = {reads: torch.zeros(layers, width, width, device=device) for reads, (layers, width) in size.items()}
+
+    def __call__(self, reads: str, layer: int, x: Tensor) -> None:
+        """Take in activations (..., in)."""
+        x = x.flatten(0, -2).float()
+        self.sums[reads][layer].addmm_(x.mT, x)
+
+
+def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
+    """Codes (L, out, in) of fp32 weights (L, out, in) that keep Wx rather than W, given its Hessian (L, in, in).
+
+    GPTQ (arXiv:2210.17323): columns are rounded one after the other, those with the largest activations first, and each
+    error is made up for by the columns still open, along the inverse Hessian. Of that only the Cholesky factor is
+    needed. The diagonal is raised by 1 % of its mean, which also keeps inputs that were always zero.
+    """
+    width = weights.size(-1)
+    power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
+    order = power.argsort(dim=-1, descending=True)
+    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
+    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
+    hessian = torch.take_along_dim(torch.take_along_dim(hessian, order[:, :, None], 1), order[:, None, :], 2).double()
+    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True).float()
+    open_columns, codes = torch.take_along_dim(weights, order[:, None, :], 2), torch.empty_like(weights)
+    for first in range(0, width, block):
+        part, rows = slice(first, min(first + block, width)), factor[:, first:first + block]
+        inner, errors = open_columns[:, :, part].clone(), []
+        for i, column in enumerate(range(first, part.stop)):
+            code = to_codes(inner[:, :, i:i + 1], scale, bits)
+            codes[:, :, column:column + 1] = code
+            errors.append((inner[:, :, i:i + 1] - code * scale) / rows[:, i, column, None, None])
+            inner[:, :, i + 1:].baddbmm_(errors[-1], rows[:, i:i + 1, column + 1:part.stop], alpha=-1)
+        open_columns[:, :, part.stop:].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, part.stop:], alpha=-1)
+    return torch.empty_like(codes).scatter_(2, order[:, None, :].expand_as(codes), codes)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Coders: codes (L, out, in) int8 -> bytes, and back, exactly and on every machine
+
+
+def squeeze(raw: bytes) -> bytes:
+    """LZMA2 without a container, for data without words or alignment: literal context and position bits would only cost."""
+    return lzma.compress(raw, lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+
+
+def expand(blob: bytes, size: int) -> bytes:
+    """What `squeeze` was given, if that had `size` bytes. Raises ValueError, in the memory of `size`, if not."""
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
     try:
-        raw = decoder.decompress(blob, max_length=MAX_RAW_BYTES)
+        raw = decoder.decompress(blob, max_length=size + 1)
     except lzma.LZMAError as error:
-        raise ValueError(str(error)) from error
-    if not decoder.eof:
-        raise ValueError("its end is missing or it is too large")
+        raise ValueError(f"a compressed part is damaged ({error})") from error
+    if len(raw) != size or not decoder.eof or decoder.unused_data:
+        raise ValueError(f"a compressed part does not hold {size} bytes")
     return raw
 
 
-def unpack_artifact(blob: bytes) -> tuple[dict, dict[str, Tensor]]:
-    """(model knobs, fp32 tensors by name). Runs no code of the file; raises ValueError where it is not as written."""
-    raw = decompress(blob)
-    start = len(ARTIFACT_MAGIC) + 4
-    if not raw.startswith(ARTIFACT_MAGIC) or len(raw) < start:
+LZMA_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}]
+
+
+def encode_lzma(codes: np.ndarray) -> bytes:
+    """Column by column: codes of one column are alike, which is worth 1.5 %."""
+    return squeeze(codes.transpose(0, 2, 1).tobytes())
+
+
+def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    layers, out, width = shape
+    return np.frombuffer(expand(blob, math.prod(shape)), np.int8).reshape(layers, width, out).transpose(0, 2, 1)
+
+
+def encode_zstd(codes: np.ndarray) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=22).compress(codes.transpose(0, 2, 1).tobytes())
+
+
+def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    import zstandard
+
+    layers, out, width = shape
+    try:
+        if zstandard.frame_content_size(blob) != math.prod(shape):
+            raise ValueError(f"a compressed part does not hold {math.prod(shape)} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a compressed part is damaged ({error})") from error
+    return np.frombuffer(raw, np.int8).reshape(layers, width, out).transpose(0, 2, 1)
+
+
+ANS_TOTAL = 1 << 15  # the frequencies of a class add up to it
+ANS_BUCKETS = 3  # classes an octave of code size
+
+
+def encode_ans(codes: np.ndarray) -> bytes:
+    """Asymmetric numeral systems (arXiv:1311.2540) with a table of frequencies for each class of codes.
+
+    The class of a code is a whole number for its row plus one for its column: the sizes of the codes there, in thirds
+    of an octave. That models the size of a code as a product of both. Numbers, tables and codes are all that is in the
+    file; a reader computes with whole numbers only. Layout, little-endian:
+
+        bytes of the squeezed part (uint32) | squeezed: least code, classes, codes in the tables (3 x int16), numbers of
+        rows (L, out) and columns (L, in) uint8, tables (classes, codes) uint16 | words of the coder (uint32)
+    """
+    size = np.abs(codes).astype(np.float32)
+    mean = size.mean(axis=(1, 2), keepdims=True)
+    rows, columns = (_buckets(part) for part in (size.mean(axis=2), (size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0]))
+    order, bounds = _classes(rows, columns)
+    least = int(codes.min())
+    symbols = (codes.ravel()[order] - np.int16(least)).astype(np.int32)
+    tables = np.stack([_frequencies(np.bincount(symbols[a:b], minlength=int(symbols.max()) + 1)) for a, b in zip(bounds, bounds[1:], strict=False)])
+    stack, model = _ans()
+    coder = stack.AnsCoder()
+    for table, a, b in reversed(list(zip(tables, bounds, bounds[1:], strict=False))):  # what goes on the stack last comes off first
+        if np.count_nonzero(table) > 1:
+            coder.encode_reverse(symbols[a:b], model.Categorical(table.astype(np.float64), perfect=False))
+    side = squeeze(b"".join((struct.pack("<3h", least, *tables.shape), rows.tobytes(), columns.tobytes(), tables.astype("<u2").tobytes())))
+    return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
+
+
+def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    layers, out, width = shape
+    (length,) = struct.unpack_from("<I", blob)
+    head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(blob[4:4 + length], max_length=6)
+    least, classes, count = struct.unpack("<3h", head)
+    if not (0 < classes < 512 and 0 < count < 256 and -128 <= least <= 128 - count):
+        raise ValueError(f"{classes} tables of {count} codes from {least} are not possible")
+    numbers = layers * (out + width)
+    side = np.frombuffer(expand(blob[4:4 + length], 6 + numbers + 2 * classes * count), np.uint8)[6:]
+    rows, columns = side[:layers * out].reshape(layers, out), side[layers * out:numbers].reshape(layers, width)
+    tables = side[numbers:].view("<u2").reshape(classes, count)
+    order, bounds = _classes(rows, columns)
+    if len(bounds) != classes + 1 or any((tables.sum(axis=1) != ANS_TOTAL) & (np.diff(bounds) > 0)):
+        raise ValueError("its tables of frequencies do not fit")
+    stack, model = _ans()
+    coder = stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
+    codes = np.empty(math.prod(shape), dtype=np.int8)
+    for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
+        single = np.count_nonzero(table) <= 1
+        codes[order[a:b]] = least + (table.argmax() if single else coder.decode(model.Categorical(table.astype(np.float64), perfect=False), int(b - a)))
+    if not coder.is_empty():
+        raise ValueError("its codes do not end where they should")
+    return codes.reshape(shape)
+
+
+def _ans() -> tuple:
+    """constriction's stack coder and its models. Its fixed-point weights are exact for frequencies that add up to a
+    power of two, so that no rounding of floats is between what was written and what is read."""
+    import constriction
+
+    return constriction.stream.stack, constriction.stream.model
+
+
+def _buckets(sizes: np.ndarray) -> np.ndarray:
+    number = np.rint(ANS_BUCKETS * np.log2(np.maximum(sizes, 1 / 64)))
+    return (number - number.min()).astype(np.uint8)
+
+
+def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All positions in the order of their classes, and the bounds (classes + 1,) between these."""
+    classes = (rows[:, :, None].astype(np.int16) + columns[:, None, :]).ravel()
+    return classes.argsort(kind="stable"), np.concatenate(([0], np.bincount(classes).cumsum()))
+
+
+def _frequencies(counts: np.ndarray) -> np.ndarray:
+    """Counts scaled to whole numbers that add up to ANS_TOTAL, none of them lost; all 0 if they are."""
+    if not counts.any():
+        return counts
+    scaled = np.maximum(counts > 0, np.rint(counts * (ANS_TOTAL / counts.sum()))).astype(np.int64)
+    scaled[scaled.argmax()] += ANS_TOTAL - scaled.sum()
+    return scaled
+
+
+def check_coder(hp: Hyperparameters) -> None:
+    """Raises UserError if the coder is not installed: better before the training than after it."""
+    package = {"ans": "constriction", "zstd": "zstandard", "lzma": "lzma"}[hp.compressor]
+    _rule(importlib.util.find_spec(package) is not None,
+          f"COMPRESSOR={hp.compressor} needs the package {package}, which is not installed: pip install {package}, or set COMPRESSOR=lzma")
+
+
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma), "zstd": (encode_zstd, decode_zstd)}
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Export: codes -> artifact bytes, and back
+
+ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whatever the coder
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 2
+# What a reader takes from a file that it does not trust: bytes of the file and of its header, weights in all (in memory
+# at most 20 bytes each while they are decoded).
+MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 28, 1 << 20, 1 << 26
+# The knobs without which the weights mean nothing; and those that the score depends on, whose values are defaults.
+MODEL_KNOBS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "tie_embeddings", "logit_softcap",
+               "rope_base", "rope_dims", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim")
+EVAL_KNOBS = ("eval_seq_len", "eval_stride")
+COARSEST = 4.0  # octaves by which TARGET_BYTES may widen the steps
+
+
+class Entry(NamedTuple):
+    """One tensor of the artifact. Up to 8 bits are codes, with a scale a row and the range `clip`; 16 is plain fp16."""
+
+    name: str
+    shape: tuple[int, ...]
+    bits: int
+    clip: float | None
+    nbytes: int  # of its codes in the file
+
+
+def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | Table | None, str, Tensor]]:
+    """Every tensor that the artifact holds, as (row of its table if it becomes codes (L, out, in), name, view of the
+    weights), in file order."""
+    for kind in MATRICES:
+        yield kind, kind.name, bank_part(weights[kind.bank], kind)
+    for name, tensor in weights.items():
+        if name not in BANKS:
+            yield TABLES.get(name), name, tensor[None] if name in TABLES else tensor
+
+
+def pack_artifact(weights: dict[str, Tensor], hp: Hyperparameters, moments: dict[str, Tensor] | None = None,
+                  facts: dict | None = None, coarser: float = 1.0) -> bytes:
+    """The artifact's bytes, little-endian:
+
+        magic (8) | version (uint16) | bytes of the header (uint32) | header (JSON) | codes, tensor by tensor |
+        scales (bfloat16) and plain values (fp16) as byte planes, squeezed | sha256 of all before (32)
+
+    `moments` of what the matrices read make the codes GPTQ's, `facts` go into the header, and steps between codes are
+    `coarser` times those of the tables.
+    """
+    entries, streams, plain = [], [], []
+    encode, _ = CODERS[hp.compressor]
+    for kind, name, tensor in export_views(weights):
+        if kind is None:
+            plain.append(tensor.half().view(torch.int16).cpu().numpy().ravel())
+            entries.append(Entry(name, tuple(tensor.shape), 16, None, 0))
+            continue
+        clip, hessian = row_clip(kind, hp, coarser), (moments or {}).get(kind.reads)
+        scale = row_scales(tensor, kind.bits, clip)
+        codes = to_codes(tensor, scale, kind.bits) if hessian is None else gptq(tensor, hessian, scale, kind.bits)
+        streams.append(encode(codes.to(torch.int8).cpu().numpy()))
+        plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
+        entries.append(Entry(name, tuple(tensor.shape), kind.bits, clip, len(streams[-1])))
+    streams.append(squeeze(np.concatenate(plain).astype("<i2").view(np.uint8).reshape(-1, 2).T.tobytes()))
+    header = json.dumps({**{group: {name: getattr(hp, name) for name in names} for group, names in (("model", MODEL_KNOBS), ("evaluation", EVAL_KNOBS))},
+                         **(facts or {}), "coder": hp.compressor, "tensors": entries}).encode()
+    body = b"".join((ARTIFACT_MAGIC, struct.pack("<HI", ARTIFACT_VERSION, len(header)), header, *streams))
+    return body + hashlib.sha256(body).digest()
+
+
+def fit_artifact(weights: dict[str, Tensor], hp: Hyperparameters, moments: dict[str, Tensor], facts: dict, room: float, say: Callable) -> bytes:
+    """The artifact with the finest steps, at least those of the tables, that has at most `room` bytes.
+
+    An octave of coarser steps saves about a bit a weight, which makes a good guess; a bracket holds the guesses in.
+    Raises UserError if no step is coarse enough.
+    """
+    blob = pack_artifact(weights, hp, moments, facts)
+    if len(blob) <= room or hp.row_range == "published":
+        return blob
+    coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
+    octaves, low, high, slack, best = 0.0, 0.0, COARSEST, room / 1000, None
+    for _ in range(12):
+        guess = octaves + (len(blob) - room + slack / 2) * 8 / coded
+        octaves = guess if low < guess < high else high if best is None and high - low < 0.1 else (low + high) / 2
+        blob = pack_artifact(weights, hp, moments, facts, 2**octaves)
+        say(f"export: steps {2**octaves:.3f} times coarser give {len(blob)} bytes where {room} are left")
+        if len(blob) <= room:
+            best, high = blob, octaves
+        else:
+            low = octaves
+        if best is not None and room - len(best) <= slack:
+            break
+    _rule(best is not None, f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**COARSEST:.0f} times coarser leave {len(blob)} bytes "
+                            f"where {room} are left beside the code; make the model smaller")
+    return best
+
+
+def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], int]:
+    """(header, knobs of the model, tensors, where their bytes begin), all checked before anything is made after them.
+
+    Raises ValueError where the file is not as written. No content of a file is ever run.
+    """
+    start = len(ARTIFACT_MAGIC) + 6
+    if not blob.startswith(ARTIFACT_MAGIC) or len(blob) < start + 32:
         raise ValueError("it is not an artifact of this script")
-    (length,) = struct.unpack_from("<I", raw, len(ARTIFACT_MAGIC))
-    if length > MAX_HEADER_BYTES:
+    version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
+    if version != ARTIFACT_VERSION:
+        raise ValueError(f"its format has version {version}, but this script knows version {ARTIFACT_VERSION} only")
+    if len(blob) > MAX_FILE_BYTES or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
+        raise ValueError("its checksum is wrong" if len(blob) <= MAX_FILE_BYTES else f"it has over {MAX_FILE_BYTES} bytes")
+    if length > min(MAX_HEADER_BYTES, len(blob) - start - 32):
         raise ValueError(f"its header claims {length} bytes")
-    header = json.loads(raw[start:start + length])
-    entries = [Entry(name, bits, tuple(shape)) for name, bits, shape in header["tensors"]]
-    coded, plain = [e for e in entries if e.bits < 16], [e for e in entries if e.bits == 16]
-    offset, parts = start + length, {}
-    streams = [(coded, np.dtype(np.int8), lambda e: e.shape[::-1]), (coded, np.dtype("<i2"), lambda e: (e.shape[0], 1)),
-               (plain, np.dtype("<f2"), lambda e: e.shape)]
-    for members, dtype, stored_shape in streams:
-        for entry in members:
-            shape = stored_shape(entry)
-            part = np.frombuffer(raw, dtype, math.prod(shape), offset).reshape(shape)
-            parts.setdefault(entry.name, []).append(torch.from_numpy(part.copy()))
-            offset += part.nbytes
-    if offset != len(raw):
-        raise ValueError(f"it holds {len(raw)} bytes where its header promises {offset}")
-    return header["model"], {name: _dequantise(*part) for name, part in parts.items()}
+    header = json.loads(blob[start:start + length])
+    entries = [Entry(name, tuple(shape), bits, clip, nbytes) for name, shape, bits, clip, nbytes in header["tensors"]]
+    hp = Hyperparameters.from_env({name.upper(): str(header["model"][name]) for name in MODEL_KNOBS}
+                                  | {name.upper(): str(header["evaluation"][name]) for name in EVAL_KNOBS})
+    with torch.device("meta"):  # shapes without memory
+        wanted = [(kind, name, tuple(tensor.shape)) for kind, name, tensor in export_views(dict(GPT(hp, None, torch.float32).named_parameters()))]
+    if sum(math.prod(shape) for _, _, shape in wanted) > MAX_WEIGHTS:
+        raise ValueError(f"its model has over {MAX_WEIGHTS} weights")
+    if [(name, shape) for _, name, shape in wanted] != [(entry.name, entry.shape) for entry in entries]:
+        raise ValueError("its tensors are not those of its model")
+    for (kind, _, _), entry in zip(wanted, entries, strict=True):
+        if type(entry.bits) is not int or type(entry.nbytes) is not int or entry.nbytes < 0 or (kind is None) != (entry.bits == 16):
+            raise ValueError(f"its tensor {entry.name} is described in a way that is not possible")
+    if header["coder"] not in CODERS or sum(entry.nbytes for entry in entries) > len(blob) - start - length - 32:
+        raise ValueError("it is shorter than its tensors, or of an unknown coder")
+    return header, hp, entries, start + length
 
 
-def _dequantise(values: Tensor, scale: Tensor | None = None) -> Tensor:
-    return values.float() if scale is None else values.mT.float() * scale.view(torch.bfloat16).float()
+def decode_artifact(blob: bytes) -> Iterator[tuple[Entry, np.ndarray | None, Tensor]]:
+    """Each tensor's entry, codes (L, out, in) int8 if it has any, and fp32 values. Raises ValueError as `open_artifact`."""
+    header, _, entries, offset = open_artifact(blob)
+    _, decode = CODERS[header["coder"]]
+    counts = [math.prod(entry.shape[:2] if entry.bits < 16 else entry.shape) for entry in entries]
+    squeezed = blob[offset + sum(entry.nbytes for entry in entries):-32]
+    plain = np.frombuffer(expand(squeezed, 2 * sum(counts)), np.uint8).reshape(2, -1).T.copy().view("<i2")
+    for entry, values in zip(entries, torch.from_numpy(plain.ravel().astype(np.int16)).split(counts), strict=True):
+        if entry.bits == 16:
+            yield entry, None, values.view(torch.float16).float().view(entry.shape)
+            continue
+        codes = decode(blob[offset:offset + entry.nbytes], entry.shape)
+        scale = values.view(torch.bfloat16).float().view(*entry.shape[:2], 1)
+        yield entry, codes, torch.from_numpy(codes.astype(np.float32)) * scale
+        offset += entry.nbytes
 
 
 def load_artifact(blob: bytes, model: GPT) -> None:
     """Put the artifact's weights into the model. Raises ValueError if they are of another one."""
-    knobs, tensors = unpack_artifact(blob)
-    own = {name: getattr(model.hp, name) for name in MODEL_KNOBS}
-    if knobs != own:
-        raise ValueError("it was made with " + ", ".join(f"{n.upper()}={knobs.get(n)} (here {v})" for n, v in own.items() if knobs.get(n) != v))
+    _, hp, _, _ = open_artifact(blob)
+    differing = [name for name in MODEL_KNOBS if getattr(hp, name) != getattr(model.hp, name)]
+    if differing:
+        raise ValueError("it was made with " + ", ".join(f"{n.upper()}={getattr(hp, n)} (here {getattr(model.hp, n)})" for n in differing))
     weights = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
-    for entry, tensor in export_tensors(weights, model.hp):
-        if entry.name not in tensors or tensors[entry.name].shape != tensor.shape:
-            raise ValueError(f"its tensor {entry.name} is missing or of another shape")
-        tensor.copy_(tensors[entry.name])
+    for (_, _, view), (_, _, values) in zip(export_views(weights), decode_artifact(blob), strict=True):
+        view.copy_(values)
     model.load(weights)
 
 
 def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
-    """The knobs of `environ`, with those that shape the model from the artifact. Raises UserError if both speak and differ."""
+    """The knobs of `environ`, with those that shape the model from the artifact, and its windows of evaluation unless
+    `environ` has others. Raises UserError if model or tokenizer are not those of the artifact."""
     with reading_artifact(path):
-        knobs, _ = unpack_artifact(blob)
-        wanted = Hyperparameters.from_env({**{n.upper(): str(v) for n, v in knobs.items() if n in MODEL_KNOBS}, **environ})
-    for name, value in knobs.items():
-        _rule(getattr(wanted, name) == value,
-              f"{name.upper()}={getattr(wanted, name)} is set, but EVAL_ONLY={path} was made with {value}: unset {name.upper()}")
-    return wanted
+        header, made, _, _ = open_artifact(blob)
+    hp = Hyperparameters.from_env({name.upper(): str(getattr(made, name)) for name in MODEL_KNOBS + EVAL_KNOBS} | environ)
+    for name in MODEL_KNOBS:
+        _rule(getattr(hp, name) == getattr(made, name),
+              f"{name.upper()}={getattr(hp, name)} is set, but EVAL_ONLY={path} was made with {getattr(made, name)}: unset {name.upper()}")
+    digest = header.get("tokenizer_sha256")
+    _rule(not digest or not Path(hp.tokenizer_path).is_file() or sha256_of(hp.tokenizer_path) == digest,
+          f"TOKENIZER_PATH={hp.tokenizer_path} is not the tokenizer of EVAL_ONLY={path}, by the sha256 in that: set it to that one")
+    return hp
+
+
+def read_artifact(path: str | Path) -> bytes:
+    """The file's bytes. Raises UserError if it cannot be read or is larger than any artifact."""
+    with reading_artifact(path):
+        size = Path(path).stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ValueError(f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
+        return Path(path).read_bytes()
 
 
 @contextlib.contextmanager
@@ -1478,8 +1786,39 @@ def reading_artifact(path: str | Path):
         yield
     except OSError as error:
         raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
-        raise UserError(f"artifact {path} cannot be used: {_reason(error)}; it may be truncated or altered, copy it again") from error
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, struct.error, lzma.LZMAError, UserError) as error:
+        reason = _reason(error)
+        if not isinstance(error, ValueError | UserError) or isinstance(error, json.JSONDecodeError | UnicodeError):  # not a sentence of ours
+            reason = f"its content is not as it should be ({type(error).__name__}: {reason})"
+        raise UserError(f"artifact {path} cannot be used: {reason}; it may be truncated or altered, copy it again") from error
+
+
+def inspection(path: str) -> str:
+    """What --inspect prints: the header, and for each tensor its shape, bits, range and bytes."""
+    blob = read_artifact(path)
+    with reading_artifact(path):
+        header, _, entries, start = open_artifact(blob)
+        lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}",
+                 *(f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "tensors"),
+                 f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}   (bits a code)"]
+        for entry, codes, values in decode_artifact(blob):
+            row = f"  {entry.name:12} {'x'.join(map(str, entry.shape)) or 'scalar':>18} {entry.bits:5}"
+            if codes is None:
+                lines.append(f"{row} {'':7} {'':8} {16:8} {2 * values.numel():10}   before squeezing")
+            else:
+                clip = "max" if entry.clip is None else f"{entry.clip:.3f}"
+                lines.append(f"{row} {clip:>7} {order0_entropy(codes) / codes.size:8.4f} {8 * entry.nbytes / codes.size:8.4f} {entry.nbytes:10}")
+    coded = sum(entry.nbytes for entry in entries)
+    return "\n".join([*lines, f"  codes {coded}, scales and plain values {len(blob) - start - coded - 32}, header and checksum {start + 32} bytes"])
+
+
+def order0_entropy(codes: np.ndarray) -> float:
+    """Bits of codes (L, ...) by their frequencies alone, those of each of the L matrices for itself."""
+    total = 0.0
+    for matrix in codes:
+        counts = np.unique(matrix, return_counts=True)[1]
+        total += float((counts * np.log2(matrix.size / counts)).sum())
+    return total
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1653,9 +1992,10 @@ class Training:
 
     def warm_up(self) -> None:
         """Run every graph and collective that the run will use, before its clock starts, then undo all effects."""
+        started = time.perf_counter()
+        self._rehearse_moments()
         if not self.hp.warmup_steps:
             return
-        started = time.perf_counter()
         weights = [tensor.clone() for tensor in self.optimizers.owned()]
         self.watch.start()
         asked = []
@@ -1705,6 +2045,45 @@ class Training:
             report = self.train_step(step, moment)
             self.in_flight.append((step, moment, *self._fetch(report)))
             self._settle(self.depth if step > 1 else 0)  # run ahead only once it is known how long a step takes
+
+    def finish(self) -> tuple[str, dict[str, Tensor]]:
+        """Put the average in the place of the weights, on all ranks, and see what its matrices read, within the wall
+        clock. Returns what the weights now are and the second moments by the names of the tables."""
+        self.watch.start()
+        begun = self.watch.total
+        averaged = self.average.apply()
+        self.optimizers.publish()
+        moments = self._moments(self.clock.step + 1, self.hp.gptq_batches) if self.hp.gptq_batches else {}
+        self.watch.pause()
+        if moments:
+            self.log.line(f"gptq: second moments of {self.hp.gptq_batches * self.hp.train_batch_tokens} training tokens "
+                          f"took {1000 * (self.watch.total - begun):.0f}ms train_time:{1000 * self.watch.total:.0f}ms")
+            self.log.event("gptq", batches=self.hp.gptq_batches, train_seconds=self.watch.total, wall_seconds=self.watch.total - begun)
+        return averaged, moments
+
+    @torch.no_grad()
+    def _moments(self, first: int, batches: int) -> dict[str, Tensor]:
+        """Second moments over training batches `first`, `first` + 1, ..., of all ranks. Not compiled: it runs but once."""
+        moments = Moments(self.hp, self.runtime.device)
+        for step in range(first, first + batches):
+            for rows in self.loader.batch(step).chunk(self.accumulation):
+                self.model(rows[:, :-1].to(torch.int64), watch=moments)
+        for arrived in [self.runtime.ranks.all_reduce(total) for total in moments.sums.values()]:
+            arrived()
+        self.runtime.synchronize()
+        return moments.sums
+
+    def _rehearse_moments(self) -> None:
+        """Learn how long `finish` will take, and keep that time of the wall clock for it: rank 0's word for all."""
+        if not (self.hp.gptq_batches and self.hp.max_wallclock_seconds):
+            return
+        for _ in range(2):  # the first one also loads kernels
+            began = time.perf_counter()
+            self._moments(0, 1)
+            took = torch.tensor(time.perf_counter() - began if self.runtime.ranks.rank == 0 else 0.0, device=self.runtime.device)
+        self.runtime.ranks.all_reduce(took)()
+        self.clock.reserve(1.1 * float(took) * self.hp.gptq_batches)
+        self.log.line(f"warmup: {self.hp.max_wallclock_seconds - self.clock.cap:.2f} s of the wall clock are kept for GPTQ")
 
     def _fetch(self, report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         """Start the report's way to the host; the event tells when it is there, and with it the whole step."""
@@ -1767,27 +2146,56 @@ def score_artifact(forward: Callable, val: Validation, hp: Hyperparameters, runt
     log_score(log, "final_int6_sliding_window_exact", evaluate(forward, val, hp, runtime, hp.eval_stride, log.line))
 
 
-def export(weights: dict[str, Tensor], hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
+PACKED = Path("train_gpt.packed.py")
+PACKED_HEAD = b"# coding: latin-1\nimport bz2;exec(compile(bz2.decompress('"
+PACKED_TAIL = b"'.encode('latin-1')),__file__,'exec'))\n"
+
+
+def source_code() -> bytes:
+    """This script as it is read by people, also when its self-extracting copy is what runs."""
+    code = Path(__file__).read_bytes()
+    return unpack_code(code) if code.startswith(PACKED_HEAD) else code
+
+
+def pack_code(source: bytes) -> bytes:
+    """A program that does what `source` does: its compressed bytes as a Python string of Latin-1 characters, which
+    costs 2 % where base85 costs 25. Only what ends a line or a string in a source file has to be escaped."""
+    escapes = {ord(char): f"\\x{ord(char):02x}".encode() for char in "\0\n\r\x1a'\\"}
+    packed = b"".join(escapes.get(byte, bytes([byte])) for byte in bz2.compress(source, 9))
+    return PACKED_HEAD + packed + PACKED_TAIL
+
+
+def unpack_code(packed: bytes) -> bytes:
+    """The source within a self-extracting copy."""
+    literal = packed.removeprefix(PACKED_HEAD).removesuffix(PACKED_TAIL)
+    return bz2.decompress(ast.literal_eval(f"'{literal.decode('latin-1')}'").encode("latin-1"))
+
+
+def export(weights: dict[str, Tensor], moments: dict[str, Tensor], facts: dict, hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact; all ranks get its bytes. Returns them and the submission's size."""
-    started, blob = time.perf_counter(), None
-    path = Path(f"final_model.int6{ARTIFACT_SUFFIX[hp.compressor]}")
+    started, blob, code = time.perf_counter(), None, source_code()
+    if hp.pack_code:
+        code = pack_code(code)
     if runtime.ranks.rank == 0:
-        log.line(f"export: coding {sum(tensor.numel() for tensor in weights.values()):,} weights with {hp.compressor}")
-        blob = pack_artifact(weights, hp)
-        write_atomic(path, blob)
+        if hp.pack_code:
+            write_atomic(PACKED, code)
+        log.line(f"export: coding {sum(tensor.numel() for tensor in weights.values()):,} weights with {hp.compressor}, "
+                 f"{'rounded by GPTQ' if moments else 'plainly rounded'}")
+        room = hp.target_bytes - len(code) if hp.target_bytes else math.inf
+        blob = fit_artifact(weights, hp, moments, facts, room, log.line)
+        write_atomic(ARTIFACT, blob)
     blob = runtime.ranks.broadcast_bytes(blob, runtime.device)
-    code = len(Path(__file__).read_bytes())
     log.line(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes")
-    log.line(f"Code size: {code} bytes")
-    log.line(f"Total submission size int6+{hp.compressor}: {len(blob) + code} bytes")
-    log.event("artifact", path=str(path), model_bytes=len(blob), code_bytes=code, wall_seconds=time.perf_counter() - started)
-    return blob, len(blob) + code
+    log.line(f"Code size: {len(code)} bytes")
+    log.line(f"Total submission size int6+{hp.compressor}: {len(blob) + len(code)} bytes")
+    log.event("artifact", path=str(ARTIFACT), model_bytes=len(blob), code_bytes=len(code), wall_seconds=time.perf_counter() - started)
+    return blob, len(blob) + len(code)
 
 
 def check_size(total: int) -> None:
     """Raises UserError if code and artifact together are over the challenge's limit."""
     _rule(total <= SUBMISSION_CAP, f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}: "
-                                   "this run is no valid submission; raise MATRIX_CLIP (coarser codes) or make the model smaller")
+                                   "this run is no valid submission; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
 
 
 def peak_memory(device: torch.device) -> str:
@@ -1799,8 +2207,7 @@ def peak_memory(device: torch.device) -> str:
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
     """Load the artifact at `path` and score it."""
-    with reading_artifact(path):
-        blob = Path(path).read_bytes()
+    blob = read_artifact(path)
     hp = artifact_hyperparameters(path, blob, environ)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.ranks)
@@ -1814,6 +2221,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
+    check_coder(hp)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.ranks)
         log.header(hp, runtime)
@@ -1824,11 +2232,15 @@ def train_and_score(hp: Hyperparameters) -> None:
         with contextlib.closing(run.loader):
             run.warm_up()
             run.train()
+            averaged, moments = run.finish()
         log.line(f"peak_memory: {peak_memory(runtime.device)}")
-        log.line(f"exporting {run.average.apply()}")
-        run.optimizers.publish()
-        log_score(log, "final_average_exact", evaluate(run.forward, val, hp, runtime, hp.eval_seq_len))
-        blob, total = export(run.optimizers.weights(), hp, runtime, log)
+        log.line(f"exporting {averaged}")
+        before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
+        log_score(log, "final_average_exact", before)
+        facts = {"tokenizer_sha256": sha256_of(hp.tokenizer_path),
+                 "training": {"steps": run.clock.step + 1, "train_seconds": round(run.watch.total, 3), "tokens_a_step": hp.train_batch_tokens,
+                              "ranks": runtime.ranks.size, "seed": hp.seed, "weights": averaged, "val_loss": before.nats, "val_bpb": before.bits_per_byte}}
+        blob, total = export(run.optimizers.weights(), moments, facts, hp, runtime, log)
         load_artifact(blob, run.model)
         score_artifact(run.forward, val, hp, runtime, log)
         check_size(total)
@@ -1838,10 +2250,13 @@ def main() -> None:
     """Read the knobs, do the run; a user's mistake ends it with one sentence and a non-zero status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Knobs (environment variables):\n" + knob_help(),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser.add_argument("--inspect", metavar="FILE", help="say what is in an artifact, and nothing else")
+    inspect = parser.parse_args().inspect
     try:
         hp = Hyperparameters.from_env(dict(os.environ))
-        if hp.eval_only:
+        if inspect:
+            print(inspection(inspect))
+        elif hp.eval_only:
             evaluate_only(dict(os.environ), hp.eval_only)
         else:
             train_and_score(hp)

@@ -60,7 +60,7 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
 @torch.no_grad()
 def write(artifact: str, tokenizer: Path, length: int, temperature: float = 0.8, seed: int = 1) -> str:
     """Text that the artifact's model continues PROMPT with, `length` tokens long."""
-    blob = Path(artifact).read_bytes()
+    blob = train_gpt.read_artifact(artifact)
     hp = train_gpt.artifact_hyperparameters(artifact, blob, dict(os.environ))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     with train_gpt.Runtime.start(hp) as runtime:

@@ -93,6 +93,17 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
+def matrices_of(tensors) -> dict[str, torch.Tensor]:
+    """Views of the tensors of a model, given by parameter: each (out, in) matrix of the banks, and the rest."""
+    found = {}
+    for kind, name, view in train_gpt.export_views(tensors):
+        if name in tensors:
+            found[name] = tensors[name]
+        else:
+            found |= {f"blocks.{layer}.{kind.name}": matrix for layer, matrix in enumerate(view)}
+    return found
+
+
 def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
     """Start `arguments` (a script and its arguments) as a user would: with python, or under torchrun on several ranks."""
     base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}

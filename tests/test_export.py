@@ -1,16 +1,20 @@
-"""The artifact: what is written is what is read, exactly; a damaged one is refused with a sentence."""
+"""The artifact: what is written is what is read, exactly and anywhere; a damaged one is refused with a sentence."""
 
 import errno
+import hashlib
 import json
-import lzma
+import math
 import struct
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
 import train_gpt
-from conftest import made, weights_of
-from train_gpt import GPT, UserError, quantise_rows
+from conftest import ROOT, made, weights_of
+from train_gpt import GPT, Hyperparameters, UserError, quantise_rows
 
 
 @pytest.fixture
@@ -28,7 +32,10 @@ def loaded(blob, hp) -> GPT:
     return twin
 
 
-@pytest.mark.parametrize("bits, clip", [(6, 7.0), (8, 6.0)])
+# Quantisation
+
+
+@pytest.mark.parametrize("bits, clip", [(6, 7.0), (7, 10.0), (8, 6.0)])
 def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
     rows = torch.randn(5, 40, 300, generator=torch.Generator().manual_seed(0))
     codes, scale = quantise_rows(rows, bits, clip)
@@ -44,51 +51,198 @@ def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
 def test_precision_does_not_depend_on_the_size_of_the_weights(size):
     """Faults B13, B14: a floor under the scale left a row of deviation 0.05 with 7 levels and 37 times the error."""
     rows = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
-    for bits, clip in ((6, 7.0), (8, 6.0)):
+    for bits, clip in ((6, 7.0), (7, 10.0), (8, 6.0)):
         codes, scale = quantise_rows(rows * size, bits, clip)
         error = ((codes * scale / size - rows).square().mean() / rows.square().mean()).sqrt()
         step = clip / (2 ** (bits - 1) - 1)
-        assert error == pytest.approx(step / 12**0.5, rel=0.05)
+        assert error == pytest.approx(step / 12**0.5, rel=0.07)  # the scale has four bits, the step follows it
 
 
-def test_rows_of_zeros_are_zeros():
+def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
+    """A deviation about the mean would leave a constant row without any scale, and lose it."""
     rows = torch.zeros(2, 3, 8)
-    rows[1, 1] = 0.5  # a constant row has no deviation either
-    codes, scale = quantise_rows(rows, 6, 6.0)
-    assert not codes.any() and not scale.any()
+    rows[1, 1], rows[1, 2] = 0.5, torch.linspace(0.4999, 0.5001, 8)
+    codes, scale = quantise_rows(rows, 7, 10.0)
+    assert not codes[0].any() and not scale[0].any()
+    assert ((codes * scale - rows).abs() <= scale / 2).all() and scale[1, 1] < 0.1
 
 
-@pytest.mark.parametrize("compressor", ["lzma", "zstd"])
+def test_published_range():
+    """ROW_RANGE=published, fault B13: largest weight over 31, but no finer than 1/31."""
+    rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
+    codes, scale = quantise_rows(rows, 6, None)
+    assert scale.flatten().tolist() == pytest.approx([1 / 31, 3.1 / 31], rel=0.07)
+    assert codes.tolist() == (rows / scale).round().tolist() and codes[0].tolist() == [3, -6, 2]
+
+
+def correlated(width, count, seed) -> torch.Tensor:
+    """Activations (count, width) whose coordinates depend on each other and differ in size, one of them always zero."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    x *= torch.logspace(-1, 1, width)[torch.randperm(width, generator=generator)]
+    x[:, width // 3] = 0
+    return x
+
+
+@pytest.mark.parametrize("block", [4, 7, 128])
+def test_gptq_is_the_greedy_solution(block):
+    """Against the definition, in float64: round a column, then give all open columns their best answer to its error."""
+    weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
+    hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
+    scale = train_gpt.row_scales(weights, 5, 6.0)
+    found = train_gpt.gptq(weights, hessian, scale, 5, block)
+    for layer in range(2):
+        h = hessian[layer].double()
+        h = h + 0.01 * h.diagonal().mean() * torch.eye(20)
+        w, todo = weights[layer].double(), hessian[layer].diagonal().argsort(descending=True).tolist()
+        while todo:
+            column, *rest = todo
+            code = train_gpt.to_codes(w[:, [column]].float(), scale[layer], 5)
+            assert torch.equal(found[layer, :, [column]], code)
+            error = w[:, [column]] - code * scale[layer]
+            # min over d of (d, -error) H (d, -error)^T for the open columns: d = error H[column, rest] H[rest, rest]^-1
+            w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
+            todo = rest
+
+
+def test_gptq_keeps_the_output_better_than_rounding():
+    weights = torch.randn(1, 64, 96, generator=torch.Generator().manual_seed(1))
+    x = correlated(96, 2000, 5)
+    scale = train_gpt.row_scales(weights, 5, 6.0)
+    errors = [((codes * scale - weights)[0] @ x.T).norm() for codes in
+              (train_gpt.gptq(weights, (x.T @ x)[None], scale, 5), train_gpt.to_codes(weights, scale, 5))]  # fmt: skip
+    assert errors[0] < 0.7 * errors[1]
+
+
+def test_gptq_without_activations_is_rounding():
+    weights = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(1))
+    scale = train_gpt.row_scales(weights, 6, 8.0)
+    for hessian in (torch.zeros(2, 12, 12), torch.eye(12).expand(2, 12, 12)):
+        assert torch.equal(train_gpt.gptq(weights, hessian, scale, 6), train_gpt.to_codes(weights, scale, 6))
+
+
+def test_moments_are_of_what_each_matrix_reads(model, monkeypatch, one_rank):
+    """For every matrix of the tables, the activations shown to the watcher are the ones that it multiplies."""
+    model.attend = one_rank()[1].attend
+    real, products = train_gpt.F.linear, []
+    monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: products.append((x, w)) or real(x, w))
+    ids = torch.randint(3, model.hp.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
+    moments = train_gpt.Moments(model.hp, torch.device("cpu"))
+    with torch.no_grad():
+        model(ids, watch=moments)
+        wanted = {(kind.reads, layer): matrices[kind.name] for kind in train_gpt.MATRICES for layer, matrices in enumerate(model.matrices())}
+        wanted |= {("final", 0): model.tok_emb, ("pair", 0): model.bigram_proj}
+    assert {(kind.reads, layer) for kind in train_gpt.MATRICES for layer in range(3)} | {("final", 0), ("pair", 0)} == set(wanted)
+    for kind in train_gpt.MATRICES:
+        for layer, matrices in enumerate(model.matrices()):
+            (x,) = [x for x, w in products if torch.equal(w, matrices[kind.name])]
+            torch.testing.assert_close(moments.sums[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1))
+    for reads, parameter in (("final", model.tok_emb), ("pair", model.bigram_proj)):
+        (x,) = [x for x, w in products if torch.equal(w, parameter)]
+        torch.testing.assert_close(moments.sums[reads][0], x.flatten(0, 1).T @ x.flatten(0, 1))
+
+
+# Coders
+
+
+def some_codes() -> dict[str, np.ndarray]:
+    """Codes (L, out, in) of many kinds."""
+    draw = np.random.default_rng(0)
+    rows, columns = (np.exp(draw.normal(0, 1, shape)) for shape in ((2, 60, 1), (2, 1, 90)))
+    gaussian = draw.normal(0, 5, (2, 60, 90))
+    holes = gaussian * (draw.random((2, 60, 1)) > 0.3) * (draw.random((2, 1, 90)) > 0.3)
+    kinds = {
+        "gaussian": gaussian, "products": gaussian * rows * columns, "laplace": draw.laplace(0, 3, (3, 7, 11)), "empty rows and columns": holes,
+        "uniform": draw.integers(-127, 128, (1, 50, 50)), "zeros": np.zeros((2, 3, 4)), "constant": np.full((1, 8, 8), -31), "one": np.full((1, 1, 1), 5),
+        "two values": draw.integers(0, 2, (2, 9, 5)) * 254 - 127, "one column": draw.normal(0, 9, (1, 40, 1)), "one row": draw.normal(0, 9, (1, 1, 40)),
+        "rare": (draw.random((1, 300, 300)) < 1e-4) * 100, "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
+    }  # fmt: skip
+    return {name: np.clip(np.rint(codes), -127, 127).astype(np.int8) for name, codes in kinds.items()}
+
+
+@pytest.mark.parametrize("kind", some_codes())
+@pytest.mark.parametrize("coder", train_gpt.CODERS)
+def test_coders_give_back_what_they_were_given(coder, kind):
+    codes = some_codes()[kind]
+    encode, decode = train_gpt.CODERS[coder]
+    blob = encode(codes)
+    found = decode(blob, codes.shape)
+    assert found.dtype == np.int8 and np.array_equal(found, codes)
+    assert encode(np.asfortranarray(codes)) == blob, "the order in memory does not matter"
+
+
+def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
+    draw = np.random.default_rng(1)
+    plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int8)
+    columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
+    rows = np.exp(draw.normal(0, 0.5, (4, 256, 1)))
+    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(np.int8)
+    ratios = [8 * len(train_gpt.encode_ans(codes)) / train_gpt.order0_entropy(codes) for codes in (plain, scaled)]
+    assert 1.0 < ratios[0] < 1.005, "codes without structure: the entropy and 0.5 %"
+    assert ratios[1] < 0.95, "codes whose sizes are products of rows and columns: less than the entropy of all as one"
+
+
+def test_entropy_of_codes():
+    codes = np.array([[[0, 0, 1, 1]], [[5, 5, 5, 5]]], dtype=np.int8)
+    assert train_gpt.order0_entropy(codes) == 4.0  # one bit each for the first matrix, nothing for the second
+
+
+GOLDEN = (
+    "f1000000e001b500e900007ac1b4d0092d7a151bd4164e94e1d73f8fbf4daee8f1e08c3550dd72b89b3affd4c1e8dee2b0fcd46dbf6dd02479d449a8"
+    "1f498005dee6913197e2e992d53e153393efc94d0172592bb0f37139a3a4672163a31f5b5c39937dc05dd52ae82f5f005e3744cce29254afb1f449ab"
+    "a552d0fe8a87347b0fb4d2b437394ecefcc84a84d240511270e2b8bff2820ad799700f260da49553ca313059a7b9c740da850551d18a36535e9190b4"
+    "e9c3c0c29e9e48277d8a36b1ec1d509e3dc39e9ed95ec6932a1006dd6cc7088ed1f42b72500842981e3a0247e5d989365e4189fd94baab10ba116420"
+    "48300000009fb993757ce64994e71371284245f8a6b30cf44561181f05bb53a67e9de02cc6b536b5b7bd978139a608b600ecf9ee79f1abe21bbef407"
+    "584f8cfac46e8d749c4a75f5fc64e469c9a59f7557bdc470c493688a1ecb5bedfe1d8d0ec15858243b83a4ec10999ad94b00d6b8349e6dbeea2a6a92"
+    "26b2a46565e227b0f3e4442f085bdfc9c5ac1d79b8cfc614ed4e50efbf08ce6d8351b96c3200fc4f03b7cda8b901db3b8ce030ea54ba175b9890af92"
+    "13270bde3f37afb80ac158de21b800e3749d6ad642ca2eb0351385de43f1568aea641f5f64667d13f0671daac03a992040cf11de4c9721ab56190300"
+    "00"
+)  # fmt: skip
+
+
+def test_stream_written_elsewhere_is_read_alike():
+    """Bytes written by constriction 0.5.0 on x86-64: every later version and machine must read the same codes."""
+    number = np.arange(2 * 12 * 20)
+    codes = ((number * number // 7) % 23 - 11).astype(np.int8).reshape(2, 12, 20) // (1 + (number % 20 > 12)).reshape(2, 12, 20).astype(np.int8)
+    assert np.array_equal(train_gpt.decode_ans(bytes.fromhex(GOLDEN), (2, 12, 20)), codes)
+
+
+@pytest.mark.parametrize("coder", train_gpt.CODERS)
+def test_streams_of_another_length_are_refused(coder):
+    codes = some_codes()["products"]
+    encode, decode = train_gpt.CODERS[coder]
+    blob = encode(codes)
+    for wrong in (blob[:-4], blob[: len(blob) // 2], b"", blob + bytes(4)):
+        with pytest.raises((ValueError, struct.error)):
+            decode(wrong, codes.shape)
+    with pytest.raises((ValueError, struct.error)):
+        decode(blob, (2, 60, 91))
+
+
+# The file
+
+
+@pytest.mark.parametrize("compressor", train_gpt.CODERS)
 def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
     hp = hyperparameters(COMPRESSOR=compressor)
-    twin = loaded(train_gpt.pack_artifact(weights_of(model), hp), hp)
-    for (entry, original), (_, found) in zip(train_gpt.export_tensors(weights_of(model), model.hp), train_gpt.export_tensors(weights_of(twin), twin.hp), strict=True):
-        if entry.bits == 16:
-            assert torch.equal(found, original.half().float()), entry.name
+    weights = weights_of(model)
+    twin = weights_of(loaded(train_gpt.pack_artifact(weights, hp), hp))
+    for (kind, name, original), (_, _, found) in zip(train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True):
+        if kind is None:
+            assert torch.equal(found, original.half().float()), name
         else:
-            codes, scale = quantise_rows(original, entry.bits, hp.matrix_clip if entry.bits == 6 else hp.embed_clip)
-            assert torch.equal(found, codes * scale), entry.name
-    exported = {entry.name for entry, _ in train_gpt.export_tensors(weights_of(model), model.hp)}
-    assert len(exported) == len(train_gpt.MATRICES) * hp.num_layers + len(dict(model.named_parameters())) - len(train_gpt.BANKS)
+            codes, scale = quantise_rows(original, kind.bits, kind.clip)
+            assert torch.equal(found, codes * scale), name
 
 
-def test_every_block_matrix_is_int6_whatever_its_size(model):
+def test_every_matrix_is_codes_whatever_its_size(model):
     """The published export left matrices of up to 65,536 elements in half precision."""
-    bits = {entry.name: entry.bits for entry, _ in train_gpt.export_tensors(weights_of(model), model.hp)}
-    assert all(bits[name] == 6 for _, _, name, _ in train_gpt.bank_rows(model.hp))
-    assert bits["tok_emb"] == bits["bigram_emb"] == bits["bigram_proj"] == 8 and bits["q_gain"] == 16
+    coded = {name for kind, name, _ in train_gpt.export_views(weights_of(model)) if kind}
+    assert coded == {kind.name for kind in train_gpt.MATRICES} | {"tok_emb", "bigram_emb", "bigram_proj"}
 
 
-def test_file_is_an_xz_stream_without_pickles(model):
-    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
-    raw = lzma.decompress(blob, format=lzma.FORMAT_XZ)
-    assert raw.startswith(train_gpt.ARTIFACT_MAGIC)
-    (length,) = struct.unpack_from("<I", raw, 8)
-    assert json.loads(raw[12 : 12 + length])["model"]["model_dim"] == model.hp.model_dim
-
-
-@pytest.mark.parametrize("compressor", ["lzma", "zstd"])
-@pytest.mark.parametrize("damage", ["cut", "one byte", "last byte", "not one", "empty"])
+@pytest.mark.parametrize("compressor", train_gpt.CODERS)
+@pytest.mark.parametrize("damage", ["cut", "one byte", "last byte", "not one", "empty", "only magic"])
 def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters, tmp_path):
     blob = bytearray(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR=compressor)))
     if damage == "cut":
@@ -98,37 +252,99 @@ def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters,
     elif damage == "last byte":
         del blob[-1]
     else:
-        blob = bytearray(b"hello" if damage == "not one" else b"")
+        blob = bytearray({"not one": b"hello", "empty": b"", "only magic": train_gpt.ARTIFACT_MAGIC}[damage])
     path = tmp_path / "model.xz"
     path.write_bytes(blob)
-    with pytest.raises(UserError, match=f"artifact {path} cannot be used"):
-        train_gpt.artifact_hyperparameters(str(path), bytes(blob), {})
+    wanted = "its checksum is wrong" if damage in ("cut", "one byte", "last byte") else "it is not an artifact"
+    with pytest.raises(UserError, match=f"artifact {path} cannot be used: {wanted}"):
+        train_gpt.artifact_hyperparameters(str(path), train_gpt.read_artifact(path), {})
+
+
+def sealed(body: bytes) -> bytes:
+    return body + hashlib.sha256(body).digest()
 
 
 def rewritten(blob, change) -> bytes:
-    """The artifact with another header, in a valid stream."""
-    raw = lzma.decompress(blob)
-    (length,) = struct.unpack_from("<I", raw, 8)
-    header = json.loads(raw[12 : 12 + length])
+    """The artifact with another header, and a right checksum."""
+    (length,) = struct.unpack_from("<I", blob, 10)
+    header = json.loads(blob[14 : 14 + length])
     change(header)
     text = json.dumps(header).encode()
-    return lzma.compress(raw[:8] + struct.pack("<I", len(text)) + text + raw[12 + length :])
+    return sealed(blob[:10] + struct.pack("<I", len(text)) + text + blob[14 + length : -32])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda header: header["tensors"].pop(),
-        lambda header: header["tensors"][0].__setitem__(2, [1 << 40, 1 << 40]),
-        lambda header: header["tensors"][0].__setitem__(2, [-1, 5]),
-        lambda header: header.pop("model"),
-        lambda header: header["tensors"].__setitem__(0, 7),
-    ],
-)
-def test_contradictory_header_is_refused(model, change, tmp_path):
-    blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), change)
-    with pytest.raises(UserError, match="cannot be used"), train_gpt.reading_artifact("a.xz"):
-        train_gpt.unpack_artifact(blob)
+def test_rewritten_header_alone_does_no_harm(model):
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
+    assert rewritten(blob, lambda header: None) == blob
+
+
+CHANGES = {
+    "a tensor less": lambda header: header["tensors"].pop(),
+    "too large a tensor": lambda header: header["tensors"][0].__setitem__(1, [1 << 40, 1 << 40, 8]),
+    "negative": lambda header: header["tensors"][0].__setitem__(1, [-1, 5, 5]),
+    "negative length": lambda header: header["tensors"][0].__setitem__(4, -5),
+    "too long": lambda header: header["tensors"][0].__setitem__(4, 1 << 40),
+    "length as text": lambda header: header["tensors"][0].__setitem__(4, "5"),
+    "codes as values": lambda header: header["tensors"][0].__setitem__(2, 16),
+    "values as codes": lambda header: header["tensors"][-1].__setitem__(2, 6),
+    "no model": lambda header: header.pop("model"),
+    "no windows": lambda header: header.pop("evaluation"),
+    "not a tensor": lambda header: header["tensors"].__setitem__(0, 7),
+    "no coder": lambda header: header.__setitem__("coder", "pickle"),
+    "a huge model": lambda header: header["model"].__setitem__("model_dim", 1 << 50),
+    "a model of many layers": lambda header: header["model"].__setitem__("num_layers", 10**9),
+    "a huge window": lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12),
+    "a list for a number": lambda header: header["model"].__setitem__("num_heads", [4]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_contradictory_header_is_refused(model, change):
+    blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), CHANGES[change])
+    with pytest.raises(UserError, match=r"artifact a\.xz cannot be used: .{10}"), train_gpt.reading_artifact("a.xz"):
+        train_gpt.load_artifact(blob, model)
+
+
+def test_artifact_of_the_future_is_refused(model):
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
+    with pytest.raises(ValueError, match="its format has version 9, but this script knows version 2 only"):
+        train_gpt.open_artifact(sealed(blob[:8] + struct.pack("<H", 9) + blob[10:-32]))
+
+
+def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
+    monkeypatch.setattr(train_gpt, "MAX_WEIGHTS", sum(p.numel() for p in model.parameters()))
+    train_gpt.open_artifact(blob)
+    monkeypatch.setattr(train_gpt, "MAX_WEIGHTS", train_gpt.MAX_WEIGHTS - 1)
+    with pytest.raises(ValueError, match="weights"):
+        train_gpt.open_artifact(blob)
+
+
+def test_bombs_are_not_unpacked():
+    """A few bytes that would become gigabytes stop at the size that the header promises."""
+    with pytest.raises(ValueError, match="does not hold 1000 bytes"):
+        train_gpt.expand(train_gpt.squeeze(bytes(1 << 26)), 1000)
+    with pytest.raises(ValueError, match="does not hold 1000 bytes"):
+        train_gpt.decode_zstd(train_gpt.encode_zstd(np.zeros((1, 1 << 12, 1 << 12), np.int8)), (1, 10, 100))
+
+
+def test_file_larger_than_any_artifact_is_not_read(tmp_path):
+    path = tmp_path / "huge.xz"
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # a sparse file
+    with pytest.raises(UserError, match="1099511627776 bytes, more than"):
+        train_gpt.read_artifact(path)
+
+
+def test_mutations_are_refused_with_a_sentence():
+    """10,000 damaged, altered and hostile files, most with a right checksum: no crash, no hang, no great allocation."""
+    result = subprocess.run([sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"], capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["files"] == 10000 and found["refused"] + found["loaded"] == 10000
+    assert found["slowest_seconds"] < 2 and found["peak_growth_mib"] < 200
+    assert found["refused"] > 5000 and found["loaded"] > 100, "some mutations are harmless: other codes, other facts"
+    assert len(found["sentences"]) > 15, "mutations reach every check"
 
 
 def test_artifact_of_another_model_is_refused(model, hyperparameters):
@@ -137,10 +353,68 @@ def test_artifact_of_another_model_is_refused(model, hyperparameters):
         train_gpt.load_artifact(train_gpt.pack_artifact(weights_of(model), model.hp), other)
 
 
-def test_bomb_is_not_unpacked(monkeypatch):
-    monkeypatch.setattr(train_gpt, "MAX_RAW_BYTES", 1 << 20)
-    with pytest.raises(ValueError):
-        train_gpt.decompress(lzma.compress(bytes(1 << 24), preset=1))
+def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp_path):
+    """A score is repeated without a variable set; windows may be others, model and tokenizer not."""
+    tokenizer = tmp_path / "t.model"
+    tokenizer.write_bytes(b"pieces")
+    facts = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp, facts=facts)
+    environ = {"TOKENIZER_PATH": str(tokenizer)}
+    assert train_gpt.artifact_hyperparameters("a.xz", blob, environ).eval_stride == model.hp.eval_stride != Hyperparameters().eval_stride
+    assert train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"EVAL_STRIDE": "3"}).eval_stride == 3
+    with pytest.raises(UserError, match="MODEL_DIM=64 is set, but EVAL_ONLY=a.xz was made with 32"):
+        train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"MODEL_DIM": "64"})
+    tokenizer.write_bytes(b"others")
+    with pytest.raises(UserError, match="is not the tokenizer of EVAL_ONLY=a.xz"):
+        train_gpt.artifact_hyperparameters("a.xz", blob, environ)
+
+
+def test_inspection(model, tmp_path):
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp, facts={"training": {"steps": 12}})
+    path = tmp_path / "a.xz"
+    path.write_bytes(blob)
+    text = train_gpt.inspection(str(path))
+    header, _, entries, _ = train_gpt.open_artifact(blob)
+    assert f"{len(blob)} bytes" in text and '"steps": 12' in text and '"model_dim": 32' in text
+    for entry, codes, _ in train_gpt.decode_artifact(blob):
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [entry.name]]
+        if codes is not None:
+            shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
+            assert shape == "x".join(map(str, codes.shape)) and (int(bits), float(clip), int(nbytes)) == (entry.bits, entry.clip, entry.nbytes)
+            assert float(entropy) == pytest.approx(train_gpt.order0_entropy(codes) / codes.size, abs=1e-4)
+            assert float(coded) == pytest.approx(8 * entry.nbytes / codes.size, abs=1e-4)
+    parts = [int(word.strip(",")) for word in text.splitlines()[-1].split() if word.strip(",").isdigit()]
+    assert sum(parts) == len(blob) and len(parts) == 3
+
+
+# Size
+
+
+@pytest.mark.parametrize("gptq", [False, True])
+def test_target_is_met_by_construction(model, gptq):
+    weights = weights_of(model)
+    moments = {}
+    if gptq:
+        sums = train_gpt.Moments(model.hp, torch.device("cpu")).sums
+        moments = {reads: torch.stack([(x := correlated(total.size(-1), 99, layer)).T @ x for layer in range(len(total))]) for reads, total in sums.items()}
+    free = len(train_gpt.pack_artifact(weights, model.hp, moments))
+    said = []
+    assert len(train_gpt.fit_artifact(weights, model.hp, moments, {}, math.inf, said.append)) == free and not said
+    assert len(train_gpt.fit_artifact(weights, model.hp, moments, {}, free, said.append)) == free and not said
+    for room in (free - 1, free - 1000, free * 3 // 4, free * 3 // 5):
+        blob = train_gpt.fit_artifact(weights, model.hp, moments, {}, room, said.append)
+        assert room * 0.99 < len(blob) <= room, "no larger, and not much smaller"
+        loaded(blob, model.hp)
+        steps = {entry.name: entry.clip for entry in train_gpt.open_artifact(blob)[2] if entry.clip}
+        ratios = [steps[kind.name] / kind.clip for kind in (*train_gpt.MATRICES, train_gpt.TABLES["tok_emb"])]
+        assert min(ratios) > 1 and max(ratios) == pytest.approx(min(ratios)), "all steps wider by the same factor"
+    assert said and all("times coarser give" in text for text in said)
+
+
+def test_impossible_target_is_said_so(model, hyperparameters):
+    hp = hyperparameters(TARGET_BYTES=9000)
+    with pytest.raises(UserError, match="TARGET_BYTES=9000 cannot be met: steps 16 times coarser leave"):
+        train_gpt.fit_artifact(weights_of(model), hp, {}, {}, 2000, lambda text: None)
 
 
 def test_write_is_atomic(tmp_path, monkeypatch):

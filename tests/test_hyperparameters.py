@@ -46,7 +46,7 @@ def test_challenge_names_are_knobs():
         ("EMA_ENABLED", "maybe", "set 0 or 1"),
         ("NUM_LAYERS", "0", "least value 1"),
         ("VOCAB_SIZE", "70000", "greatest value 65536"),
-        ("COMPRESSOR", "zip", "lzma, zstd"),
+        ("COMPRESSOR", "zip", "ans, lzma, zstd"),
         ("NUM_HEADS", "7", "MODEL_DIM=512"),
         ("NUM_KV_HEADS", "3", "NUM_HEADS=8"),
         ("ROPE_DIMS", "66", "head dimension 64"),

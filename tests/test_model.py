@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from conftest import made, weights_of
+from conftest import made, matrices_of, weights_of
 from train_gpt import BOS, GPT, Hyperparameters
 
 
@@ -35,7 +35,7 @@ def norm(x):
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     """The forward written out position by position where that is clearer, in float64, nothing folded or fused."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
-    rows = {name: p[kind.bank][row].T if kind.transposed else p[kind.bank][row] for kind, _, name, row in train_gpt.bank_rows(hp)}
+    rows = matrices_of(p)
     batch, time = ids.shape
     E, H, K = hp.head_dim, hp.num_heads, hp.num_kv_heads
     x = torch.zeros(batch, time, hp.model_dim, dtype=torch.float64)
@@ -129,13 +129,13 @@ def test_flops_of_the_record():
 def test_initialisation(hyperparameters):
     hp = hyperparameters()
     model = made(hp, None, torch.float32, 1)
-    for kind, _, _, row in train_gpt.bank_rows(hp):
-        matrix = getattr(model, kind.bank)[row].detach()
-        if kind.zero:
-            assert not matrix.any()
-        else:
-            small = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-            torch.testing.assert_close(small @ small.T, torch.eye(len(small)), atol=1e-5, rtol=0)
+    for kind in train_gpt.MATRICES:
+        for matrix in train_gpt.bank_part(getattr(model, kind.bank).detach(), kind):
+            if kind.zero:
+                assert not matrix.any()
+            else:
+                small = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
+                torch.testing.assert_close(small @ small.T, torch.eye(len(small)), atol=1e-5, rtol=0)
     again, other = (made(hp, None, torch.float32, seed) for seed in (1, 2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert not torch.equal(model.qo_bank, other.qo_bank)
@@ -220,10 +220,10 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     assert (plain - rounded).abs().mean() > 1e-2
     rounded.mean().backward()
     weights = weights_of(model)
-    for entry, matrix in train_gpt.export_tensors(weights, model.hp):
-        if entry.bits == 6:
-            codes, scale = train_gpt.quantise_rows(matrix, 6, model.hp.matrix_clip)
-            matrix.copy_(codes * scale)
+    for kind in train_gpt.MATRICES:
+        matrices = train_gpt.bank_part(weights[kind.bank], kind)
+        codes, scale = train_gpt.quantise_rows(matrices, kind.bits, kind.clip)
+        matrices.copy_(codes * scale)
     model.load(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")
     assert (rounded - exported).abs().mean() < 1e-4, "training sees the weights that are exported"

@@ -7,17 +7,17 @@ import torch
 from torch import nn
 
 import train_gpt
-from conftest import made, weights_of
+from conftest import made, matrices_of, weights_of
 from train_gpt import GPT, Matrix, Optimizers, Ranks, bank_shape, newton_schulz, row_traits
 
 # The layout of #399: four banks, the down projections as they are.
 PUBLISHED = (
-    Matrix("q", "qo_bank", 0, "dim", "dim", normed=True),
-    Matrix("out", "qo_bank", 1, "dim", "dim", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", 0, "kv", "dim", normed=True),
-    Matrix("v", "kv_bank", 1, "kv", "dim", normed=True),
-    Matrix("up", "mlp_up_bank", 0, "mlp", "dim", normed=True),
-    Matrix("down", "mlp_down_bank", 0, "dim", "mlp", zero=True, gain="mlp_scale"),
+    Matrix("q", "qo_bank", 0, "dim", "dim", "", normed=True),
+    Matrix("out", "qo_bank", 1, "dim", "dim", "", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", 0, "kv", "dim", "", normed=True),
+    Matrix("v", "kv_bank", 1, "kv", "dim", "", normed=True),
+    Matrix("up", "mlp_up_bank", 0, "mlp", "dim", "", normed=True),
+    Matrix("down", "mlp_down_bank", 0, "dim", "mlp", "", zero=True, gain="mlp_scale"),
 )
 
 
@@ -133,7 +133,7 @@ def reference_steps(hp, weights, gradients, settings):
 
 def by_matrix(tensors, hp) -> dict[str, torch.Tensor]:
     """The tensors of a model (by parameter) as (out, in) matrices and small parameters."""
-    return {entry.name: tensor.clone() for entry, tensor in train_gpt.export_tensors(tensors, hp)}
+    return {name: tensor.clone() for name, tensor in matrices_of(tensors).items()}
 
 
 def trained(hyperparameters, gradients, settings, **changes):
@@ -141,8 +141,8 @@ def trained(hyperparameters, gradients, settings, **changes):
     hp, model, optimizers = prepared(hyperparameters, **changes)
     before = by_matrix(optimizers.weights(), hp)
     for gradient, setting in zip(gradients, settings, strict=True):
-        for entry, view in train_gpt.export_tensors({name: p.grad for name, p in model.named_parameters()}, hp):
-            view.copy_(gradient[entry.name])
+        for name, view in matrices_of({name: p.grad for name, p in model.named_parameters()}).items():
+            view.copy_(gradient[name])
         advance(optimizers, *setting)
         assert not any(p.grad.any() for p in model.parameters()), "a step leaves zero gradients"
     assert all(torch.equal(p.float(), w) for p, w in zip(weights_of(model).values(), (optimizers.weights()[n] for n in weights_of(model)), strict=True))

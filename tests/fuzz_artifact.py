@@ -1,0 +1,99 @@
+"""Load many mutated artifacts in a process with little memory, and say what became of them, as a line of JSON.
+
+    python tests/fuzz_artifact.py 10000
+
+Most mutations get a right checksum, so that they reach what lies behind it.
+"""
+
+import hashlib
+import json
+import random
+import re
+import resource
+import struct
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import train_gpt
+from conftest import TINY, made, weights_of
+
+HEADER = len(train_gpt.ARTIFACT_MAGIC) + 6
+
+
+def mutate(blob: bytes, draw: random.Random) -> bytes:
+    """One of a dozen ways to damage, cut, stretch or forge a file."""
+    body, kind = bytearray(blob[:-32]), draw.randrange(8)
+    (length,) = struct.unpack_from("<I", body, HEADER - 4)
+    if kind == 0:  # noise in the streams
+        for _ in range(draw.choice((1, 1, 3, 30))):
+            body[draw.randrange(HEADER + length, len(body))] = draw.randrange(256)
+    elif kind == 1:  # noise anywhere
+        body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
+    elif kind == 2:
+        del body[draw.randrange(len(body)):]
+    elif kind == 3:  # bytes out or in
+        place, count = draw.randrange(HEADER, len(body)), draw.randrange(1, 40)
+        body[place:place + (count if draw.random() < 0.5 else 0)] = draw.randbytes(count if draw.random() < 0.5 else 0)
+    else:  # another header that is JSON
+        header = json.loads(body[HEADER:HEADER + length])
+        forge(header, draw)
+        text = json.dumps(header).encode()
+        if kind == 7:  # or nearly is
+            text = bytearray(text)
+            text[draw.randrange(len(text))] = draw.randrange(256)
+        body[HEADER - 4:HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
+    sealed = bytes(body) + hashlib.sha256(body).digest()
+    return sealed if draw.random() < 0.9 else bytes(body) + blob[-32:]
+
+
+def forge(value, draw: random.Random) -> None:
+    """Put something else in one place of a JSON value, or take that out."""
+    while True:
+        key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
+        if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.9:
+            value = value[key]
+            continue
+        old = value[key]
+        number = old if isinstance(old, int | float) else 1
+        value[key] = draw.choice((0, -1, 1, number + 1, number * 2, 1 << 31, 10**12, 10**400, 1e300, float("nan"), "", "x", None, [], {}, [[[[1]]]], True,
+                                  number // 2 or 1))  # fmt: skip
+        if draw.random() < 0.1:
+            del value[key]
+        return
+
+
+def main() -> None:
+    files = int(sys.argv[1])
+    draw, outcomes, sentences, slowest = random.Random(7), Counter(), Counter(), 0.0
+    knobs = {name: str(value) for name, value in TINY.items()}
+    blobs = []
+    for coder in train_gpt.CODERS:
+        hp = train_gpt.Hyperparameters.from_env(knobs | {"COMPRESSOR": coder})
+        model = made(hp, None, torch.float32, 1)
+        blobs.append(train_gpt.pack_artifact(weights_of(model), hp, facts={"training": {"steps": 3}}))
+        train_gpt.load_artifact(blobs[-1], model)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    space = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (space + (1 << 30), space + (1 << 30)))
+    for number in range(files):
+        blob = mutate(blobs[number % len(blobs)], draw)
+        began = time.perf_counter()
+        try:
+            train_gpt.artifact_hyperparameters("f", blob, {})
+            with train_gpt.reading_artifact("f"):
+                train_gpt.load_artifact(blob, model)
+            outcomes["loaded"] += 1
+        except train_gpt.UserError as error:
+            outcomes["refused"] += 1
+            sentences[re.sub(r"[\d.]+|\(.*\)|'.*'", "#", str(error))[:70]] += 1
+        slowest = max(slowest, time.perf_counter() - began)
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) / 1024
+    print(json.dumps({"files": files, **outcomes, "slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}))
+
+
+if __name__ == "__main__":
+    main()
