@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 from conftest import TINY, made, weights_of
@@ -73,7 +73,7 @@ def main() -> None:
     blobs = []
     for coder in train_gpt.CODERS:
         hp = train_gpt.Hyperparameters.from_env(knobs | {"COMPRESSOR": coder})
-        model = made(hp, None, torch.float32, 1)
+        model = made(hp, seed=1)
         blobs.append(train_gpt.pack_artifact(weights_of(model), hp, facts={"training": {"steps": 3}}))
         train_gpt.load_artifact(blobs[-1], model)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
