@@ -784,8 +784,8 @@ class Matrix(NamedTuple):
     out: str  # "dim", "kv" or "mlp": number of its outputs ...
     into: str  # ... and inputs
     reads: str  # the activations that it multiplies, as `GPT.forward` calls them to its watcher
-    bits: int = 7  # of its codes in the artifact ...
-    clip: float = 10.0  # ... whose range is so many standard deviations of a row
+    bits: int = 8  # of its codes in the artifact ...
+    clip: float = 20.0  # ... whose range is so many standard deviations of a row
     transposed: bool = False  # stands in its bank as (in, out)
     zero: bool = False  # starts at zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # learned gain (L, out) of its outputs
@@ -804,9 +804,9 @@ MATRICES = (
     Matrix("down", "mlp_bank", 1, "dim", "mlp", "hidden", transposed=True, zero=True, gain="mlp_scale"),
 )
 BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
-# Bits bound the range of codes and nothing else: what a code costs is its entropy, which clip / (2^(bits-1) - 1), the
-# step in deviations, decides. So the range should cut nothing off: on two models trained on English text int6 cut at 5
-# deviations lost 6 to 8 thousandths of a nat, int7 with the same step and twice the range 1 to 2 (plain rounding).
+# Bits bound the range of codes and nothing else: what a code costs is its entropy, some 4.6 bits here, which
+# clip / (2^(bits-1) - 1), the step in deviations, decides. So the range should cut nothing off: on two models trained on
+# English text int6 cut at 5 deviations lost 7 thousandths of a nat, and the same step with twice the range 1 to 2.
 
 
 class Table(NamedTuple):
@@ -818,10 +818,10 @@ class Table(NamedTuple):
     clip: float
 
 
-# The token embedding is a fiftieth of the weights, but its rounding costs as much as that of all others with steps five
+# The token embedding is a fiftieth of the weights, but its rounding costs as much as that of all others with steps ten
 # times as wide.
-TABLES = {table.name: table for table in (Table("tok_emb", "final", 8, 4.0), Table("lm_head", "final", 8, 4.0),
-                                          Table("bigram_emb", "", 7, 8.0), Table("bigram_proj", "pair", 8, 6.0))}
+TABLES = {table.name: table for table in (Table("tok_emb", "final", 10, 8.0), Table("lm_head", "final", 10, 8.0),
+                                          Table("bigram_emb", "", 8, 16.0), Table("bigram_proj", "pair", 9, 12.0))}
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -994,7 +994,7 @@ class GPT(nn.Module):
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
-                codes, scale = quantise_rows(bank.detach().float(), kind.bits, row_clip(kind, self.hp))
+                codes, scale = quantise_rows(bank.detach().float(), *code_range(kind, self.hp))
                 bank = bank + (codes * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
@@ -1381,9 +1381,14 @@ class WeightAverage:
 # Quantisation: weights -> whole codes, a scale a row
 
 
-def row_clip(kind: Matrix | Table, hp: Hyperparameters, coarser: float = 1.0) -> float | None:
-    """The range of a row's codes in its deviations, `coarser` times that of the table; None is the published rule."""
-    return None if hp.row_range == "published" else kind.clip * coarser
+def code_range(kind: Matrix | Table, hp: Hyperparameters, coarser: float = 1.0) -> tuple[int, float | None]:
+    """Bits of a matrix's codes, and their range in deviations of a row, `coarser` times that of the table.
+
+    The published rule, of #399, has int6 for the blocks and int8 for all else, and None in the place of a range.
+    """
+    if hp.row_range == "published":
+        return (6 if isinstance(kind, Matrix) else 8), None
+    return kind.bits, kind.clip * coarser
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
@@ -1456,7 +1461,7 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Coders: codes (L, out, in) int8 -> bytes, and back, exactly and on every machine
+# Coders: codes (L, out, in) int16 -> bytes, and back, exactly and on every machine
 
 
 def squeeze(raw: bytes) -> bytes:
@@ -1479,35 +1484,55 @@ def expand(blob: bytes, size: int) -> bytes:
 LZMA_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}]
 
 
+def to_planes(values: np.ndarray) -> bytes:
+    """16-bit values as all their low bytes, then all their high ones: compressors see what is alike side by side."""
+    return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
+
+
+def from_planes(raw: bytes) -> np.ndarray:
+    """The values (n,) int16 of `to_planes`."""
+    return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
+
+
+def code_planes(codes: np.ndarray) -> bytes:
+    """What general compressors are given: column by column, whose codes are alike (1.5 % fewer bytes), from 0 on, so that
+    codes of up to 8 bits leave the high bytes zero."""
+    return to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128))
+
+
+def planes_codes(raw: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes of `code_planes`."""
+    layers, out, width = shape
+    return (from_planes(raw) - np.int16(128)).reshape(layers, width, out).transpose(0, 2, 1)
+
+
 def encode_lzma(codes: np.ndarray) -> bytes:
-    """Column by column: codes of one column are alike, which is worth 1.5 %."""
-    return squeeze(codes.transpose(0, 2, 1).tobytes())
+    return squeeze(code_planes(codes))
 
 
 def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    layers, out, width = shape
-    return np.frombuffer(expand(blob, math.prod(shape)), np.int8).reshape(layers, width, out).transpose(0, 2, 1)
+    return planes_codes(expand(blob, 2 * math.prod(shape)), shape)
 
 
 def encode_zstd(codes: np.ndarray) -> bytes:
     import zstandard
 
-    return zstandard.ZstdCompressor(level=22).compress(codes.transpose(0, 2, 1).tobytes())
+    return zstandard.ZstdCompressor(level=22).compress(code_planes(codes))
 
 
 def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     import zstandard
 
-    layers, out, width = shape
+    size = 2 * math.prod(shape)
     try:
-        if zstandard.frame_content_size(blob) != math.prod(shape):
-            raise ValueError(f"a compressed part does not hold {math.prod(shape)} bytes")
-        raw = zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+        if zstandard.frame_content_size(blob) != size:
+            raise ValueError(f"a compressed part does not hold {size} bytes")
+        return planes_codes(zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False), shape)
     except zstandard.ZstdError as error:
         raise ValueError(f"a compressed part is damaged ({error})") from error
-    return np.frombuffer(raw, np.int8).reshape(layers, width, out).transpose(0, 2, 1)
 
 
+MAX_BITS = 12  # of a code
 ANS_TOTAL = 1 << 15  # the frequencies of a class add up to it
 ANS_BUCKETS = 3  # classes an octave of code size
 
@@ -1527,7 +1552,7 @@ def encode_ans(codes: np.ndarray) -> bytes:
     rows, columns = (_buckets(part) for part in (size.mean(axis=2), (size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0]))
     order, bounds = _classes(rows, columns)
     least = int(codes.min())
-    symbols = (codes.ravel()[order] - np.int16(least)).astype(np.int32)
+    symbols = (codes.ravel()[order] - least).astype(np.int32)
     tables = np.stack([_frequencies(np.bincount(symbols[a:b], minlength=int(symbols.max()) + 1)) for a, b in zip(bounds, bounds[1:], strict=False)])
     stack, model = _ans()
     coder = stack.AnsCoder()
@@ -1543,7 +1568,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     (length,) = struct.unpack_from("<I", blob)
     head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(blob[4:4 + length], max_length=6)
     least, classes, count = struct.unpack("<3h", head)
-    if not (0 < classes < 512 and 0 < count < 256 and -128 <= least <= 128 - count):
+    if not (0 < classes < 512 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS):
         raise ValueError(f"{classes} tables of {count} codes from {least} are not possible")
     numbers = layers * (out + width)
     side = np.frombuffer(expand(blob[4:4 + length], 6 + numbers + 2 * classes * count), np.uint8)[6:]
@@ -1554,7 +1579,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
         raise ValueError("its tables of frequencies do not fit")
     stack, model = _ans()
     coder = stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
-    codes = np.empty(math.prod(shape), dtype=np.int8)
+    codes = np.empty(math.prod(shape), dtype=np.int16)
     for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
         single = np.count_nonzero(table) <= 1
         codes[order[a:b]] = least + (table.argmax() if single else coder.decode(model.Categorical(table.astype(np.float64), perfect=False), int(b - a)))
@@ -1583,12 +1608,10 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def _frequencies(counts: np.ndarray) -> np.ndarray:
-    """Counts scaled to whole numbers that add up to ANS_TOTAL, none of them lost; all 0 if they are."""
-    if not counts.any():
-        return counts
-    scaled = np.maximum(counts > 0, np.rint(counts * (ANS_TOTAL / counts.sum()))).astype(np.int64)
-    scaled[scaled.argmax()] += ANS_TOTAL - scaled.sum()
-    return scaled
+    """Counts scaled to whole numbers that add up to ANS_TOTAL: 1 for each that is not 0, the rest in proportion."""
+    present = counts > 0
+    shared = (ANS_TOTAL - present.sum()) * np.concatenate(([0], counts.cumsum())) // max(1, counts.sum())
+    return present + np.diff(shared)
 
 
 def check_coder(hp: Hyperparameters) -> None:
@@ -1617,7 +1640,7 @@ COARSEST = 4.0  # octaves by which TARGET_BYTES may widen the steps
 
 
 class Entry(NamedTuple):
-    """One tensor of the artifact. Up to 8 bits are codes, with a scale a row and the range `clip`; 16 is plain fp16."""
+    """One tensor of the artifact. Up to 12 bits are codes, with a scale a row and the range `clip`; 16 is plain fp16."""
 
     name: str
     shape: tuple[int, ...]
@@ -1653,13 +1676,13 @@ def pack_artifact(weights: dict[str, Tensor], hp: Hyperparameters, moments: dict
             plain.append(tensor.half().view(torch.int16).cpu().numpy().ravel())
             entries.append(Entry(name, tuple(tensor.shape), 16, None, 0))
             continue
-        clip, hessian = row_clip(kind, hp, coarser), (moments or {}).get(kind.reads)
-        scale = row_scales(tensor, kind.bits, clip)
-        codes = to_codes(tensor, scale, kind.bits) if hessian is None else gptq(tensor, hessian, scale, kind.bits)
-        streams.append(encode(codes.to(torch.int8).cpu().numpy()))
+        (bits, clip), hessian = code_range(kind, hp, coarser), (moments or {}).get(kind.reads)
+        scale = row_scales(tensor, bits, clip)
+        codes = to_codes(tensor, scale, bits) if hessian is None else gptq(tensor, hessian, scale, bits)
+        streams.append(encode(codes.to(torch.int16).cpu().numpy()))
         plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
-        entries.append(Entry(name, tuple(tensor.shape), kind.bits, clip, len(streams[-1])))
-    streams.append(squeeze(np.concatenate(plain).astype("<i2").view(np.uint8).reshape(-1, 2).T.tobytes()))
+        entries.append(Entry(name, tuple(tensor.shape), bits, clip, len(streams[-1])))
+    streams.append(squeeze(to_planes(np.concatenate(plain))))
     header = json.dumps({**{group: {name: getattr(hp, name) for name in names} for group, names in (("model", MODEL_KNOBS), ("evaluation", EVAL_KNOBS))},
                          **(facts or {}), "coder": hp.compressor, "tensors": entries}).encode()
     body = b"".join((ARTIFACT_MAGIC, struct.pack("<HI", ARTIFACT_VERSION, len(header)), header, *streams))
@@ -1727,13 +1750,13 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], int]
 
 
 def decode_artifact(blob: bytes) -> Iterator[tuple[Entry, np.ndarray | None, Tensor]]:
-    """Each tensor's entry, codes (L, out, in) int8 if it has any, and fp32 values. Raises ValueError as `open_artifact`."""
+    """Each tensor's entry, codes (L, out, in) int16 if it has any, and fp32 values. Raises ValueError as `open_artifact`."""
     header, _, entries, offset = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
     counts = [math.prod(entry.shape[:2] if entry.bits < 16 else entry.shape) for entry in entries]
     squeezed = blob[offset + sum(entry.nbytes for entry in entries):-32]
-    plain = np.frombuffer(expand(squeezed, 2 * sum(counts)), np.uint8).reshape(2, -1).T.copy().view("<i2")
-    for entry, values in zip(entries, torch.from_numpy(plain.ravel().astype(np.int16)).split(counts), strict=True):
+    plain = torch.from_numpy(from_planes(expand(squeezed, 2 * sum(counts))))
+    for entry, values in zip(entries, plain.split(counts), strict=True):
         if entry.bits == 16:
             yield entry, None, values.view(torch.float16).float().view(entry.shape)
             continue

@@ -31,7 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-Codes = dict[str, np.ndarray]  # (L, out, in) int8 by name
+Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
+
+
+def narrow(codes: np.ndarray) -> np.ndarray:
+    """In one byte each if they fit, as all but those of the token embedding do."""
+    return codes.astype(np.int8) if abs(codes).max() < 128 else codes
 
 
 def by_tensor(encode: Callable, decode: Callable) -> tuple[Callable, Callable]:
@@ -53,25 +58,26 @@ def by_stream(encode: Callable, decode: Callable, columns: bool) -> tuple[Callab
         return matrix.transpose(0, 2, 1) if columns else matrix
 
     def write(codes: Codes) -> dict[str, bytes]:
-        return {"all": encode(b"".join(turned(matrix).tobytes() for matrix in codes.values()))}
+        return {"all": encode(b"".join(narrow(turned(matrix)).tobytes() for matrix in codes.values()))}
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
-        raw, found = np.frombuffer(decode(blobs["all"]), np.int8), {}
+        raw, found = decode(blobs["all"]), {}
         for name, matrix in codes.items():
-            found[name] = turned(raw[: matrix.size].reshape(turned(matrix).shape))
-            raw = raw[matrix.size :]
+            like = narrow(turned(matrix))
+            found[name] = turned(np.frombuffer(raw, like.dtype, like.size).reshape(like.shape))
+            raw = raw[like.nbytes :]
         return found
 
     return write, read
 
 
 def published() -> tuple[Callable, Callable]:
-    """torch.save of one int8 tensor a matrix, then xz at its highest preset, as in #399."""
+    """torch.save of a tensor of whole numbers a matrix, then xz at its highest preset, as in #399."""
 
     def write(codes: Codes) -> dict[str, bytes]:
         buffer = io.BytesIO()
         matrices = {f"{layer}.{name}": matrix for name, stack in codes.items() for layer, matrix in enumerate(stack)}
-        torch.save({name: torch.from_numpy(matrix.copy()) for name, matrix in matrices.items()}, buffer)
+        torch.save({name: torch.from_numpy(narrow(matrix).copy()) for name, matrix in matrices.items()}, buffer)
         return {"all": lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME)}
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:

@@ -24,27 +24,30 @@ def ranks_run(mode, folder, environment, ranks):
 
 
 @pytest.fixture(scope="module")
-def one_rank_weights(tmp_path_factory, data):
+def one_rank_found(tmp_path_factory, data):
     from conftest import TINY
 
     folder = tmp_path_factory.mktemp("one")
     knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY, **SHAPE}
     ranks_run("steps", folder, {k: str(v) for k, v in knobs.items()}, 1)
-    return torch.load(folder / "weights1.pt")
+    return torch.load(folder / "found1.pt")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_weights):
+def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_found):
     """Faults B4, B17. 5 fp32 steps: sums in another order give some 1e-5 of an update; a clip by each rank's own
     gradient gave 0.24 to 0.37 (it was made to, once)."""
     ranks_run("steps", tmp_path, env(**SHAPE), ranks)
-    found = torch.load(tmp_path / f"weights{ranks}.pt")
+    found = torch.load(tmp_path / f"found{ranks}.pt")
     from train_gpt import Hyperparameters
 
     start_weights = made(Hyperparameters.from_env(env(**SHAPE)), None, torch.float32, 1337).state_dict()
-    for name, expected in one_rank_weights.items():
-        moved = (expected - start_weights[name]).norm()
-        assert moved > 0 and (found[name] - expected).norm() < 2e-4 * moved, name
+    for kind in ("weights", "averages"):
+        for name, expected in one_rank_found[kind].items():
+            moved = (expected - start_weights[name]).norm()
+            assert moved > 0 and (found[kind][name] - expected).norm() < 2e-4 * moved, name
+    for reads, expected in one_rank_found["moments"].items():
+        assert expected.norm() > 0 and (found["moments"][reads] - expected).norm() < 1e-4 * expected.norm(), f"second moments of all ranks: {reads}"
 
 
 @pytest.mark.parametrize("ranks, changes", [(2, {}), (3, {}), (3, {"COMPUTE_DTYPE": "bfloat16"}), (2, {"COMPUTE_DTYPE": "bfloat16", "REDUCE_DTYPE": "float32"})])

@@ -45,6 +45,8 @@ def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
     assert inside.float().mean() > 0.999
     assert ((codes * scale - rows).abs() <= scale / 2 * 1.0001)[inside].all()
     assert torch.equal(scale, scale.bfloat16().float())
+    wanted = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip / top
+    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all(), "the nearest of the scales that four bits can say"
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.05, 0.2, 30.0])
@@ -153,11 +155,11 @@ def some_codes() -> dict[str, np.ndarray]:
     holes = gaussian * (draw.random((2, 60, 1)) > 0.3) * (draw.random((2, 1, 90)) > 0.3)
     kinds = {
         "gaussian": gaussian, "products": gaussian * rows * columns, "laplace": draw.laplace(0, 3, (3, 7, 11)), "empty rows and columns": holes,
-        "uniform": draw.integers(-127, 128, (1, 50, 50)), "zeros": np.zeros((2, 3, 4)), "constant": np.full((1, 8, 8), -31), "one": np.full((1, 1, 1), 5),
+        "uniform": draw.integers(-127, 128, (1, 50, 50)), "12 bits": draw.normal(0, 600, (1, 40, 60)), "12 bits, uniform": draw.integers(-2047, 2048, (1, 30, 99)), "zeros": np.zeros((2, 3, 4)), "constant": np.full((1, 8, 8), -31), "one": np.full((1, 1, 1), 5),
         "two values": draw.integers(0, 2, (2, 9, 5)) * 254 - 127, "one column": draw.normal(0, 9, (1, 40, 1)), "one row": draw.normal(0, 9, (1, 1, 40)),
-        "rare": (draw.random((1, 300, 300)) < 1e-4) * 100, "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
+        "rare": (draw.random((1, 300, 300)) < 1e-4) * 100, "once": (np.arange(90000) == 7).reshape(1, 300, 300) * 3, "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
     }  # fmt: skip
-    return {name: np.clip(np.rint(codes), -127, 127).astype(np.int8) for name, codes in kinds.items()}
+    return {name: np.clip(np.rint(codes), -2047, 2047).astype(np.int16) for name, codes in kinds.items()}
 
 
 @pytest.mark.parametrize("kind", some_codes())
@@ -167,23 +169,23 @@ def test_coders_give_back_what_they_were_given(coder, kind):
     encode, decode = train_gpt.CODERS[coder]
     blob = encode(codes)
     found = decode(blob, codes.shape)
-    assert found.dtype == np.int8 and np.array_equal(found, codes)
+    assert found.dtype == np.int16 and np.array_equal(found, codes)
     assert encode(np.asfortranarray(codes)) == blob, "the order in memory does not matter"
 
 
 def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
     draw = np.random.default_rng(1)
-    plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int8)
+    plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int16)
     columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
     rows = np.exp(draw.normal(0, 0.5, (4, 256, 1)))
-    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(np.int8)
+    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(np.int16)
     ratios = [8 * len(train_gpt.encode_ans(codes)) / train_gpt.order0_entropy(codes) for codes in (plain, scaled)]
     assert 1.0 < ratios[0] < 1.005, "codes without structure: the entropy and 0.5 %"
     assert ratios[1] < 0.95, "codes whose sizes are products of rows and columns: less than the entropy of all as one"
 
 
 def test_entropy_of_codes():
-    codes = np.array([[[0, 0, 1, 1]], [[5, 5, 5, 5]]], dtype=np.int8)
+    codes = np.array([[[0, 0, 1, 1]], [[5, 5, 5, 5]]], dtype=np.int16)
     assert train_gpt.order0_entropy(codes) == 4.0  # one bit each for the first matrix, nothing for the second
 
 
@@ -203,7 +205,7 @@ GOLDEN = (
 def test_stream_written_elsewhere_is_read_alike():
     """Bytes written by constriction 0.5.0 on x86-64: every later version and machine must read the same codes."""
     number = np.arange(2 * 12 * 20)
-    codes = ((number * number // 7) % 23 - 11).astype(np.int8).reshape(2, 12, 20) // (1 + (number % 20 > 12)).reshape(2, 12, 20).astype(np.int8)
+    codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (1 + (number % 20 > 12)).reshape(2, 12, 20)
     assert np.array_equal(train_gpt.decode_ans(bytes.fromhex(GOLDEN), (2, 12, 20)), codes)
 
 
@@ -278,31 +280,45 @@ def test_rewritten_header_alone_does_no_harm(model):
     assert rewritten(blob, lambda header: None) == blob
 
 
+OTHERS, IMPOSSIBLE, SHORTER = "its tensors are not those of its model", "is described in a way that is not possible", "it is shorter than its tensors"
 CHANGES = {
-    "a tensor less": lambda header: header["tensors"].pop(),
-    "too large a tensor": lambda header: header["tensors"][0].__setitem__(1, [1 << 40, 1 << 40, 8]),
-    "negative": lambda header: header["tensors"][0].__setitem__(1, [-1, 5, 5]),
-    "negative length": lambda header: header["tensors"][0].__setitem__(4, -5),
-    "too long": lambda header: header["tensors"][0].__setitem__(4, 1 << 40),
-    "length as text": lambda header: header["tensors"][0].__setitem__(4, "5"),
-    "codes as values": lambda header: header["tensors"][0].__setitem__(2, 16),
-    "values as codes": lambda header: header["tensors"][-1].__setitem__(2, 6),
-    "no model": lambda header: header.pop("model"),
-    "no windows": lambda header: header.pop("evaluation"),
-    "not a tensor": lambda header: header["tensors"].__setitem__(0, 7),
-    "no coder": lambda header: header.__setitem__("coder", "pickle"),
-    "a huge model": lambda header: header["model"].__setitem__("model_dim", 1 << 50),
-    "a model of many layers": lambda header: header["model"].__setitem__("num_layers", 10**9),
-    "a huge window": lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12),
-    "a list for a number": lambda header: header["model"].__setitem__("num_heads", [4]),
+    "a tensor less": (OTHERS, lambda header: header["tensors"].pop()),
+    "too large a tensor": (OTHERS, lambda header: header["tensors"][0].__setitem__(1, [1 << 40, 1 << 40, 8])),
+    "negative": (OTHERS, lambda header: header["tensors"][0].__setitem__(1, [-1, 5, 5])),
+    "negative length": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(4, -5)),
+    "too long": (SHORTER, lambda header: header["tensors"][0].__setitem__(4, 1 << 40)),
+    "length as text": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(4, "5")),
+    "codes as values": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(2, 16)),
+    "values as codes": (IMPOSSIBLE, lambda header: header["tensors"][-1].__setitem__(2, 6)),
+    "no model": ("KeyError: 'model'", lambda header: header.pop("model")),
+    "no windows": ("KeyError: 'evaluation'", lambda header: header.pop("evaluation")),
+    "not a tensor": ("TypeError", lambda header: header["tensors"].__setitem__(0, 7)),
+    "no coder": ("or of an unknown coder", lambda header: header.__setitem__("coder", "pickle")),
+    "a huge model": ("", lambda header: header["model"].__setitem__("model_dim", 1 << 50)),
+    "a large model": ("its model has over 67108864 weights", lambda header: header["model"].__setitem__("model_dim", 1 << 15)),
+    "a model of many layers": ("NUM_LAYERS=1000000000 is above", lambda header: header["model"].__setitem__("num_layers", 10**9)),
+    "a huge window": ("EVAL_SEQ_LEN=1000000000000 is above", lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12)),
+    "a list for a number": ("is not a whole number", lambda header: header["model"].__setitem__("num_heads", [4])),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_contradictory_header_is_refused(model, change):
-    blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), CHANGES[change])
-    with pytest.raises(UserError, match=r"artifact a\.xz cannot be used: .{10}"), train_gpt.reading_artifact("a.xz"):
+    message, act = CHANGES[change]
+    blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), act)
+    with pytest.raises(UserError, match=rf"artifact a\.xz cannot be used: .*{message}"), train_gpt.reading_artifact("a.xz"):
         train_gpt.load_artifact(blob, model)
+
+
+def test_tables_of_another_total_are_refused(monkeypatch):
+    """Only with a power of two are the weights of the coder exact, and the same on every machine."""
+    codes = some_codes()["products"]
+    monkeypatch.setattr(train_gpt, "ANS_TOTAL", 30_000)
+    blob = train_gpt.encode_ans(codes)
+    assert np.array_equal(train_gpt.decode_ans(blob, codes.shape), codes)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="tables of frequencies do not fit"):
+        train_gpt.decode_ans(blob, codes.shape)
 
 
 def test_artifact_of_the_future_is_refused(model):
@@ -325,7 +341,7 @@ def test_bombs_are_not_unpacked():
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
         train_gpt.expand(train_gpt.squeeze(bytes(1 << 26)), 1000)
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
-        train_gpt.decode_zstd(train_gpt.encode_zstd(np.zeros((1, 1 << 12, 1 << 12), np.int8)), (1, 10, 100))
+        train_gpt.decode_zstd(train_gpt.encode_zstd(np.zeros((1, 1 << 12, 1 << 12), np.int16)), (1, 5, 100))
 
 
 def test_file_larger_than_any_artifact_is_not_read(tmp_path):

@@ -116,7 +116,7 @@ def test_inspect_prints_what_is_in_the_file(finished, tmp_path):
     summary = json.loads(re.search(r"^  training: (.*)$", result.stdout, re.M).group(1))
     assert summary["steps"] == 12 and summary["weights"] == "EMA of 12 steps" and summary["seed"] == 1337
     assert f"val_bpb:{summary['val_bpb']:.8f}" in finished[1].stdout
-    assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M) and re.search(r"^  down +3x32x96 +7 +10.000", result.stdout, re.M)
+    assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M) and re.search(r"^  down +3x32x96 +8 +20.000", result.stdout, re.M)
     missing = run([ROOT / "train_gpt.py", "--inspect", "nothing.xz"], {}, tmp_path)
     assert missing.returncode == 1 and "cannot read artifact nothing.xz: No such file" in sentence(missing)
 

@@ -1,6 +1,6 @@
 """What the tests of several ranks start under torchrun: `worker.py MODE FOLDER`.
 
-steps   5 updates without a clock; rank 0 saves the weights
+steps   5 updates without a clock; rank 0 saves the weights, their average and the second moments that it leads to
 clocks  updates under a wall clock that runs at another speed on every rank; each rank saves a digest of its weights
 apart   the whole script, every rank in a folder of its own, as on several nodes
 """
@@ -44,8 +44,10 @@ def main() -> None:
                 for step in range(5):
                     run.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))
                 weights = run.optimizers.weights()  # all ranks take part in gathering them
+                _, moments = run.finish()
+                averages = run.optimizers.weights()
                 if rank == 0:
-                    torch.save(weights, folder / f"weights{runtime.ranks.size}.pt")
+                    torch.save({"weights": weights, "averages": averages, "moments": moments}, folder / f"found{runtime.ranks.size}.pt")
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]  # none where there is no /proc
     assert not any("gloo" in name for name in threads), "the process group outlives its end, and may abort the process"
 
