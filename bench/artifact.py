@@ -94,7 +94,7 @@ def lrzip(*options: str) -> Callable[[bytes], bytes]:
         with tempfile.TemporaryDirectory() as folder:
             source, result = Path(folder, "in"), Path(folder, "out")
             source.write_bytes(raw)
-            subprocess.run(["lrzip", "-q", *options, "-o", result, source], check=True)
+            subprocess.run(["lrzip", "-q", *options, "-o", result, source], check=True, capture_output=True)
             return result.read_bytes()
 
     return call
