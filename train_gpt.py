@@ -148,9 +148,21 @@ class Hyperparameters:
     pack_code: bool = knob(False, "write and count train_gpt.packed.py, a self-extracting copy, in the place of the source")
 
     eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, high=1 << 20, section="Evaluation")
+    eval_documents: bool = knob(False, "each document alone, without what precedes its BOS, instead of the packed stream")
     eval_stride: int = knob(64, "new tokens scored by each sliding window; EVAL_SEQ_LEN: no overlap", low=1)
     val_batch_size: int = knob(524_288, "tokens of one evaluation batch over all ranks", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", low=0)
+    eval_max_seconds: float = knob(0.0, "test-time training ends after so many seconds, and the rest is scored without; 0: no limit", low=0)
+    ttt_enabled: bool = knob(False, "a third score, with training on targets that were scored before")
+    ttt_mode: str = knob("sgd", "all weights, chunk by chunk; or low-rank changes, document by document", choices=("sgd", "lora"))
+    ttt_chunk_tokens: int = knob(32_768, "targets that are scored before SGD learns from them", low=2)
+    ttt_epochs: int = knob(3, "steps of SGD on each chunk", low=1)
+    ttt_lr: float = knob(0.002, "of SGD at the first chunk; a cosine ends it at the last", low=0)
+    ttt_momentum: float = knob(0.9, "of SGD", low=0, high=1)
+    ttt_freeze_blocks: int = knob(0, "first layers that SGD leaves alone", low=0)
+    ttt_lora_rank: int = knob(8, "of the changes to a matrix", low=1)
+    ttt_lora_chunk: int = knob(48, "targets of a document that are scored before each step", low=1)
+    ttt_lora_lr: float = knob(1e-3, "of AdamW on the changes", low=0)
     eval_only: str = knob("", "artifact to load and score; nothing is trained")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
@@ -180,6 +192,9 @@ class Hyperparameters:
         _rule(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 leaves no bucket beside the one for document starts: set 0 or 2 and more")
         _rule(self.train_batch_tokens % self.train_seq_len == 0,
               f"TRAIN_BATCH_TOKENS={self.train_batch_tokens} is not a multiple of TRAIN_SEQ_LEN={self.train_seq_len}")
+        _rule(self.ttt_freeze_blocks <= self.num_layers, f"TTT_FREEZE_BLOCKS={self.ttt_freeze_blocks} exceeds NUM_LAYERS={self.num_layers}")
+        _rule(self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
+              f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         _rule(self.eval_stride <= self.eval_seq_len,
               f"EVAL_STRIDE={self.eval_stride} exceeds EVAL_SEQ_LEN={self.eval_seq_len}: tokens between windows would not be scored")
         _rule(not (self.ema_enabled and self.swa_enabled), "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
@@ -770,6 +785,12 @@ class Validation:
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
 
+    def spans(self, documents: bool) -> np.ndarray:
+        """[begin, end) of the inputs (S, 2) that may see each other: the whole stream, or each document with its BOS."""
+        inputs = self.tokens[:-1].cpu().numpy()
+        begins = np.union1d([0], np.flatnonzero(inputs == BOS)) if documents else np.array([0])
+        return np.stack((begins, np.append(begins[1:], len(inputs))), axis=1)
+
 
 # ----------------------------------------------------------------------------------------------------------------
 # The table of matrices: initialisation, forward, optimizer, quantiser and export all read it
@@ -792,6 +813,7 @@ class Matrix(NamedTuple):
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
+LAYERED = ("resid_mix", "q_gain", "attn_scale", "mlp_scale")  # other parameters whose first dimension is the layer
 # Three banks of 2L matrices each: at 11 layers 22 rows, which 8 ranks share as 24. #399 has four, of 22, 22, 11 and 11
 # rows, where 8 ranks pad 11 to 16 and two of them have no MLP matrix at all. The down projection stands transposed
 # beside the up projection: Newton-Schulz does not mind.
@@ -875,6 +897,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat(((a * cos + b * sin).to(x.dtype), (b * cos - a * sin).to(x.dtype), rest), dim=-1)
 
 
+def attend_tail(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last queries only: q (B, n, H, E) of the last n of T positions, k and v (B, T, K, E).
+
+    Written out, as torch's kernels take the queries for the first ones; n is small.
+    """
+    n, time = q.size(1), k.size(1)
+    grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
+    scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
+    later = torch.ones(n, time, dtype=torch.bool, device=q.device).triu(time - n + 1)
+    chances = scores.masked_fill(later, -math.inf).softmax(dim=-1).to(v.dtype)
+    return torch.einsum("bkgnt,btke->bnkge", chances, v).flatten(2, 3)
+
+
 def exclude_self(y: Tensor, v: Tensor) -> Tensor:
     """XSA, exclusive self-attention (#265): remove from y (B, T, H, E) its component along the value of its own position.
 
@@ -889,6 +924,19 @@ def exclude_self(y: Tensor, v: Tensor) -> Tensor:
 def previous(x: Tensor, starts: Tensor) -> Tensor:
     """x (B, T, D) moved one position later; zero where `starts` (B, T) says that nothing precedes."""
     return F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+
+
+LORA_KINDS = ("k", "v", "out")  # matrices that test-time training may change by a low rank
+Adapter = dict[str, tuple[Tensor, Tensor]]  # by kind: A (B, L, rank, in) and B (B, L, out, rank), for each row of a batch
+
+
+def product(x: Tensor, weights: dict[str, Tensor], name: str, layer: int, adapter: Adapter | None) -> Tensor:
+    """x (B, T, in) by a matrix of the layer, changed for each row b of the batch by the adapter's B_b A_b, if there is one."""
+    y = F.linear(x, weights[name])
+    if adapter is None or name not in adapter:
+        return y
+    a, b = (matrix[:, layer].to(x.dtype).mT for matrix in adapter[name])
+    return y + x @ a @ b
 
 
 def unwatched(reads: str, layer: int, x: Tensor) -> None:
@@ -952,11 +1000,13 @@ class GPT(nn.Module):
             parameter.copy_(weights[name])
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False,
-                watch: Callable = unwatched) -> Tensor:
+                tail: int = 0, adapter: Adapter | None = None, watch: Callable = unwatched) -> Tensor:
         """ids, targets (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, T).
 
-        `qat`: matrices pass through the export's rounding, gradients pass straight through it. `watch` is shown the
-        activations (..., in) that matrices multiply, by the names of the tables.
+        `qat`: matrices pass through the export's rounding, gradients pass straight through it. `tail`: only the last so
+        many positions of each row are wanted (and `targets` has but these); the last layer then computes keys and values
+        for all positions and everything else for these. `adapter`: changes of low rank to the matrices. `watch` is shown the activations (..., in) that matrices
+        multiply, by the names of the tables.
         """
         weights = self.matrices(qat)
         x = x0 = self.embed(ids, watch)  # (B, T, D)
@@ -966,7 +1016,8 @@ class GPT(nn.Module):
                 x = (x + self.skip_scale[i - self.encoder_layers] * skips.pop()).to(self.dtype)
             mix = self.resid_mix[i]
             x = (mix[0] * x + mix[1] * x0).to(self.dtype)
-            x = x + self.attention(rms_norm(x), w, i, watch)
+            kept = tail if i == len(weights) - 1 else 0
+            x = x[:, -kept:] + self.attention(rms_norm(x), w, i, kept, adapter, watch)  # -0: all
             normed = rms_norm(x)
             hidden = F.linear(normed, w["up"]).relu().square()
             watch("mlp", i, normed)
@@ -1022,20 +1073,22 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate)
         return ((1 - gate) * x + gate * previous(x, starts)).to(self.dtype)
 
-    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int, watch: Callable = unwatched) -> Tensor:
-        """Causal grouped-query attention of the normalised stream x (B, T, D) with query gain and partial RoPE."""
+    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int, tail: int = 0, adapter: Adapter | None = None,
+                  watch: Callable = unwatched) -> Tensor:
+        """Causal grouped-query attention of the normalised stream x (B, T, D) with query gain and partial RoPE; of the last
+        `tail` positions alone if that is not 0."""
         hp, time = self.hp, x.size(1)
         watch("stream", layer, x)
-        q = F.linear(x, w["q"]).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, T, H, E)
-        k, v = (F.linear(x, w[name]).unflatten(-1, (hp.num_kv_heads, hp.head_dim)) for name in "kv")  # (B, T, K, E)
+        q = F.linear(x[:, -tail:], w["q"]).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, T, H, E)
+        k, v = (product(x, w, name, layer, adapter).unflatten(-1, (hp.num_kv_heads, hp.head_dim)) for name in "kv")  # (B, T, K, E)
         cos, sin = self.cos[:time], self.sin[:time]
-        q = (rotate(rms_norm(q), cos, sin) * self.q_gain[layer][:, None]).to(self.dtype)
-        y = self.attend(q, rotate(rms_norm(k), cos, sin), v)
+        q = (rotate(rms_norm(q), cos[-tail:], sin[-tail:]) * self.q_gain[layer][:, None]).to(self.dtype)
+        y = (attend_tail if tail else self.attend)(q, rotate(rms_norm(k), cos, sin), v)
         if layer >= hp.num_layers - hp.xsa_last_n:
-            y = exclude_self(y, v)
+            y = exclude_self(y, v[:, -tail:])
         y = y.flatten(2)
         watch("heads", layer, y)
-        return F.linear(y, w["out"])
+        return product(y, w, "out", layer, adapter)
 
 
 def flops_per_token(hp: Hyperparameters) -> float:
@@ -1849,58 +1902,270 @@ def order0_entropy(codes: np.ndarray) -> float:
 
 
 class Score(NamedTuple):
-    """A result over the whole validation stream."""
+    """A result over the validation stream, or over so much of it as was scored."""
 
     nats: float  # mean per token
     bits_per_byte: float
     seconds: float
+    targets: int
+    nbytes: int
 
     def fields(self, digits: int = 8) -> str:
         return f"val_loss:{self.nats:.{digits}f} val_bpb:{self.bits_per_byte:.{digits}f}"
 
 
-def eval_rows(hp: Hyperparameters, runtime: Runtime) -> int:
-    """Windows that one rank scores at once."""
-    tokens = min(hp.val_batch_size // runtime.ranks.size, micro_batch_tokens(hp, runtime.device))
-    return max(1, tokens // hp.eval_seq_len)
+class Interrupted(Exception):
+    """Ctrl-C during an evaluation, with the score of what was scored until then."""
 
 
-@torch.no_grad()
-def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable = lambda text: None) -> Score:
-    """Score every target of the validation stream once, with windows of T = EVAL_SEQ_LEN tokens, `stride` apart.
+class Windows(NamedTuple):
+    """Arrays (N,): each window reads the inputs [start, stop) of the stream and scores those from `scored` on."""
 
-    Window i reads tokens [i*stride, i*stride + T). The first scores all its targets, each later one the last `stride`
-    of them, so that each has at least T - stride tokens of context; the last window may reach over the end, where it
-    scores nothing. stride = T gives windows without overlap. Ranks take equal spans of windows; every batch has the
-    same shape. `progress` gets a line every ten seconds.
+    start: np.ndarray
+    scored: np.ndarray
+    stop: np.ndarray
+
+    def select(self, which: np.ndarray) -> "Windows":
+        return Windows(*(column[which] for column in self))
+
+
+def plan_windows(spans: np.ndarray, window: int, stride: int) -> Windows:
+    """Windows of `window` inputs that score every input of the spans (S, 2) once.
+
+    In each span they begin `stride` apart. The first scores all it reads, each later one its last `stride` inputs, so
+    that a target has at least window - stride inputs before it. What lies after a target plays no part in where its
+    window lies: the last one may reach over the end of the span, where it scores nothing.
     """
-    started = said = time.perf_counter()
-    window, ranks, device, rows = hp.eval_seq_len, runtime.ranks, runtime.device, eval_rows(hp, runtime)
-    windows = 1 + -(-(val.targets - window) // stride)
-    first, last = (windows * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    offset = torch.arange(window, device=device)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, bytes, targets
-    for batch in range(first, last, rows):
-        number = torch.arange(batch, batch + rows, device=device)[:, None]
-        position = number * stride + offset  # (rows, T)
-        scored = ((offset >= window - stride) | (number == 0)) & (position < val.targets) & (number < last)
-        position = position.clamp(max=val.targets - 1)
-        nats = forward(val.tokens[position].long(), val.tokens[position + 1].long(), reduction="none")
-        totals += torch.stack([(value.double() * scored).sum() for value in (nats, val.nbytes[position], torch.ones_like(nats))])
-        if time.perf_counter() - said > 10:
-            said = time.perf_counter()
-            progress(f"evaluating stride:{stride} windows:{batch + rows - first}/{last - first} bpb_so_far:{_bits(totals):.4f} "
-                     f"eta:{(said - started) * (last - batch - rows) / (batch + rows - first):.0f}s")
-    ranks.all_reduce(totals)()
-    nats, nbytes, targets = totals.tolist()
-    if (targets, nbytes) != (val.targets, val.total_bytes):
-        raise RuntimeError(f"scored {targets:.0f} targets of {nbytes:.0f} bytes instead of {val.targets} of {val.total_bytes}")
-    return Score(nats / targets, _bits(totals), time.perf_counter() - started)
+    begin, end = spans.T
+    count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
+    span = np.repeat(np.arange(len(spans)), count)
+    number = np.arange(len(span)) - np.repeat(count.cumsum() - count, count)
+    start = begin[span] + number * stride
+    return Windows(start, np.where(number == 0, start, start + window - stride), np.minimum(start + window, end[span]))
 
 
-def _bits(totals: Tensor) -> float:
-    nats, nbytes, _ = totals.tolist()
-    return nats / math.log(2) / max(nbytes, 1)
+def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
+    """Windows of `width` tokens that one rank scores at once."""
+    return max(1, min(hp.val_batch_size // runtime.ranks.size, micro_batch_tokens(hp, runtime.device)) // width)
+
+
+class Evaluator:
+    """Scores windows of the validation stream; `nats` (n + 1,) has the loss of each target that this rank has scored, NaN
+    for the others (the last place takes what is computed but not scored).
+
+    Ranks take equal parts of the windows. Batches come in few shapes, the last of each filled up, so that a compiled
+    forward meets no new one. Where a window scores but its end, the last layer and the head compute but that.
+    """
+
+    def __init__(self, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable):
+        self.forward, self.val, self.hp, self.runtime, self.stride, self.progress = forward, val, hp, runtime, stride, progress
+        self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
+        self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
+        self.started = self.said = time.perf_counter()
+
+    def take(self, nats: Tensor, target: Tensor, counts: Tensor, share: float) -> None:
+        """Note the losses (rows, m) of the targets with these numbers, where `counts`; `share` of all is then done."""
+        self.nats.scatter_(0, torch.where(counts, target, self.val.targets).flatten(), nats.flatten().float())
+        self.count += counts.sum()
+        if time.perf_counter() - self.said > 10:
+            self.said = time.perf_counter()
+            spent = self.said - self.started
+            self.progress(f"evaluating stride:{self.stride} done:{100 * share:.1f}% bpb_so_far:{self._sums()[1]:.4f} "
+                          f"eta:{spent / max(share, 1e-3) - spent:.0f}s")
+
+    @torch.no_grad()
+    def score(self, windows: Windows, done: float = 0.0, share: float = 1.0) -> None:
+        """Score these windows, which are the part from `done` to `done + share` of all, for the progress."""
+        full, ranks, finished = self.hp.eval_seq_len, self.runtime.ranks, 0
+        tails = self.stride * (windows.scored > windows.start)
+        widths = np.full(len(tails), full)
+        for narrower in (full // 2, full // 4, full // 8):  # documents that are shorter than a window
+            widths[(windows.stop - windows.start <= narrower) & (tails == 0) & (narrower >= 64)] = narrower
+        for width, tail in sorted(set(zip(widths.tolist(), tails.tolist(), strict=True)), key=lambda shape: (-shape[0], shape[1])):
+            members = np.flatnonzero((widths == width) & (tails == tail))
+            mine = members[len(members) * ranks.rank // ranks.size:len(members) * (ranks.rank + 1) // ranks.size]
+            rows = eval_rows(self.hp, self.runtime, width)
+            for first in range(0, len(mine), rows):
+                finished += min(rows, len(mine) - first) * ranks.size
+                self._batch(windows.select(mine[first:first + rows]), rows, width, tail, done + share * min(1.0, finished / len(widths)))
+
+    def _batch(self, windows: Windows, rows: int, width: int, tail: int, share: float) -> None:
+        """One forward. Rows that are left over repeat the last window and score nothing."""
+        spare, device, last = rows - len(windows.start), self.runtime.device, self.val.targets - 1
+        start, scored, stop = (torch.from_numpy(np.pad(column, (0, spare), mode="edge"))[:, None].to(device) for column in windows)
+        position = start + torch.arange(width, device=device)  # (rows, width)
+        target = position[:, -tail:]  # all of it if tail is 0
+        counts = (target >= scored) & (target < stop) & (torch.arange(rows, device=device) < rows - spare)[:, None]
+        ids, targets = self.val.tokens[position.clamp(max=last)].long(), self.val.tokens[target.clamp(max=last) + 1].long()
+        nats = self.forward(ids, targets, reduction="none", **({"tail": tail} if tail else {}))
+        self.take(nats, target, counts, share)
+
+    def _sums(self, ranks: Ranks | None = None) -> tuple[float, float, int, int, int]:
+        """(nats a token, bits a byte, scored targets, their bytes, scores) of these ranks, by default this one alone."""
+        nats = self.nats[:-1]
+        scored = ~nats.isnan()
+        sums = [nats.nan_to_num(0).sum(dtype=torch.float64), scored.sum(), (self.val.nbytes * scored).sum(dtype=torch.int64), self.count]
+        totals = torch.stack([value.double() for value in sums])
+        if ranks:
+            ranks.all_reduce(totals)()
+        total, targets, nbytes, count = totals.tolist()
+        return total / max(targets, 1), total / math.log(2) / max(nbytes, 1), int(targets), int(nbytes), int(count)
+
+    def result(self, whole: bool = True) -> Score:
+        """The score over all ranks. Raises RuntimeError if not every target was scored exactly once, and with finite loss."""
+        *score, targets, nbytes, count = self._sums(self.runtime.ranks if whole else None)
+        if whole and (targets, nbytes, count) != (self.val.targets, self.val.total_bytes, self.val.targets):
+            raise RuntimeError(f"scored {targets} targets of {nbytes} bytes in {count} scores instead of {self.val.targets} of {self.val.total_bytes}")
+        return Score(*score, time.perf_counter() - self.started, targets, nbytes)
+
+
+def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable = lambda text: None) -> Score:
+    """Score every target of the validation stream once, with windows of T = EVAL_SEQ_LEN tokens, `stride` apart: of the
+    stream as it is, or with EVAL_DOCUMENTS of each document alone. stride = T gives windows side by side.
+
+    `progress` gets a line every ten seconds. Raises Interrupted, with what this rank has scored, on Ctrl-C.
+    """
+    evaluator = Evaluator(forward, val, hp, runtime, stride, progress)
+    try:
+        evaluator.score(plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, stride))
+    except KeyboardInterrupt:
+        raise Interrupted(evaluator.result(whole=False)) from None
+    return evaluator.result()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Test-time training: learning from the validation text, each target only after it was scored (conditions C1 to C4)
+
+
+class ScoreFirst:
+    """Scores the validation stream and learns from what it has scored, with an Evaluator as its only way to a score.
+
+    sgd: chunk after chunk of the packed stream is scored by sliding windows, then a few epochs of SGD on all weights
+    take in its targets; the last chunk is not learned from. Ranks share windows and sequences, and all take one step.
+
+    lora: each document for itself, with low-rank changes (arXiv:2106.09685) to some matrices that begin at zero. Its
+    chunks are scored one after the other; the same forward pass that scores a chunk gives the gradient for one step of
+    AdamW after it. Documents of like length go together. Ranks share the documents.
+
+    After EVAL_MAX_SECONDS nothing is learned any more, and the rest is scored as it then is.
+    """
+
+    def __init__(self, model: GPT, evaluator: Evaluator, log: Log):
+        self.model, self.evaluator, self.log = model, evaluator, log
+        self.hp, self.val, self.runtime = evaluator.hp, evaluator.val, evaluator.runtime
+        self.out_of_time = False
+
+    def run(self) -> Score:
+        """The score. Changes the model's weights (sgd). Raises Interrupted as `evaluate` does."""
+        try:
+            self.sgd() if self.hp.ttt_mode == "sgd" else self.lora()
+        except KeyboardInterrupt:
+            raise Interrupted(self.evaluator.result(whole=False)) from None
+        return self.evaluator.result()
+
+    def time_is_up(self, share: float) -> bool:
+        """Whether rank 0 says so; all ranks ask together."""
+        if self.hp.eval_max_seconds and not self.out_of_time:
+            seconds = time.perf_counter() - self.evaluator.started if self.runtime.ranks.rank == 0 else 0.0
+            spent = torch.tensor(seconds, device=self.runtime.device)
+            self.runtime.ranks.all_reduce(spent)()
+            self.out_of_time = float(spent) > self.hp.eval_max_seconds
+            if self.out_of_time:
+                self.log.line(f"ttt: EVAL_MAX_SECONDS={self.hp.eval_max_seconds:g} are over after {100 * share:.1f}% of the text; "
+                              "the rest is scored without further training")
+        return self.out_of_time
+
+    def sgd(self) -> None:
+        """Score and learn chunk by chunk."""
+        hp, chunk = self.hp, self.hp.ttt_chunk_tokens
+        windows = plan_windows(self.val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
+        chunks = -(-self.val.targets // chunk)
+        parameters = dict(self.model.named_parameters())
+        weights = {name: p.detach().float().clone() for name, p in parameters.items()}  # steps are too small for bfloat16
+        momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
+        for number in range(chunks):
+            self.evaluator.score(windows.select(windows.scored // chunk == number), number / chunks, 1 / chunks)
+            if number == chunks - 1 or self.time_is_up((number + 1) / chunks):
+                continue
+            rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (chunks - 1)))
+            for _ in range(hp.ttt_epochs):
+                for name, gradient in self._gradients(parameters, number * chunk).items():
+                    momentum[name].mul_(hp.ttt_momentum).add_(gradient)
+                    weights[name].sub_(momentum[name], alpha=rate)
+                self.model.load(weights)
+
+    def _gradients(self, parameters: dict[str, nn.Parameter], begin: int) -> dict[str, Tensor]:
+        """Mean gradient of the chunk that begins there, over all ranks, clipped to norm 1; zero for frozen blocks."""
+        hp, ranks = self.hp, self.runtime.ranks
+        length = min(hp.train_seq_len, hp.ttt_chunk_tokens)
+        starts = range(begin, begin + hp.ttt_chunk_tokens - length + 1, length)
+        total = torch.zeros(sum(p.numel() for p in parameters.values()), device=self.runtime.device)
+        rows = max(1, micro_batch_tokens(hp, self.runtime.device) // length)
+        mine = torch.tensor(starts[ranks.rank::ranks.size], dtype=torch.int64, device=self.runtime.device)
+        for part in mine.split(rows) if len(mine) else ():
+            position = part[:, None] + torch.arange(length, device=part.device)
+            loss = self.model(self.val.tokens[position].long(), self.val.tokens[position + 1].long()) * (len(part) / len(starts))
+            total += torch.cat([gradient.flatten().float() for gradient in torch.autograd.grad(loss, list(parameters.values()))])
+        ranks.all_reduce(total)()
+        found = {name: part.view_as(p) for (name, p), part in
+                 zip(parameters.items(), total.split([p.numel() for p in parameters.values()]), strict=True)}
+        for name, gradient in found.items():
+            if name in BANKS:
+                gradient.unflatten(0, (-1, hp.num_layers))[:, :hp.ttt_freeze_blocks] = 0
+            elif name in LAYERED:
+                gradient[:hp.ttt_freeze_blocks] = 0
+        total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
+        return found
+
+    def lora(self) -> None:
+        """Score and learn document by document, many at once."""
+        spans = self.val.spans(documents=True)
+        spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # the longest first
+        window, ranks, done = self.hp.eval_seq_len, self.runtime.ranks, 0
+        lengths = np.concatenate(([0], (spans[:, 1] - spans[:, 0]).cumsum())) / self.val.targets  # share of the text until each
+        while done < len(spans):
+            width = min(window, -(-int(spans[done, 1] - spans[done, 0]) // self.hp.ttt_lora_chunk) * self.hp.ttt_lora_chunk)
+            group = spans[done:done + ranks.size * max(1, micro_batch_tokens(self.hp, self.runtime.device) // width)]
+            if self.time_is_up(lengths[done]):
+                self.evaluator.score(plan_windows(spans[done:], window, self.hp.eval_stride), lengths[done], 1 - lengths[done])
+                return
+            if len(group[ranks.rank::ranks.size]):
+                self._documents(group[ranks.rank::ranks.size], lengths[done], lengths[done + len(group)] - lengths[done])
+            done += len(group)
+
+    def _documents(self, spans: np.ndarray, done: float, share: float) -> None:
+        """Score these documents, side by side, each with changes of its own; the longest comes first."""
+        hp, device, step = self.hp, self.runtime.device, self.hp.ttt_lora_chunk
+        adapter = new_adapter(hp, len(spans), device)
+        adam = torch.optim.AdamW([matrix for pair in adapter.values() for matrix in pair], lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
+        begin, end = (torch.from_numpy(column.copy())[:, None].to(device) for column in spans.T)
+        longest = int((spans[:, 1] - spans[:, 0]).max())
+        for first in range(0, longest, step):
+            start, live = max(0, first + step - hp.eval_seq_len), int((spans[:, 1] - spans[:, 0] > first).sum())
+            position = begin[:live] + torch.arange(start, first + step, device=device)
+            target = position[:, -step:]
+            counts = target < end[:live]
+            position, safe = position.clamp(max=self.val.targets - 1), target.clamp(max=self.val.targets - 1)
+            with torch.enable_grad():
+                own = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
+                nats = self.model(self.val.tokens[position].long(), self.val.tokens[safe + 1].long(), "none", tail=step, adapter=own)
+            self.evaluator.take(nats.detach(), target, counts, done + share * first / longest)
+            if first + step < longest:
+                adam.zero_grad()
+                ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=[m for pair in adapter.values() for m in pair])
+                adam.step()
+
+
+def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Adapter:
+    """Low-rank changes that change nothing yet: random A (documents, L, rank, in), the same for all, and B of zeros."""
+    generator, adapter = torch.Generator().manual_seed(0), {}
+    for kind in MATRICES:
+        if kind.name in LORA_KINDS:
+            out, into = matrix_shape(kind, hp)
+            a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
+            adapter[kind.name] = (a.to(device).repeat(documents, 1, 1, 1).requires_grad_(),
+                                  torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True))
+    return adapter
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1925,6 +2190,7 @@ def compile_model(model: GPT, runtime: Runtime) -> Callable:
     # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
     triton = torch._inductor.config.triton
     options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
+    torch._dynamo.config.recompile_limit = 32  # training, late QAT, and the few shapes of evaluation are all meant to be
     return torch.compile(model, dynamic=False, fullgraph=True, options=options)
 
 
@@ -2033,9 +2299,12 @@ class Training:
             self.log.line("warmup: the same with late QAT")
             self.train_step(0, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=True))
         self.log.line("warmup: evaluation")
-        blank = torch.zeros(eval_rows(self.hp, self.runtime), self.hp.eval_seq_len, dtype=torch.int64, device=self.runtime.device)
+        window, stride = self.hp.eval_seq_len, self.hp.eval_stride
+        blank = torch.zeros(eval_rows(self.hp, self.runtime, window), window, dtype=torch.int64, device=self.runtime.device)
         with torch.no_grad():
             self.forward(blank, blank.clone(), reduction="none")
+            if stride < window:
+                self.forward(blank, blank[:, :stride].clone(), reduction="none", tail=stride)
         torch._foreach_copy_(self.optimizers.owned(), weights)
         self.optimizers.publish()
         self.optimizers.reset()
@@ -2159,14 +2428,23 @@ class Training:
 
 def log_score(log: Log, name: str, score: Score) -> None:
     """One final score, in the line that tools look for."""
-    log.line(f"{name} {score.fields()} eval_time:{1000 * score.seconds:.0f}ms")
-    log.event(name, val_loss=score.nats, val_bpb=score.bits_per_byte, eval_seconds=score.seconds)
+    log.line(f"{name} {score.fields()} eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}")
+    log.event(name, val_loss=score.nats, val_bpb=score.bits_per_byte, eval_seconds=score.seconds, val_tokens=score.targets, val_bytes=score.nbytes)
 
 
-def score_artifact(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """The two final scores of the weights now in the model: windows without overlap, then sliding ones."""
-    log_score(log, "final_int6_roundtrip_exact", evaluate(forward, val, hp, runtime, hp.eval_seq_len, log.line))
-    log_score(log, "final_int6_sliding_window_exact", evaluate(forward, val, hp, runtime, hp.eval_stride, log.line))
+def score_artifact(model: GPT, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
+    """The final scores of the weights now in the model: windows without overlap, sliding ones, and test-time training."""
+    def learn() -> Score:
+        return ScoreFirst(model, Evaluator(forward, val, hp, runtime, hp.eval_stride, log.line), log).run()
+
+    ways = {"final_int6_roundtrip": lambda: evaluate(forward, val, hp, runtime, hp.eval_seq_len, log.line),
+            "final_int6_sliding_window": lambda: evaluate(forward, val, hp, runtime, hp.eval_stride, log.line)}
+    for name, way in (ways | ({f"final_int6_ttt_{hp.ttt_mode}": learn} if hp.ttt_enabled else {})).items():
+        try:
+            log_score(log, f"{name}_exact", way())
+        except Interrupted as stopped:
+            log_score(log, f"{name}_partial", stopped.args[0])
+            raise
 
 
 PACKED = Path("train_gpt.packed.py")
@@ -2239,7 +2517,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         model = GPT(hp, runtime.attend, runtime.dtype)
         with reading_artifact(path):
             load_artifact(blob, model)
-        score_artifact(compile_model(model.to(runtime.device), runtime), val, hp, runtime, log)
+        score_artifact(model, compile_model(model.to(runtime.device), runtime), val, hp, runtime, log)
 
 
 def train_and_score(hp: Hyperparameters) -> None:
@@ -2265,7 +2543,7 @@ def train_and_score(hp: Hyperparameters) -> None:
                               "ranks": runtime.ranks.size, "seed": hp.seed, "weights": averaged, "val_loss": before.nats, "val_bpb": before.bits_per_byte}}
         blob, total = export(run.optimizers.weights(), moments, facts, hp, runtime, log)
         load_artifact(blob, run.model)
-        score_artifact(run.forward, val, hp, runtime, log)
+        score_artifact(run.model, run.forward, val, hp, runtime, log)
         check_size(total)
 
 
@@ -2286,6 +2564,9 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except (KeyboardInterrupt, Interrupted):
+        print("error: interrupted by Ctrl-C; what was finished until then is in the log", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""The probes of legality.py on the real evaluators and on test-time training, and on leaky ones, which they must catch."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import legality
+import train_gpt
+from conftest import made
+from train_gpt import BOS, Evaluator, ScoreFirst, Validation
+
+WAYS = {
+    "plain": {"EVAL_STRIDE": 32},
+    "sliding": {},
+    "documents": {"EVAL_DOCUMENTS": 1},
+    "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
+    "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
+}
+TARGETS = 300
+
+
+@pytest.fixture
+def setting(one_rank):
+    """A function: (way) -> (evaluator of tokens as legality.py wants it, tokens (n + 1,), hyperparameters)."""
+
+    def make(way, **changes):
+        hp, runtime = one_rank(**{**WAYS[way], **changes})
+        val = Validation(hp, runtime.device)
+        model = made(hp, runtime.attend, torch.float32, 0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        log = train_gpt.Log(hp, train_gpt.Ranks(1, 2))  # not rank 0: writes nothing
+
+        def evaluate(tokens, leak=None):
+            stream = copy.copy(val)
+            stream.tokens, stream.targets = tokens, len(tokens) - 1
+            stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
+            stream.total_bytes = stream.targets
+            own = copy.deepcopy(model)
+            evaluator = Evaluator(own, stream, hp, runtime, hp.eval_stride, lambda text: None)
+            if leak:
+                leak(own, evaluator)
+            if hp.ttt_enabled:
+                ScoreFirst(own, evaluator, log).run()
+            else:
+                evaluator.score(train_gpt.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
+            return evaluator.nats[:-1].double()
+
+        tokens = val.tokens[: TARGETS + 1].clone()
+        tokens[[25, 110, 210]] = BOS  # four documents
+        return evaluate, tokens, hp
+
+    return make
+
+
+CUTS = (40, 63, 64, 137, 250)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_c1_future_tokens_change_nothing_before_them(setting, way):
+    evaluate, tokens, hp = setting(way)
+    spread = lambda changed: torch.where(changed == BOS, 5, changed)  # noqa: E731
+
+    def same_documents(changed):
+        """Replaced tokens are no new boundaries: with documents apart, those decide which texts go side by side."""
+        return evaluate(torch.where(tokens == BOS, BOS, spread(changed)) if way in ("documents", "lora") else changed)
+
+    assert legality.future(same_documents, tokens, hp.vocab_size, CUTS) == ""
+
+
+@pytest.mark.parametrize("way", ["plain", "sliding", "documents"])
+def test_c1_the_end_of_the_stream_changes_nothing_before_it(setting, way):
+    evaluate, tokens, _ = setting(way)
+    assert legality.truncation(evaluate, tokens, CUTS) == ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_c2_every_token_has_a_probability_and_they_add_up_to_one(setting, way):
+    evaluate, tokens, hp = setting(way)
+    tokens, targets = (tokens[:48], (44,)) if hp.ttt_enabled else (tokens[:60], (3, 50))
+    assert legality.distribution(evaluate, tokens, hp.vocab_size, targets) == ""
+
+
+def spied(evaluate, tokens, monkeypatch):
+    """What an evaluator scores and learns from, in order, by a spy on both."""
+    events, n = [], len(tokens) - 1
+    take, gradients, step = Evaluator.take, ScoreFirst._gradients, torch.optim.AdamW.step
+    last = []
+
+    def seen(self, nats, target, counts, share):
+        last[:] = target[counts].tolist()
+        events.append(("score", list(last)))
+        take(self, nats, target, counts, share)
+
+    def learned(self, parameters, begin):
+        events.append(("learn", list(range(begin, min(begin + self.hp.ttt_chunk_tokens, n)))))
+        return gradients(self, parameters, begin)
+
+    def stepped(self, *arguments):
+        events.append(("learn", list(last)))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Evaluator, "take", seen)
+    monkeypatch.setattr(ScoreFirst, "_gradients", learned)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+    evaluate(tokens)
+    return events
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_c3_c4_every_target_is_scored_once_and_before_it_is_learned_from(setting, way, monkeypatch):
+    evaluate, tokens, _ = setting(way)
+    assert legality.complete(evaluate, tokens) == ""
+    events = spied(evaluate, tokens, monkeypatch)
+    document = np.cumsum((tokens[:-1] == BOS).numpy())
+    assert legality.order(events, TARGETS, lambda target: document[target] if way == "lora" else 0) == ""
+    learned = sum(kind == "learn" for kind, _ in events)
+    assert (learned > 0) == (way in ("sgd", "lora"))
+
+
+# Leaks
+
+
+def peeking(model, evaluator):
+    """Attention that sees one position ahead."""
+    attend = model.attend
+    ahead = lambda x: torch.cat((x[:, 1:], x[:, -1:]), dim=1)  # noqa: E731
+    model.attend = lambda q, k, v: attend(q, k, ahead(v))
+
+
+def unnormalised(model, evaluator):
+    """Losses of a cache that says 0.9 to each token that it is asked for."""
+    evaluator.forward = lambda ids, targets, reduction, **rest: model(ids, targets, reduction, **rest) * 0.1
+
+
+def twice(model, evaluator):
+    """Scores the stream a second time, better."""
+    score = evaluator.score
+    evaluator.score = lambda windows, *rest: (score(windows, *rest), score(windows, *rest))
+
+
+def forgetful(model, evaluator):
+    """Leaves out what it does not like."""
+    take = evaluator.take
+    evaluator.take = lambda nats, target, counts, share: take(nats, target, counts & (nats < 7), share)
+
+
+@pytest.mark.parametrize("way", ["sliding", "plain", "documents"])
+def test_a_look_ahead_is_caught(setting, way):
+    evaluate, tokens, hp = setting(way)
+    assert legality.future(lambda t: evaluate(t, peeking), tokens, hp.vocab_size, CUTS).startswith("C1")
+    assert legality.truncation(lambda t: evaluate(t, peeking), tokens, CUTS).startswith("C1")
+
+
+def test_probabilities_that_do_not_add_up_are_caught(setting):
+    evaluate, tokens, hp = setting("sliding")
+    assert legality.distribution(lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50)).startswith("C2")
+
+
+def test_scoring_twice_or_not_at_all_is_caught(setting, monkeypatch):
+    evaluate, tokens, _ = setting("sliding")
+    assert "scored twice" in legality.order(spied(lambda t: evaluate(t, twice), tokens, monkeypatch), TARGETS)
+    monkeypatch.undo()
+    assert legality.complete(lambda t: evaluate(t, forgetful), tokens).startswith("C4")
+
+
+def test_learning_before_scoring_is_caught(setting, monkeypatch):
+    """The order of the two turned round: train on a chunk, then score it."""
+    evaluate, tokens, hp = setting("sgd")
+
+    def early(model, evaluator):
+        score, parameters = evaluator.score, dict(model.named_parameters())
+        learner = ScoreFirst(model, evaluator, None)
+
+        def train_first(windows, *rest):
+            begin = int(windows.scored.min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
+            if begin + hp.ttt_chunk_tokens < TARGETS:
+                gradients = learner._gradients(parameters, begin)
+                model.load({name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()})
+            score(windows, *rest)
+
+        evaluator.score = train_first
+
+    assert legality.order(spied(lambda t: evaluate(t, early), tokens, monkeypatch), TARGETS).startswith("C3")
+    monkeypatch.undo()
+    assert legality.future(lambda t: evaluate(t, early), tokens, hp.vocab_size, CUTS).startswith("C1")
+
+
+def test_scoring_backwards_is_caught():
+    assert "after an update that followed later ones" in legality.order([("score", [5, 6]), ("learn", [5, 6]), ("score", [3])], 7)
+    assert legality.order([("score", [0, 1]), ("learn", [0]), ("score", [2])], 3) == ""
+
+
+def test_training_with_a_rate_of_zero_is_no_training(setting):
+    (plain, tokens, _), (sgd, _, _) = setting("sliding"), setting("sgd", TTT_LR=0)
+    assert torch.equal(sgd(tokens), plain(tokens))
+    (still, _, _), (lora, _, _) = setting("lora", TTT_LORA_LR=0), setting("lora")
+    differ = lora(tokens) != still(tokens)
+    for begin in (0, 25, 110, 210):
+        assert not differ[begin : begin + 8].any() and differ[begin + 8 : begin + 16].any(), "each document begins without changes"
