@@ -161,6 +161,44 @@ def test_missing_coder_is_said_before_training(one_rank, monkeypatch):
         train_gpt.train_and_score(hp)
 
 
+@pytest.mark.parametrize("mode", ["sgd", "lora"])
+def test_training_at_test_time_is_the_same_on_two_ranks(finished, env, tmp_path, mode):
+    """Identical replicas (sgd), documents shared out (lora); the other scores do not change for it."""
+    changes = {"EVAL_ONLY": finished[0] / "final_model.int6.xz", "TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 256, "TTT_LORA_CHUNK": 8}
+    knobs = {k: v for k, v in env(**changes).items() if k.lower() not in train_gpt.MODEL_KNOBS}
+    results = [run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks) for ranks in (1, 2)]
+    assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    scores = [dict(re.findall(r"^(final_\w+) val_loss:(\S+)", result.stdout, re.M)) for result in results]
+    assert list(scores[0]) == ["final_int6_roundtrip_exact", "final_int6_sliding_window_exact", f"final_int6_ttt_{mode}_exact"]
+    for name, nats in scores[0].items():
+        assert float(scores[1][name]) == pytest.approx(float(nats), abs=2e-6), name
+    before = re.search(r"final_int6_sliding_window_exact val_loss:(\S+)", finished[1].stdout).group(1)
+    assert float(scores[0]["final_int6_sliding_window_exact"]) == pytest.approx(float(before), abs=1e-7)
+    tokens, nbytes = re.search(r"val_tokens:(\d+) val_bytes:(\d+)", finished[1].stdout).groups()
+    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3, "said with every final score"
+
+
+def test_ctrl_c_during_the_last_evaluation(finished, env, tmp_path):
+    """What was scored until then is in the log, marked as partial; the status is that of an interrupt."""
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ["train_gpt.py"]
+import train_gpt
+take, calls = train_gpt.Evaluator.take, []
+def stop(*arguments):
+    calls.append(1)
+    if len(calls) == 20: raise KeyboardInterrupt
+    take(*arguments)
+train_gpt.Evaluator.take = stop
+train_gpt.main()
+"""
+    knobs = env(EVAL_ONLY=finished[0] / "final_model.int6.xz", RUN_ID="cut", VAL_BATCH_SIZE=64)
+    result = run(["-c", code], {k: v for k, v in knobs.items() if k.lower() not in train_gpt.MODEL_KNOBS}, tmp_path)
+    assert result.returncode == 130 and "error: interrupted by Ctrl-C" in sentence(result)
+    log = (tmp_path / "logs" / "cut.txt").read_text()
+    assert re.search(r"^final_int6_roundtrip_partial val_loss:\S+ val_bpb:\S+ eval_time:\d+ms val_tokens:\d+ val_bytes:\d+", log, re.M)
+    assert "_exact" not in log.split("=" * 100)[1]
+
+
 def test_eval_only_contradiction(finished, script):
     result = script(EVAL_ONLY=finished[0] / "final_model.int6.xz", NUM_LAYERS=4)
     assert result.returncode == 1 and "NUM_LAYERS=4 is set, but" in sentence(result) and "made with 3" in sentence(result)
