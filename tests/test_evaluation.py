@@ -324,3 +324,21 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank):
                     train_gpt.bank_part(getattr(twin, kind.bank), kind).add_(b @ a / gain / scale)
             torch.testing.assert_close(together[row], twin(ids[row : row + 1])[0], rtol=1e-4, atol=1e-4)
         assert (together - plain).abs().max() > 0.1
+
+
+def test_low_rank_training_by_hand(setting):
+    """One document: score a chunk, one step of AdamW on its mean loss, score the next; gradients are of that chunk alone."""
+    taught, _ = learner(setting, TTT_MODE="lora", TTT_LORA_LR=0.02)
+    hp, val, model = taught.hp, taught.val, taught.model
+    taught._documents(np.array([[200, 221]]), 0.0, 1.0)
+    a = [train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][0].detach().requires_grad_() for name in train_gpt.LORA_KINDS]
+    b = [train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][1].detach().requires_grad_() for name in train_gpt.LORA_KINDS]
+    adam = torch.optim.AdamW([*a, *b], lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
+    adapter, tokens = dict(zip(train_gpt.LORA_KINDS, zip(a, b, strict=True), strict=True)), val.tokens.long()
+    for first, stop in ((200, 208), (208, 216), (216, 221)):
+        nats = model(tokens[200:stop][None], tokens[201 : stop + 1][None], "none", adapter=adapter)[0, first - 200 :]
+        torch.testing.assert_close(taught.evaluator.nats[first:stop], nats.detach(), rtol=1e-4, atol=1e-4)
+        adam.zero_grad()
+        nats.mean().backward()
+        adam.step()
+    assert (~taught.evaluator.nats[:-1].isnan()).sum() == 21
