@@ -224,11 +224,12 @@ def test_cap_is_kept(script):
 
 
 def test_bf16_compiled_run_is_a_run(script):
-    """The path of real machines at toy size: bf16, compiled, late QAT, validation on the way. Three graphs, no more:
-    training, training with QAT, evaluation; #399 compiled anew at step 1, at the switch and in the last evaluation."""
+    """The path of real machines at toy size: bf16, compiled, late QAT, validation on the way. Four graphs, no more:
+    training, training with QAT, evaluation of whole windows and of their ends; #399 compiled anew at step 1, at the
+    switch and in the last evaluation."""
     result = script(COMPUTE_DTYPE="bfloat16", COMPILE=1, LATE_QAT=1, QAT_THRESHOLD=0.5, VAL_LOSS_EVERY=5, NUM_LAYERS=2, TORCH_LOGS="recompiles")
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("Recompiling function forward") == 2
+    assert result.stderr.count("Recompiling function forward") == 3
     assert "compute_dtype:bfloat16" in result.stdout and len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
 
