@@ -1560,20 +1560,24 @@ def planes_codes(raw: bytes, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def encode_lzma(codes: np.ndarray) -> bytes:
+    """Codes (L, out, in) int16 by LZMA2."""
     return squeeze(code_planes(codes))
 
 
 def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_lzma`. Raises ValueError if they are not of this shape or damaged."""
     return planes_codes(expand(blob, 2 * math.prod(shape)), shape)
 
 
 def encode_zstd(codes: np.ndarray) -> bytes:
+    """Codes (L, out, in) int16 by Zstandard."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=22).compress(code_planes(codes))
 
 
 def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_zstd`. Raises ValueError if they are not of this shape or damaged."""
     import zstandard
 
     size = 2 * math.prod(shape)
@@ -1617,6 +1621,7 @@ def encode_ans(codes: np.ndarray) -> bytes:
 
 
 def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_ans`. Raises ValueError or struct.error if they are not of this shape or damaged."""
     layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
     head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(blob[4:4 + length], max_length=6)
