@@ -33,6 +33,7 @@ import dataclasses
 import difflib
 import gc
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import lzma
@@ -365,9 +366,26 @@ class Runtime:
 
     def describe(self) -> str:
         """One line for the log."""
-        name = torch.cuda.get_device_name() if self.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
         return (f"runtime: ranks:{self.ranks.size} device:{name} compute_dtype:{str(self.dtype).removeprefix('torch.')} "
                 f"attention:{self.attention} compile:{int(self.compiled)}")
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself, where Linux tells."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "CPU " + next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"CPU {platform.machine()}"
+
+
+def versions() -> str:
+    """Python, CUDA and every package that computes or codes here, with their versions."""
+    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    for package in ("numpy", "sentencepiece", "constriction", "zstandard", "triton", "flash_attn_3"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join([*found, f"cuda {torch.version.cuda}"])
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -505,15 +523,16 @@ class Log:
         """What a reader needs to repeat the run: source, versions, machine, every knob."""
         self.line(source_code().decode(), console=False)
         self.line("=" * 100, console=False)
-        versions = f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, cuda {torch.version.cuda}"
-        self.line(versions)
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.line(f"started: {started}", console=False)
+        self.line(versions())
         self.line(runtime.describe())
         self.line("hyperparameters (* differs from the default)\n" + hp.describe(), console=False)
         changed = [row[2:] for row in hp.describe().splitlines() if row.startswith("*")]
         self.line("changed from the defaults: " + (" ".join(changed) or "nothing"))
         for note in (*runtime.notes, *misspelt_knobs(os.environ)):
             self.line(f"note: {note}")
-        self.event("start", run_id=self.name, versions=versions, runtime=runtime.describe(), hyperparameters=dataclasses.asdict(hp))
+        self.event("start", run_id=self.name, started=started, versions=versions(), runtime=runtime.describe(), hyperparameters=dataclasses.asdict(hp))
 
 
 @contextlib.contextmanager
@@ -2501,7 +2520,7 @@ def export(weights: dict[str, Tensor], moments: dict[str, Tensor], facts: dict, 
 def check_size(total: int) -> None:
     """Raises UserError if code and artifact together are over the challenge's limit."""
     _rule(total <= SUBMISSION_CAP, f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}: "
-                                   "this run is no valid submission; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
+                                   f"this run is no valid submission; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
 
 
 def peak_memory(device: torch.device) -> str:

@@ -402,4 +402,4 @@ def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys)
         train_gpt.main()
     out, err = capsys.readouterr()
     assert exit_.value.code == 1 and "final_int6_sliding_window_exact" in out
-    assert "over the limit of 50000" in err.strip().splitlines()[-1]
+    assert "over the limit of 50000" in err.strip().splitlines()[-1] and "set TARGET_BYTES=50000" in err
