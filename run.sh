@@ -11,6 +11,8 @@ usage() {
 Knobs are environment variables (python train_gpt.py --help lists them) and win over what is chosen here:
 NPROC=2 ./run.sh     as many processes under torchrun (default: the number of GPUs, or 1)
 DEMO_SECONDS=30      length of the demonstration's training (default 150)
+SEEDS="1337 42" ./run.sh                     one run a seed, and a table; an interrupted sweep goes on where it was
+GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these, with every seed
 TEXT
 }
 
@@ -20,7 +22,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # torch and FlashAttention installed, and any supported torch will do), else one of our own in .venv.
 set_up() {
     local imports="import constriction, numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
-    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, tqdm"
+    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, scipy, tqdm"
     for PYTHON in python3 .venv/bin/python; do
         if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
     done
@@ -31,6 +33,14 @@ set_up() {
     }
 }
 
+train() {  # with these options of python, one run, or as many as SEEDS and GRID ask for
+    if [ -n "${SEEDS:-}${GRID:-}" ]; then
+        "$PYTHON" records/sweep.py -- "$PYTHON" "$@" train_gpt.py
+    else
+        "$PYTHON" "$@" train_gpt.py
+    fi
+}
+
 record() {  # on GPUs
     local gpus="$1" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
@@ -39,7 +49,7 @@ record() {  # on GPUs
     fi
     # The published 3,000 steps of warmdown are 0.41 of 600 s on 8 x H100; other machines need it as a fraction.
     if [ "$gpus" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
-    exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${NPROC:-$gpus}" train_gpt.py
+    train -m torch.distributed.run --standalone --nproc_per_node="${NPROC:-$gpus}"
 }
 
 demonstration() {  # on a CPU: a model of 4 million parameters, on text that is on this machine anyway
@@ -56,12 +66,13 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
     knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
     if [ "$nproc" -gt 1 ]; then
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) / nproc > 0 ? $(getconf _NPROCESSORS_ONLN) / nproc : 1))}"
-        "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py
+        train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
     else
-        "$PYTHON" train_gpt.py
+        train
     fi
+    if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
     "$PYTHON" demo/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"
-    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" records/plot_loss.py "logs/$RUN_ID.jsonl" -o "logs/$RUN_ID.png"
+    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" records/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
     return 0
 }
 

@@ -1,6 +1,5 @@
-"""The kit around the script: demonstration data and report, plots, download, run.sh."""
+"""The kit around the script: demonstration data and report, run.sh."""
 
-import json
 import subprocess
 import sys
 
@@ -10,11 +9,10 @@ import pytest
 import train_gpt
 from conftest import ROOT, TINY, run
 
-for folder in ("demo", "records", "data"):
+for folder in ("demo", "data"):
     sys.path.insert(0, str(ROOT / folder))
 
 import corpus
-import plot_loss
 import report
 
 
@@ -98,17 +96,6 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
     for log, part in (("cut.jsonl", "did not come to its end"), ("none.jsonl", "cannot read")):
         result = run([ROOT / "demo" / "report.py", data, tmp_path / log, "x.xz"], {}, tmp_path)
         assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
-
-
-def test_plot(demonstrated, tmp_path):
-    log = demonstrated[1] / "logs" / "demo.jsonl"
-    found = plot_loss.read_run(log)
-    assert [step for step, _, _ in found["val"]] == [0, 4, 8, 12] and len(found["train"]) == 11
-    plot_loss.draw({"a": found, "b": found}, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "empty.jsonl").write_text(json.dumps({"event": "start"}))
-    with pytest.raises(SystemExit, match="no training step"):
-        plot_loss.read_run(tmp_path / "empty.jsonl")
 
 
 @pytest.mark.parametrize("arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")])

@@ -1,15 +1,12 @@
 """The probes of legality.py on the real evaluators and on test-time training, and on leaky ones, which they must catch."""
 
-import copy
-
-import numpy as np
 import pytest
 import torch
 
 import legality
 import train_gpt
 from conftest import made
-from train_gpt import BOS, Evaluator, ScoreFirst, Validation
+from train_gpt import BOS, ScoreFirst, Validation
 
 WAYS = {
     "plain": {"EVAL_STRIDE": 32},
@@ -32,23 +29,7 @@ def setting(one_rank):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        log = train_gpt.Log(hp, train_gpt.Ranks(1, 2))  # not rank 0: writes nothing
-
-        def evaluate(tokens, leak=None):
-            stream = copy.copy(val)
-            stream.tokens, stream.targets = tokens, len(tokens) - 1
-            stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
-            stream.total_bytes = stream.targets
-            own = copy.deepcopy(model)
-            evaluator = Evaluator(own, stream, hp, runtime, hp.eval_stride, lambda text: None)
-            if leak:
-                leak(own, evaluator)
-            if hp.ttt_enabled:
-                ScoreFirst(own, evaluator, log).run()
-            else:
-                evaluator.score(train_gpt.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
-            return evaluator.nats[:-1].double()
-
+        evaluate = legality.evaluator_of(train_gpt, hp, runtime, model)
         tokens = val.tokens[: TARGETS + 1].clone()
         tokens[[25, 110, 210]] = BOS  # four documents
         return evaluate, tokens, hp
@@ -84,38 +65,12 @@ def test_c2_every_token_has_a_probability_and_they_add_up_to_one(setting, way):
     assert legality.distribution(evaluate, tokens, hp.vocab_size, targets) == ""
 
 
-def spied(evaluate, tokens, monkeypatch):
-    """What an evaluator scores and learns from, in order, by a spy on both."""
-    events, n = [], len(tokens) - 1
-    take, gradients, step = Evaluator.take, ScoreFirst._gradients, torch.optim.AdamW.step
-    last = []
-
-    def seen(self, nats, target, counts, share):
-        last[:] = target[counts].tolist()
-        events.append(("score", list(last)))
-        take(self, nats, target, counts, share)
-
-    def learned(self, parameters, begin):
-        events.append(("learn", list(range(begin, min(begin + self.hp.ttt_chunk_tokens, n)))))
-        return gradients(self, parameters, begin)
-
-    def stepped(self, *arguments):
-        events.append(("learn", list(last)))
-        return step(self, *arguments)
-
-    monkeypatch.setattr(Evaluator, "take", seen)
-    monkeypatch.setattr(ScoreFirst, "_gradients", learned)
-    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
-    evaluate(tokens)
-    return events
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_c3_c4_every_target_is_scored_once_and_before_it_is_learned_from(setting, way, monkeypatch):
+def test_c3_c4_every_target_is_scored_once_and_before_it_is_learned_from(setting, way):
     evaluate, tokens, _ = setting(way)
     assert legality.complete(evaluate, tokens) == ""
-    events = spied(evaluate, tokens, monkeypatch)
-    document = np.cumsum((tokens[:-1] == BOS).numpy())
+    events = legality.spied(train_gpt, evaluate, tokens)
+    document = legality.documents_of(tokens, BOS)
     assert legality.order(events, TARGETS, lambda target: document[target] if way == "lora" else 0) == ""
     learned = sum(kind == "learn" for kind, _ in events)
     assert (learned > 0) == (way in ("sgd", "lora"))
@@ -160,14 +115,13 @@ def test_probabilities_that_do_not_add_up_are_caught(setting):
     assert legality.distribution(lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50)).startswith("C2")
 
 
-def test_scoring_twice_or_not_at_all_is_caught(setting, monkeypatch):
+def test_scoring_twice_or_not_at_all_is_caught(setting):
     evaluate, tokens, _ = setting("sliding")
-    assert "scored twice" in legality.order(spied(lambda t: evaluate(t, twice), tokens, monkeypatch), TARGETS)
-    monkeypatch.undo()
+    assert "scored twice" in legality.order(legality.spied(train_gpt, lambda t: evaluate(t, twice), tokens), TARGETS)
     assert legality.complete(lambda t: evaluate(t, forgetful), tokens).startswith("C4")
 
 
-def test_learning_before_scoring_is_caught(setting, monkeypatch):
+def test_learning_before_scoring_is_caught(setting):
     """The order of the two turned round: train on a chunk, then score it."""
     evaluate, tokens, hp = setting("sgd")
 
@@ -184,8 +138,7 @@ def test_learning_before_scoring_is_caught(setting, monkeypatch):
 
         evaluator.score = train_first
 
-    assert legality.order(spied(lambda t: evaluate(t, early), tokens, monkeypatch), TARGETS).startswith("C3")
-    monkeypatch.undo()
+    assert legality.order(legality.spied(train_gpt, lambda t: evaluate(t, early), tokens), TARGETS).startswith("C3")
     assert legality.future(lambda t: evaluate(t, early), tokens, hp.vocab_size, CUTS).startswith("C1")
 
 
@@ -201,3 +154,13 @@ def test_training_with_a_rate_of_zero_is_no_training(setting):
     differ = lora(tokens) != still(tokens)
     for begin in (0, 25, 110, 210):
         assert not differ[begin : begin + 8].any() and differ[begin + 8 : begin + 16].any(), "each document begins without changes"
+
+
+def test_the_suite_tries_every_way_of_a_run():
+    settings = {"EVAL_DOCUMENTS": "False", "TTT_ENABLED": "False", "NUM_LAYERS": "11", "RUN_ID": "x"}
+    assert legality.suite(train_gpt, settings) == ""
+    assert legality.suite(train_gpt, settings, peeking).startswith("C1")
+    learning = settings | {"TTT_ENABLED": "True", "TTT_MODE": "sgd"}
+    only_then = lambda model, evaluator: peeking(model, evaluator) if evaluator.hp.ttt_enabled else None  # noqa: E731
+    assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)
+    assert legality.suite(train_gpt, settings, only_then) == ""

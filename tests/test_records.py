@@ -1,0 +1,617 @@
+"""The tools of records/: sweeps, logs of both dialects, significance, submission folders and what a reviewer says of them."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from conftest import ROOT, TINY, run, start
+
+sys.path.insert(0, str(ROOT / "records"))
+
+import check_record
+import compare
+import make_record
+import plot
+import runs
+import sweep
+from train_gpt import UserError
+
+SWEEP = [ROOT / "records" / "sweep.py", "--", sys.executable, ROOT / "train_gpt.py"]
+CHECK = ROOT / "records" / "check_record.py"
+
+
+@pytest.fixture(scope="module")
+def knobs(data):
+    values = {
+        **TINY,
+        "DATA_PATH": data,
+        "TOKENIZER_PATH": data / "tokenizer.model",
+        "RUN_ID": "t",
+        "TRAIN_LOG_EVERY": 2,
+        "VAL_LOSS_EVERY": 4,
+        "EVAL_STRIDE": 32,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def swept(knobs, tmp_path_factory):
+    """A finished sweep of two rates with two seeds: (folder, what it said)."""
+    folder = tmp_path_factory.mktemp("sweep")
+    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+def logs_of(swept, rate: str = "0.025") -> list[Path]:
+    return sorted((swept[0] / "logs").glob(f"t_MATRIX_LR={rate}_seed*.txt"))
+
+
+# Sweep
+
+
+def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
+    folder, said = swept
+    names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
+    assert sorted(p.name for p in (folder / "logs").iterdir()) == sorted(
+        f"{n}{suffix}" for n in names for suffix in (".txt", ".jsonl", ".int6.xz")
+    )
+    table = said[said.index("\nMATRIX_LR=0.025\n") :]
+    found = [runs.read_run(path) for path in logs_of(swept)]
+    for row in found:
+        line = next(line for line in table.splitlines() if line.startswith(f"seed {row.seed} "))
+        assert f"{row.score.bpb:.5f}" in line and f"{row.total_bytes:,}" in line and f"{row.step_ms:.2f}" in line
+    mean, std = np.mean([r.score.bpb for r in found]), np.std([r.score.bpb for r in found], ddof=1)
+    assert (
+        re.search(rf"^mean .* {mean:.5f} ", table, re.M)
+        and re.search(rf"^std .* {std:.5f} ", table, re.M)
+        and re.search(r"^n +2$", table, re.M)
+    )
+
+
+def test_an_artifact_is_kept_for_each_run(swept):
+    sizes = {path.stem: runs.read_run(path).model_bytes for path in logs_of(swept)}
+    assert {name: (swept[0] / "logs" / f"{name}.int6.xz").stat().st_size for name in sizes} == sizes
+
+
+def copy_of(swept, tmp_path) -> Path:
+    shutil.copytree(swept[0], tmp_path / "sweep")
+    return tmp_path / "sweep"
+
+
+def test_sweep_does_not_repeat_what_is_done(swept, knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    cut = folder / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
+    whole = cut.read_text()
+    cut.write_text(whole[: whole.index("final_average_exact")])  # as a killed run leaves it
+    others = {p: p.stat().st_mtime_ns for p in folder.glob("logs/*.txt") if p != cut}
+    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
+    assert result.returncode == 0 and result.stdout.count("is done already") == 3, result.stderr
+    assert {p: p.stat().st_mtime_ns for p in others} == others and "final_int6_sliding_window_exact" in cut.read_text()
+
+
+def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"}, folder)
+    assert result.returncode == 1 and "another configuration (ITERATIONS=12, now 10)" in result.stderr and "RUN_ID" in result.stderr
+    changed = logs_of((folder, ""))[0]
+    changed.write_text("# changed\n" + changed.read_text())
+    assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
+
+
+def test_sweep_goes_on_after_a_failed_run(knobs, tmp_path):
+    result = run(SWEEP, {**knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}, tmp_path)
+    assert result.returncode == 1
+    assert re.search(r"failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=\S+ has 400 pieces", result.stdout)
+    assert re.search(r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 ", result.stdout)
+
+
+def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
+        path.unlink()
+    process = start(SWEEP, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder)
+    said = ""
+    while "warmup" not in said:
+        said += process.stdout.readline()
+    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # the terminal sends it to both
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "seed 1 " in out and re.search(r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out)
+
+
+def test_sweep_errors(env):
+    for variables, part in (({"GRID": "MATRIX_LRR=1"}, "GRID has 'MATRIX_LRR=1'"), ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
+                            ({"SEEDS": "1 1"}, "names a seed twice"), ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple")):  # fmt: skip
+        with pytest.raises(UserError, match=re.escape(part)):
+            sweep.plan({**env(), **variables})
+
+
+# Logs
+
+PUBLISHED = """\
+train_batch_tokens:786432 train_seq_len:2048 iterations:9000 warmup_steps:20 max_wallclock_seconds:600.000
+world_size:8 grad_accum_steps:1
+seed:42
+step:0/9000 val_loss:6.9304 val_bpb:4.1046 train_time:0ms step_avg:0.01ms
+step:1/9000 train_loss:6.9322 train_time:133ms step_avg:132.54ms
+step:7000/9000 train_loss:1.7889 train_time:584853ms step_avg:83.55ms
+step:7179/9000 val_loss:1.9214 val_bpb:1.1379 train_time:600128ms step_avg:83.59ms
+stopping_early: wallclock_cap train_time:600128ms step:7179/9000
+DIAGNOSTIC post_ema val_loss:1.9196 val_bpb:1.1369 eval_time:1971ms
+Serialized model: 106027446 bytes
+Code size: 89458 bytes
+Serialized model int6+lzma: 15887928 bytes
+Total submission size int6+lzma: 15977386 bytes
+final_int6_roundtrip val_loss:1.9336 val_bpb:1.1452 eval_time:6562ms
+final_int6_roundtrip_exact val_loss:1.93358885 val_bpb:1.14518023
+final_int6_sliding_window val_loss:1.8939 val_bpb:1.1217 stride:64 eval_time:74066ms
+final_int6_sliding_window_exact val_loss:1.89385556 val_bpb:1.12165091
+final_int8_zlib_roundtrip_exact val_loss:1.89385556 val_bpb:1.12165091
+"""
+LEGAL = """\
+ttt_sliding:done val_loss=1.889768 val_bpb=1.119230 elapsed=409.8s
+legal_ttt val_loss:1.8898 val_bpb:1.1192 eval_time:410268ms
+legal_ttt_exact val_loss:1.88976776 val_bpb:1.11922988
+"""
+LATER = """\
+Hyperparameters:
+  matrix_lr: 0.026
+  seed: 42
+  world_size: 8
+1/20000 train_loss: 9.0087 train_time: 0.0m tok/s: 17921784
+4500/20000 train_loss: 2.2771 train_time: 9.0m tok/s: 6589668
+4945/20000 val_loss: 2.3539 val_bpb: 1.0756
+stopping_early: wallclock_cap train_time: 599592ms step: 4945/20000
+diagnostic pre-quantization post-ema val_loss:2.32848665 val_bpb:1.06395844 eval_time:6718ms
+Code size (uncompressed): 157868 bytes
+Code size (compressed): 31999 bytes
+Serialized model quantized+pergroup: 15865260 bytes
+Total submission size quantized+pergroup: 15897259 bytes
+diagnostic quantized val_loss:2.34727563 val_bpb:1.07254371 eval_time:49995ms
+quantized_ttt_phased val_loss:2.31944212 val_bpb:1.05989454 eval_time:508785ms
+"""
+
+
+def written(folder: Path, text: str, name: str = "train_seed42.log") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_published_logs_are_read(tmp_path):
+    found = runs.read_run(written(tmp_path, PUBLISHED))
+    assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 7179, 600.128)
+    assert found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None) and found.score_name == "final_int6_sliding_window"
+    assert (found.before_export.bpb, found.after_export.bpb) == (1.1369, 1.14518023)
+    assert (found.code_bytes, found.model_bytes, found.total_bytes) == (89458, 15887928, 15977386)
+    assert (
+        found.train[-1].seconds == pytest.approx(584.853)
+        and found.val[0].fields["val_bpb"] == 4.1046
+        and found.configuration["ITERATIONS"] == "9000"
+    )
+    learning = runs.read_run(written(tmp_path, PUBLISHED + LEGAL))
+    assert learning.score == runs.Score(1.88976776, 1.11922988, 410.268, None, None)
+
+
+def test_later_published_logs_are_read(tmp_path):
+    found = runs.read_run(written(tmp_path, LATER))
+    assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 4945, 599.592)
+    assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
+    assert (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"]) == (1.06395844, 1.07254371, 1.0756)
+    assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (31999, 15897259, 540.0)
+    assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
+
+
+def test_scores_of_baselines_with_their_stride_in_the_middle(tmp_path):
+    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\nfinal_quant_roundtrip_exact val_loss:2.01 val_bpb:1.195\n"
+    found = runs.read_run(written(tmp_path, text + "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n"))
+    assert found.score.bpb == 1.16184369 and found.after_export.bpb == 1.195
+
+
+def test_our_log_is_read_whole(swept):
+    path = logs_of(swept)[0]
+    found, events = runs.read_run(path), [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    last, artifact = events[-1], next(event for event in events if event["event"] == "artifact")
+    assert found.source == (ROOT / "train_gpt.py").read_bytes() and found.ranks == 1 and found.device.startswith("CPU")
+    assert found.started == events[0]["started"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
+    assert found.score == pytest.approx(
+        (last["val_loss"], last["val_bpb"], last["eval_seconds"], last["val_tokens"], last["val_bytes"]), abs=1e-3
+    )
+    assert (found.model_bytes, found.code_bytes) == (artifact["model_bytes"], artifact["code_bytes"])
+    assert found.settings["NUM_LAYERS"] == "3" and "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
+    assert [p.step for p in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and [p.step for p in found.val] == [0, 4, 8, 12]
+    assert found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0] and "constriction" in found.versions
+
+
+def test_what_is_no_single_run_is_refused(tmp_path):
+    for text, part in ((PUBLISHED + PUBLISHED, "holds several runs"), ("hello\n", "neither steps nor scores")):
+        with pytest.raises(UserError, match=part):
+            runs.read_run(written(tmp_path, text))
+    with pytest.raises(UserError, match="did not come to its end"):
+        _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
+    for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt beside it")):
+        (tmp_path / "x.jsonl").write_text("{}")
+        with pytest.raises(UserError, match=part):
+            runs.read_run(tmp_path / name)
+
+
+# Significance
+
+
+def group(folder: Path, values: dict[int, float], rate: float = 1.7, step: float = 83.0, text: str = PUBLISHED) -> list:
+    """Published-looking logs with these losses by seed."""
+    for seed, loss in values.items():
+        log = text.replace("seed:42", f"seed:{seed}").replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
+        written(folder, log.replace("600128", f"{step * 7179 + 99 * seed:.0f}"), f"train_seed{seed}.log")
+    return runs.read_group(str(folder))
+
+
+def test_welch_is_the_textbook_one(tmp_path):
+    a, b = [1.90, 1.91, 1.92, 1.905], [1.88, 1.882, 1.885]
+    test = compare.welch(a, b, 0.005)
+    variance = [np.var(side, ddof=1) / len(side) for side in (a, b)]
+    assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
+    assert test.df == pytest.approx(sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2))
+    least = compare.smallest(a, b, 0.005)
+    shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
+    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), "the smallest gain is just significant"
+    assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(0.5 - np.arctan(21) / np.pi), (
+        "t with one degree of freedom is Cauchy's"
+    )
+    assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
+
+
+@pytest.mark.parametrize("losses, counts, part", [
+    ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
+    ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
+    ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
+    ({1: 1.880, 2: 1.9, 3: 1.886}, False, "run more seeds"),
+    ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
+])  # fmt: skip
+def test_the_rule_for_records(tmp_path, losses, counts, part):
+    a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
+    assert compare.verdict(a, b, speed=False)[0] is counts
+    result = run([ROOT / "records" / "compare.py", tmp_path / "a", tmp_path / "b"], {}, tmp_path)
+    assert result.returncode == (0 if counts else 3) and part in result.stdout
+    assert ("paired by seed (1 2 3)" in result.stdout) == (len(losses) == 3)
+
+
+def test_the_rule_for_speed(tmp_path):
+    a = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999})
+    faster = group(tmp_path / "b", {1: 1.9, 2: 1.9002, 3: 1.9}, step=80.0)
+    assert (
+        compare.verdict(a, faster, speed=True) == (True, compare.verdict(a, faster, speed=True)[1])
+        and "waived" in compare.verdict(a, faster, True)[1]
+    )
+    assert not compare.verdict(a, faster, speed=False)[0] and not compare.verdict(faster, a, speed=True)[0]
+    worse = group(tmp_path / "c", {1: 1.91, 2: 1.9102, 3: 1.9101}, step=80.0)
+    assert "the loss is worse by 0.0101" in compare.verdict(a, worse, speed=True)[1]
+
+
+def test_other_tokenizers_are_compared_by_bits(tmp_path):
+    a, b = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7), group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
+    of_a, of_b, remark = compare.losses(a, b)
+    assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6) and of_b == [2.4, 2.41] and "other tokens" in remark
+
+
+def test_groups_that_are_none(tmp_path, swept):
+    mixed = ",".join(str(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)[:1])
+    with pytest.raises(UserError, match=r"MATRIX_LR=0.005 and 0.025"):
+        runs.read_group(mixed)
+    with pytest.raises(UserError, match="seed 1 more than once"):
+        runs.read_group(f"{logs_of(swept)[0]},{logs_of(swept)[0]}")
+    with pytest.raises(UserError, match="there are no logs in"):
+        runs.read_group(str(tmp_path / "no*"))
+    cut = written(tmp_path / "cut", PUBLISHED[: PUBLISHED.index("DIAG")])
+    with pytest.raises(UserError, match="did not come to its end"):
+        runs.read_group(str(cut))
+    text = (tmp_path / "other.txt", logs_of(swept)[1].read_text())
+    text[0].write_text(re.sub(r"val_tokens:\d+", "val_tokens:77", text[1]))
+    with pytest.raises(UserError, match="were scored on 77 and"):
+        compare.losses(runs.read_group(str(logs_of(swept)[0])), runs.read_group(str(text[0])))
+
+
+# Submission folders
+
+
+@pytest.fixture
+def made(swept, tmp_path):
+    """A function: a submission folder made of the sweep's logs, its README filled in."""
+
+    def make(*options: str, track: str = "non_record_16mb", change=lambda text: text) -> Path:
+        sources = [written(tmp_path / "logs", change(path.read_text()), path.name) for path in logs_of(swept)]
+        arguments = [
+            "--track",
+            track,
+            "--name",
+            "A tiny, first one",
+            "--author",
+            "Ada",
+            "--blurb",
+            "Small.",
+            "--root",
+            tmp_path / "records",
+            *options,
+            *sources,
+        ]
+        result = run([ROOT / "records" / "make_record.py", *arguments], {}, tmp_path)
+        assert result.returncode == 0, result.stderr
+        folder = next((tmp_path / "records" / track).iterdir())
+        (folder / "README.md").write_text(re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text()))
+        return folder
+
+    return make
+
+
+def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
+    """(exit status, lines by verdict) of check_record.py."""
+    result = run([CHECK, folder, *options], {}, folder.parent, timeout=300)
+    assert "Traceback" not in result.stderr, result.stderr
+    lines = {status: [line for line in result.stdout.splitlines() if line.startswith(status)] for status in ("ok", "FAIL", "n/a")}
+    assert sum(map(len, lines.values())) >= 10
+    return result.returncode, lines
+
+
+def test_a_folder_has_everything_from_the_logs(made, swept):
+    folder = made()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_A_tiny_first_one", folder.name)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "README.md",
+        "requirements.txt",
+        "submission.json",
+        "train_gpt.py",
+        "train_seed1.log",
+        "train_seed2.log",
+    ]
+    assert (folder / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    found, said = [runs.read_run(path) for path in logs_of(swept)], json.loads((folder / "submission.json").read_text())
+    assert said["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
+    assert said["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
+    assert said["val_bpb_std"] == pytest.approx(np.std([r.score.bpb for r in found], ddof=1), abs=1e-8)
+    assert said["seeds"] == [1, 2] and said["bytes_total"] == max(r.total_bytes for r in found) and said["github_id"] == "Ada"
+    assert said["seed_results"]["2"]["val_loss"] == found[1].score.loss and said["compliance"]["three_seeds"] is False
+    text = (folder / "README.md").read_text()
+    assert (
+        f"**val_bpb {said['val_bpb']:.5f}**" in text
+        and "This is not a record" in text
+        and "MATRIX_LR=0.025" in text
+        and "LATE_QAT=0" in text
+    )
+    assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in (folder / "requirements.txt").read_text()
+
+
+def test_a_good_folder_passes(made, swept, data):
+    folder = made()
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    status, lines = checked(folder, "--legality", "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model")
+    assert status == 0 and not lines["FAIL"], lines
+    assert [line for line in lines["n/a"] if "8xH100" in line and "a non-record" in line] and len(lines["n/a"]) == 2
+    assert any("C1 causal" in line for line in lines["ok"]) and any("gives the score again" in line for line in lines["ok"])
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".log") == [
+        "README.md",
+        "requirements.txt",
+        "submission.json",
+        "train_gpt.py",
+    ]
+
+
+def test_a_packed_folder_passes(made):
+    folder = made("--pack")
+    source = (ROOT / "train_gpt.py").read_bytes()
+    assert (folder / "train_gpt.readable.py").read_bytes() == source and (folder / "train_gpt.py").read_bytes() == train_gpt.pack_code(
+        source
+    )
+    assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(train_gpt.pack_code(source))
+    status, lines = checked(folder)
+    assert status == 0, lines
+
+
+def as_record(text: str) -> str:
+    """The log as it would be on the challenge's machine."""
+    return re.sub(r"^runtime: ranks:1 device:.*?(?= compute)", "runtime: ranks:8 device:NVIDIA H100 80GB HBM3", text, flags=re.M)
+
+
+def test_a_record_needs_its_machine_and_its_significance(made, tmp_path):
+    folder = made(track="10min_16mb", change=as_record)
+    status, lines = checked(folder, "--against", folder)
+    assert status == 1 and len(lines["FAIL"]) == 1 and "0.005 nats" in lines["FAIL"][0], lines
+    assert "n/a   a record" in "".join(checked(folder)[1]["n/a"])
+
+
+def edit(name: str, old: str, new: str):
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        changed = re.sub(old, new, text, count=1, flags=re.M)
+        assert changed != text
+        (folder / name).write_text(changed)
+
+    return change
+
+
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def swap_loss(folder: Path) -> None:
+    said = json.loads((folder / "submission.json").read_text())
+    (folder / "submission.json").write_text(json.dumps(said | {"val_loss": said["val_bpb"]}))
+
+
+def fatten(folder: Path) -> None:
+    with open(folder / "train_gpt.py", "a") as file:
+        file.write("#" * 16_000_000)
+
+
+BROKEN = {
+    "no readme": (remove("README.md"), "no README.md"),
+    "no json": (remove("submission.json"), "no submission.json"),
+    "bad json": (edit("submission.json", r"\{", "{,"), "is no JSON"),
+    "no script": (remove("train_gpt.py"), "no train_gpt.py"),
+    "no logs": (lambda folder: [log.unlink() for log in folder.glob("*.log")], "no log"),
+    "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not come to its end"),
+    "no author": (edit("submission.json", r'"author": "Ada"', '"author": ""'), "without author"),
+    "unfilled readme": (edit("README.md", "none", "(to fill: x)"), "still to fill"),
+    "a wrong bpb": (edit("submission.json", r'"val_bpb": \d+\.\d', '"val_bpb": 0.9'), "val_bpb is"),
+    "bpb as loss": (swap_loss, "val_loss is nats a token"),
+    "a wrong std": (edit("submission.json", r'"val_bpb_std": [\d.e-]+', '"val_bpb_std": 0.5'), "val_bpb_std is 0.5"),
+    "a seed invented": (edit("submission.json", r'"seeds": \[\n *1', '"seeds": [\n 9'), "seeds are"),
+    "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, of which there is no log"),
+    "a seed's figure": (edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"),
+    "bytes wrong": (edit("submission.json", r'"bytes_total": \d+', '"bytes_total": 5'), "bytes_total is 5"),
+    "code bytes wrong": (edit("submission.json", r'"bytes_code": \d+', '"bytes_code": 5'), "bytes_code is 5"),
+    "mixed settings": (edit("train_seed2.log", r"^\* MATRIX_LR=0\.025|^  MATRIX_LR=0\.025", "* MATRIX_LR=0.03"), "MATRIX_LR=0.025 and 0.03"),
+    "a seed twice": (lambda folder: shutil.copy(folder / "train_seed1.log", folder / "train_seed3.log"), "one is there twice"),
+    "other text": (edit("train_seed2.log", r"(final_int6_sl.*)val_tokens:\d+", r"\1val_tokens:99"), "tokens and bytes are"),
+    "another script": (edit("train_gpt.py", r"^import ast$", "import ast  # changed"), "begins with another one"),
+    "too large": (fatten, "too many"),
+    "trained too long": (edit("train_seed1.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 1: 600.00 s"),
+    "evaluated too long": (edit("train_seed1.log", r"(final_int6_sl.*)eval_time:\d+ms", r"\1eval_time:700000ms"), "seed 1: 700.00 s"),
+    "damaged packing": (lambda folder: (folder / "train_gpt.py").write_bytes(train_gpt.pack_code(b"pass")[:-60]), "cannot be unpacked"),
+    "no python": (edit("train_gpt.py", r"^import ast$", "import ast ast"), "invalid syntax"),
+    "no help": (edit("train_gpt.py", r"^    main\(\)$", '    sys.exit("error: no")'), "exit status 1: error: no"),
+    "an import": (edit("train_gpt.py", r"^import ast$", "import ast\nimport pytest"), "pytest is not in requirements.txt"),
+    "a network module": (edit("train_gpt.py", r"^import ast$", "import ast\nimport urllib.request"), "it imports urllib"),
+    "a secret": (edit("train_seed1.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"), "key or password"),
+}  # fmt: skip
+
+
+def test_each_breakage_is_found(made, tmp_path, monkeypatch):
+    good = made()
+    monkeypatch.setattr(
+        check_record, "starts", lambda folder, rule: check_record.Verdict("ok", rule, "")
+    )  # 3 s each; tried above and once below
+    for name, (damage, part) in BROKEN.items():
+        folder = tmp_path / "broken" / "non_record_16mb" / good.name
+        shutil.copytree(good, folder)
+        damage(folder)
+        if name == "no help":
+            monkeypatch.undo()
+        found = [line for line in check_record.check(check_record.Folder(folder)) if line.status == "FAIL"]
+        assert any(part in line.detail for line in found), (name, found)
+        shutil.rmtree(folder)
+        if name == "no help":
+            monkeypatch.setattr(check_record, "starts", lambda folder, rule: check_record.Verdict("ok", rule, ""))
+
+
+def test_exit_status_of_a_broken_folder(made):
+    folder = made()
+    remove("submission.json")(folder)
+    status, lines = checked(folder)
+    assert status == 1 and "no submission.json" in lines["FAIL"][0]
+
+
+def test_a_rescore_that_cheats_is_caught(made, swept, data):
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    options = ("--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model")
+    for line, part in (("import socket; socket.create_connection(('localhost', 9))", "makes a network call"),
+                       ("open('/nowhere/fineweb_train_000000.bin')", "opens training data")):  # fmt: skip
+        folder = made(change=lambda text: text)
+        edit("train_gpt.py", r"^        evaluate_only\(|^            evaluate_only\(", f"            {line}\n            evaluate_only(")(
+            folder
+        )
+        assert any(part in text for text in checked(folder, *options)[1]["FAIL"])
+        shutil.rmtree(folder)
+
+
+def test_make_refuses(made, swept, tmp_path):
+    folder = made()
+    again = run([ROOT / "records" / "make_record.py", "--track", "non_record_16mb", "--name", "A tiny, first one", "--author", "Ada", "--root",
+                 tmp_path / "records", *logs_of(swept)], {}, tmp_path)  # fmt: skip
+    assert again.returncode == 1 and f"{folder} is there already" in again.stderr
+    paths, given = logs_of(swept), dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
+    make = lambda *found: make_record.make([runs.read_run(path) for path in found], given, "t", tmp_path, False, None)  # noqa: E731
+    altered = written(tmp_path / "altered", "#\n" + paths[0].read_text(), "a.txt")
+    for found, part in (((paths[0], paths[0]), "each must tell a seed of its own"), ((paths[0], logs_of(swept, "0.005")[1]), "MATRIX_LR=0.025 and 0.005"),
+                        ((altered,), "the log was altered"), ((written(tmp_path, PUBLISHED),), "does not begin with the script")):  # fmt: skip
+        with pytest.raises(UserError, match=part):
+            make(*found)
+
+
+@pytest.mark.parametrize("log, said, parts", [
+    (PUBLISHED + LEGAL, {"val_bpb": 1.1192, "bytes_total": 15977386, "blurb": "x"}, ["ok    submission.json says what the logs say"]),
+    (PUBLISHED, {"val_loss": 1.1217, "val_bpb": 1.1217}, ["FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"]),
+    (LATER, {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42], "seed_results": {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}},
+     ["ok    evaluation takes at most 10 minutes: 508.8 s", "ok    submission.json says what the logs say"]),
+])  # fmt: skip
+def test_published_folders_get_sane_messages(tmp_path, log, said, parts):
+    """In the shape of merged folders: fewer fields, no requirements.txt, a script of another make, logs without their source."""
+    folder = tmp_path / "track_10min_16mb" / "2026-03-23_Someone"
+    written(folder, log)
+    code = runs.read_run(folder / "train_seed42.log").code_bytes
+    script = "import glob\nimport numpy as np\nfrom flash_attn_interface import flash_attn_func\nimport torch\n"
+    written(folder, script + "#" * (code - len(script)), "train_gpt.py")
+    written(folder, "# A published record\n" + "text " * 60, "README.md")
+    written(folder, json.dumps({"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **said}), "submission.json")
+    status, lines = checked(folder)
+    text = "\n".join(line for kind in lines.values() for line in kind)
+    for part in parts:
+        assert part in text, text
+    assert "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script" in text
+    assert "flash_attn_interface is not installed here" in text and "ok    train_gpt.py imports what requirements.txt lists" in text
+    slow = "FAIL  training takes at most 10 minutes: seed 42: 600.13 s"
+    assert (slow in text) == (log is not LATER), "fault B20: the published system overran its clock"
+    assert status == (1 if lines["FAIL"] else 0)
+
+
+def test_our_own_records_hold():
+    """Every folder under records/ as a reviewer sees it."""
+    folders = sorted(path.parent for path in (ROOT / "records").glob("*/*/submission.json"))
+    assert folders
+    for path in folders:
+        broken = [line for line in check_record.check(check_record.Folder(path)) if line.status == "FAIL"]
+        assert not broken, (path, broken)
+
+
+# Plots
+
+
+def test_runs_of_one_configuration_are_one_curve(swept):
+    members = [runs.read_run(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)]
+    found = plot.groups(members)
+    assert list(found) == ["t_MATRIX_LR=0.005 (2 seeds)", "t_MATRIX_LR=0.025 (2 seeds)"] and [len(group) for group in found.values()] == [
+        2,
+        2,
+    ]
+    x, y = plot.together([(np.array([0.0, 10.0]), np.array([0.0, 1.0])), (np.array([5.0, 20.0]), np.array([2.0, 5.0]))])
+    assert x.tolist() == [5.0, 10.0] and y.tolist() == [[0.5, 1.0], [2.0, 3.0]]
+    steps, ms = plot.step_times(members[0].train)
+    a, b = members[0].train[-2:]
+    assert steps[-1] == 12 and ms[-1] == pytest.approx(1000 * (b.seconds - a.seconds) / 2)
+
+
+def test_plots_are_drawn(swept, tmp_path):
+    published = written(tmp_path, PUBLISHED)
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    for name, options in (("runs", [*logs_of(swept), published]), ("bytes", ["--artifact", artifact])):
+        result = run([ROOT / "records" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path)
+        assert result.returncode == 0 and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), result.stderr
+    assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
+
+
+def test_scaling_is_drawn_of_different_ranks(swept, tmp_path):
+    path = logs_of(swept)[0]
+    two = written(tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt")
+    plot.draw_scaling([runs.read_run(path), runs.read_run(two)], tmp_path / "s.png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    for members, part in (
+        ([runs.read_run(path)], "with different numbers of ranks"),
+        ([runs.read_run(written(tmp_path, LATER))], "does not tell ranks"),
+    ):
+        with pytest.raises(UserError, match=part):
+            plot.draw_scaling(members, tmp_path / "s.png")
+
+
+def test_plot_errors(tmp_path):
+    for options, part in ((["x.txt"], "cannot read x.txt"), (["--artifact", "x.xz"], "x.xz"), ([], "give either logs or --artifact")):
+        result = run([ROOT / "records" / "plot.py", *options], {}, tmp_path)
+        assert result.returncode and part in result.stderr and "Traceback" not in result.stderr
