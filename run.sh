@@ -21,7 +21,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # A Python that has what the named requirements file asks for: the current one if it does (rented machines come with
 # torch and FlashAttention installed, and any supported torch will do), else one of our own in .venv.
 set_up() {
-    local imports="import constriction, numpy, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
+    local imports="import constriction, numpy, safetensors, sentencepiece, torch, zstandard; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
     [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, scipy, tqdm"
     for PYTHON in python3 .venv/bin/python; do
         if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi

@@ -31,6 +31,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import fcntl
 import gc
 import hashlib
 import importlib.metadata
@@ -41,8 +42,10 @@ import math
 import os
 import platform
 import queue
+import re
 import resource
 import shutil
+import signal
 import statistics
 import struct
 import sys
@@ -169,6 +172,10 @@ class Hyperparameters:
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
     seed: int = knob(1337, "initialisation (and nothing else: see SHUFFLE_SEED)", low=0)
     train_log_every: int = knob(200, "steps between two lines of the log", low=1)
+    checkpoint_every: str = knob("", "keep what RESUME needs in checkpoints/<RUN_ID>/: every so many steps (500), or seconds (60s); empty: never")
+    resume: str = knob("", "auto: go on from the newest whole checkpoint of RUN_ID, if there is one; or the folder of a checkpoint")
+    skip_nonfinite: int = knob(0, "leave out so many steps with a loss or gradient that is not finite before giving up; 0: stop at the first", low=0)
+    deterministic: bool = knob(False, "only kernels that give the same bits each time")
     profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table", low=0)
     compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
@@ -198,6 +205,10 @@ class Hyperparameters:
               f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         _rule(self.eval_stride <= self.eval_seq_len,
               f"EVAL_STRIDE={self.eval_stride} exceeds EVAL_SEQ_LEN={self.eval_seq_len}: tokens between windows would not be scored")
+        _rule(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None,
+              f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)")
+        _rule(bool(self.run_id) or not (self.checkpoint_every or self.resume),
+              "CHECKPOINT_EVERY and RESUME need a RUN_ID, by which a run that starts again finds what it has left: set one")
         _rule(not (self.ema_enabled and self.swa_enabled), "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
 
     @property
@@ -346,9 +357,12 @@ class Runtime:
         device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
         if ranks.size > 1:
             on_gpu = device.type == "cuda"
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10), device_id=device if on_gpu else None)
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10), device_id=device if on_gpu else None, **meeting(ranks))
         if device.type == "cpu":
             keep_freed_memory()
+        if hp.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied
+            torch.use_deterministic_algorithms(True)
         dtype, (compiled, missing) = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
         yield cls(ranks, device, dtype, compiled, attention, attend, (*missing, *refused))
@@ -386,6 +400,18 @@ def versions() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join([*found, f"cuda {torch.version.cuda}"])
+
+
+def meeting(ranks: Ranks) -> dict:
+    """Where the ranks meet, as arguments of init_process_group: nothing, unless torchrun started them again. It then gives
+    them the store of the first start, in which they would find the addresses of the dead (pytorch #135712)."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    _rule(os.environ.get("GROUP_WORLD_SIZE", "1") == "1",  # nodes do not agree on how often they were started
+          "torchrun --max-restarts on several nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: ranks would wait for dead ones")
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks.size, is_master=False)
+    return {"store": dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), "rank": ranks.rank, "world_size": ranks.size}
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -443,7 +469,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
     The function takes q (B, T, H, E), k and v (B, T, K, E) and returns (B, T, H, E), causal. A kernel that is not
     installed or does not run here is passed over and named in the refusals; `math` always works.
     """
-    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math") if device.type == "cuda" else ("flash", "math")
+    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math") if device.type == "cuda" and not hp.deterministic else ("flash", "math")
     if hp.attention != "auto":
         order = (hp.attention, *(name for name in order if name != hp.attention))
     refused = []
@@ -502,8 +528,15 @@ class Log:
         if ranks.rank == 0:
             with writing(folder / f"{self.name}.txt"):
                 folder.mkdir(parents=True, exist_ok=True)
-                self.files = [open(folder / f"{self.name}{suffix}", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self.files = [open(folder / f"{self.name}{suffix}", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
                               for suffix in (".txt", ".jsonl")]
+                self._lock()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system gives it back when this process ends, however
+        except BlockingIOError:
+            raise UserError(f"RUN_ID={self.name}: another run is writing {self.files[0].name}; wait for its end, or set another RUN_ID") from None
 
     def line(self, text: str, console: bool = True) -> None:
         """Write `text` to the log, and to the console unless it would only fill it (the source, the versions)."""
@@ -519,10 +552,13 @@ class Log:
             with writing(self.files[1].name):
                 self.files[1].write(json.dumps({"event": kind, "seconds": round(time.perf_counter() - self.start, 3), **fields}) + "\n")
 
-    def header(self, hp: Hyperparameters, runtime: Runtime) -> None:
-        """What a reader needs to repeat the run: source, versions, machine, every knob."""
-        self.line(source_code().decode(), console=False)
-        self.line("=" * 100, console=False)
+    def header(self, hp: Hyperparameters, runtime: Runtime, goes_on: bool = False) -> None:
+        """What a reader needs to repeat the run: source, versions, machine, every knob. A run that goes on adds to its log."""
+        if not goes_on:
+            for file in self.files:
+                file.truncate(0)
+            self.line(source_code().decode(), console=False)
+            self.line("=" * 100, console=False)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.line(f"started: {started}", console=False)
         self.line(versions())
@@ -544,19 +580,25 @@ def writing(path: str | Path):
         raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose a writable folder") from error
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` so that a crash leaves the old file or the whole new one: temporary name, sync, rename."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to. A crash leaves the old file at `path` or the whole new one: sync, then rename."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         try:
-            with open(partial, "wb") as file:
-                file.write(data)
-                file.flush()
+            yield partial
+            with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except OSError:
+        except Exception:
             partial.unlink(missing_ok=True)
             raise
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `data` in the way of `replacing`."""
+    with replacing(path) as partial:
+        partial.write_bytes(data)
 
 
 class Stopwatch:
@@ -740,6 +782,7 @@ class ByteCounter:
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         _rule(Path(tokenizer_path).is_file(), f"TOKENIZER_PATH={tokenizer_path} is not a file: set it to the SentencePiece model of the shards")
+        check_length(tokenizer_path, "TOKENIZER_PATH")
         try:
             pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
         except (RuntimeError, OSError) as error:
@@ -764,6 +807,13 @@ class ByteCounter:
         return self.length[tokens[1:]] + (self.spaced[tokens[1:]] & ~self.boundary[tokens[:-1]])
 
 
+def check_length(path: str | Path, what: str) -> None:
+    """Raises UserError for a file that is far larger than any of its kind, before it fills the memory."""
+    limit = 64 << 20
+    size = Path(path).stat().st_size
+    _rule(size <= limit, f"{what} {path} has {size} bytes, over the limit of {limit} for such a file: it is not what it should be")
+
+
 def sha256_of(path: str) -> str:
     """The file's sha256, in hexadecimal."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -778,6 +828,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
+    check_length(path, "the manifest")
     try:
         manifest = json.loads(path.read_bytes())
         sizes = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items() if name.startswith("fineweb_val_")}
@@ -790,11 +841,15 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
         _rule(shard.is_file() and shard.stat().st_size == size, f"{shard} is missing or not of {size} bytes as {path} says: fetch it again")
 
 
+MAX_VALIDATION = 1 << 29  # tokens; the challenge has 62 million, and all of them are kept in memory
+
+
 class Validation:
     """The validation stream on the device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n targets."""
 
     def __init__(self, hp: Hyperparameters, device: torch.device):
         stream = TokenStream(hp.data_path, "val", hp.vocab_size)
+        _rule(len(stream) <= MAX_VALIDATION, f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens, over the limit of {MAX_VALIDATION}")
         tokens = stream.read(0, len(stream))
         self.targets = len(tokens) - 1
         _rule(self.targets >= hp.eval_seq_len, f"DATA_PATH={hp.data_path} holds {len(tokens)} validation tokens, fewer than one window "
@@ -1208,10 +1263,13 @@ class BankShard:
         self.transposed, self.scale = (torch.tensor(column, device=bank.device)[mine, None, None] for column in zip(*traits, strict=True))
 
 
+REPORT = 3  # what travels with the small gradients: loss, rank 0's clock, how many ranks want to stop
+
+
 class Optimizers:
     """Every parameter is owned by exactly one optimizer; `step` is the only path, for 1..W ranks. Its phases:
 
-    launch   small gradients, loss and clock in one flat all-reduce, then every bank's reduce-scatter, largest first
+    launch   small gradients, loss, clock and wish to stop in one flat all-reduce, then every bank's reduce-scatter, largest first
     clip     the norm of the reduced gradient: own shards and small gradients, one scalar all-reduce
     muon     bank by bank: momentum, Newton-Schulz and new fp32 weights of the own rows, start of their all-gather
     adam     the small parameters, while the all-gathers are in flight
@@ -1238,13 +1296,15 @@ class Optimizers:
                       for bank in sorted(BANKS, key=lambda bank: -named[bank].numel())}
         self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
         device = model.tok_emb.device
-        self.flat = torch.zeros(sum(p.numel() for p in self.small.values()) + 2, device=device)  # gradients, loss, clock
-        views = self.flat[:-2].split([p.numel() for p in self.small.values()])
+        self.flat = torch.zeros(sum(p.numel() for p in self.small.values()) + REPORT, device=device)  # gradients, then the report
+        views = self.flat[:-REPORT].split([p.numel() for p in self.small.values()])
         for parameter, view in zip(self.small.values(), views, strict=True):
             parameter.grad = view.view_as(parameter)  # backward adds in place: gradients need no packing
         groups = [{"params": [p for name, p in self.small.items() if owner[name] == rate], "lr": rate, "peak_lr": rate}
                   for rate in sorted({owner[name] for name in self.small})]
         self.adam = torch.optim.AdamW(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+        for parameter in self.small.values():  # as Adam would at its first step, so that all state is there from the start
+            self.adam.state[parameter] = {"step": torch.zeros((), device=device), **{moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}}
         self.update = torch.compile(muon_update, dynamic=False, fullgraph=True) if compiled else muon_update
         self.gathers: list[Callable[[], None]] = []
 
@@ -1257,7 +1317,8 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float, mark: Callable = lambda part: None) -> Tensor:
-        """One update from the gradients in place; leaves them zero. Returns (2,): mean loss and rank 0's clock.
+        """One update from the gradients in place; leaves them zero. Returns (REPORT,): mean loss, rank 0's clock, ranks that
+        want to stop. With SKIP_NONFINITE a step without a finite loss and norm changes nothing, and its loss reads nan.
 
         The banks are not to be read before `finish`. `mark` is told which part begins.
         """
@@ -1265,7 +1326,11 @@ class Optimizers:
         for arrived in self._launch():
             arrived()
         mark("clip")
-        clip = self._clip()
+        norm = self._norm()
+        if self.hp.skip_nonfinite and not (norm + self.flat[-REPORT]).isfinite():  # waits for the device, where this is asked for
+            self.flat[-REPORT] = math.nan
+            return self._report()
+        clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
         # Filled on the device: a copy from the host would wait for it.
         settings = [torch.full((), value, device=self.flat.device) for value in (momentum, lr_scale * self.hp.matrix_lr)]
         for shard in self.banks.values():
@@ -1275,7 +1340,10 @@ class Optimizers:
             self.gathers.append(self.ranks.all_gather(shard.working, shard.own))
         mark("small parameters")
         self._adam(clip, lr_scale)
-        report = self.flat[-2:].clone()
+        return self._report()
+
+    def _report(self) -> Tensor:
+        report = self.flat[-REPORT:].clone()
         self.zero_grad()
         return report
 
@@ -1292,15 +1360,14 @@ class Optimizers:
             arrivals.append(self.ranks.reduce_scatter(shard.shard, shard.wire))
         return arrivals
 
-    def _clip(self) -> Tensor:
+    def _norm(self) -> Tensor:
+        """() of the reduced gradient."""
         square = torch.stack([torch.linalg.vector_norm(shard.shard, dtype=torch.float32).square() for shard in self.banks.values()]).sum()
         self.ranks.all_reduce(square)()
-        norm = (square + torch.linalg.vector_norm(self.flat[:-2]).square()).sqrt()
-        limit = self.hp.grad_clip_norm or math.inf
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
+        return (square + torch.linalg.vector_norm(self.flat[:-REPORT]).square()).sqrt()
 
     def _adam(self, clip: Tensor, lr_scale: float) -> None:
-        self.flat[:-2].mul_(clip)
+        self.flat[:-REPORT].mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
@@ -1326,9 +1393,9 @@ class Optimizers:
 
     def reset(self) -> None:
         """Forget all state, as if no step had been taken."""
-        self.adam.state.clear()
-        for shard in self.banks.values():
-            shard.momentum.zero_()
+        for name, tensor in self.tensors().items():
+            if not name.endswith(".weight"):
+                tensor.zero_()
 
     def zero_grad(self) -> None:
         """Zero the gradient buffers in place; parameters keep their views of them."""
@@ -1336,17 +1403,15 @@ class Optimizers:
         for shard in self.banks.values():
             shard.sum.zero_()
 
-    def state_dict(self) -> dict:
-        """All state of this rank: Adam's, and the weights and momentum of the bank rows that it owns."""
-        return {"adam": self.adam.state_dict(), "banks": {name: (shard.master, shard.momentum) for name, shard in self.banks.items()}}
-
-    def load_state_dict(self, state: dict) -> None:
-        """Take the state of `state_dict` (of the same rank of as many ranks)."""
-        self.adam.load_state_dict(state["adam"])
-        for name, (master, momentum) in state["banks"].items():
-            self.banks[name].master.copy_(master)
-            self.banks[name].momentum.copy_(momentum)
-        self.publish()
+    def tensors(self) -> dict[str, Tensor]:
+        """All state that a step changes, by PARAMETER.KIND: of a bank the rows that this rank owns, of the others all.
+        Whoever writes into the weights must `publish` them."""
+        found = {}
+        for name, shard in self.banks.items():
+            found |= {f"{name}.weight": shard.master, f"{name}.momentum": shard.momentum}
+        for name, parameter in self.small.items():
+            found |= {f"{name}.weight": parameter.detach(), **{f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}}
+        return found
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1424,13 +1489,14 @@ class WeightAverage:
     averages what it owns (`Optimizers.owned`)."""
 
     def __init__(self, weights: list[Tensor], hp: Hyperparameters):
-        self.hp, self.weights = hp, weights
-        self.reset()
+        self.hp, self.weights, self.samples = hp, weights, 0
+        self.mean = [w.clone() for w in weights] if hp.ema_enabled or hp.swa_enabled else []
 
     def reset(self) -> None:
-        """Begin anew at the present weights."""
+        """Begin anew at the present weights, in place: others hold on to these tensors."""
         self.samples = 0
-        self.mean = [w.clone() for w in self.weights] if self.hp.ema_enabled or self.hp.swa_enabled else []
+        if self.mean:
+            torch._foreach_copy_(self.mean, self.weights)
 
     def update(self, step: int, lr_scale: float) -> None:
         """Take in the weights after `step`."""
@@ -2193,6 +2259,244 @@ def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Ad
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Checkpoints: a run that is killed goes on where it was
+
+CHECKPOINTS = Path("checkpoints")
+CHECKPOINT_VERSION = 1
+# What a run that goes on may have otherwise than the one that stopped: how long it is, what it says, where and how it
+# computes, and everything that comes after training.
+MAY_CHANGE = frozenset({
+    "data_path", "tokenizer_path", "micro_batch_tokens", "iterations", "max_wallclock_seconds", "warmup_steps", "row_range", "gptq_batches",
+    "target_bytes", "compressor", "pack_code", "eval_seq_len", "eval_documents", "eval_stride", "val_batch_size", "val_loss_every",
+    "eval_max_seconds", "eval_only", "train_log_every", "checkpoint_every", "resume", "skip_nonfinite", "deterministic", "profile_steps",
+    "reduce_dtype", "compute_dtype", "device", "attention", "compile", *(name for name in Hyperparameters.__dataclass_fields__ if name.startswith("ttt_"))})
+
+
+class Stopped(Exception):
+    """The run ends early because it was asked to: (signal, steps done, folder of the checkpoint)."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on disk that was found whole: its folder, and what rank 0's header says."""
+
+    path: Path
+    step: int  # the next one to be done
+    ranks: int
+    header: dict
+
+    def file(self, rank: int) -> Path:
+        return self.path / f"rank{rank}-of-{self.ranks}.safetensors"
+
+
+class Checkpoints:
+    """Writes checkpoints/<RUN_ID>/step_<N>/: for each rank its tensors (safetensors) and then a JSON header with their
+    sha256, each renamed into place, so that a header stands for a whole file.
+
+    The step waits for a copy in memory alone; a thread does the rest. A checkpoint is whole when all ranks have written:
+    that is sure for the one before the last when the next is begun, as the steps between hold the ranks together. So the
+    last two whole ones are kept, beside the one in the making.
+    """
+
+    def __init__(self, hp: Hyperparameters, ranks: Ranks, tensors: dict[str, Tensor], log: Log):
+        self.hp, self.ranks, self.log = hp, ranks, log
+        self.folder = CHECKPOINTS / hp.run_id
+        self.tensors = {name: tensor for name, tensor in tensors.items() if is_sharded(name) or ranks.rank == 0}
+        self.copies: dict[str, Tensor] = {}
+        self.writer: threading.Thread | None = None
+        self.failure, self.last = "", None
+        if hp.checkpoint_every:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+        self.begin(0, 0.0)
+
+    def begin(self, step: int, seconds: float) -> None:
+        """The run begins there."""
+        self.step, self.seconds = step, seconds
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether to save before `step`, which begins `seconds` into the run: the same on all ranks."""
+        every = self.hp.checkpoint_every
+        if every.endswith("s"):
+            return seconds - self.seconds >= int(every[:-1])
+        return bool(every) and step - self.step >= int(every)
+
+    def save(self, step: int, state: dict) -> None:
+        """Copy the tensors and start to write them, as the state before `step`."""
+        self.wait()
+        if not self.copies:
+            pin = next(iter(self.tensors.values())).device.type == "cuda"
+            self.copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for name, tensor in self.tensors.items()}
+        for name, tensor in self.tensors.items():
+            self.copies[name].copy_(tensor, non_blocking=True)
+        norms, copied = torch.stack(torch._foreach_norm(list(self.tensors.values()))).to("cpu", non_blocking=True), None
+        if torch.cuda.is_initialized():
+            copied = torch.cuda.Event()
+            copied.record()
+        self.begin(step, state["clock"]["seconds"])
+        path = self.folder / f"step_{step:08d}"
+        header = {"version": CHECKPOINT_VERSION, "step": step, "ranks": self.ranks.size, "rank": self.ranks.rank, "state": state,
+                  "hyperparameters": dataclasses.asdict(self.hp), "source_sha256": hashlib.sha256(source_code()).hexdigest()}
+        self.writer = threading.Thread(target=self._write, args=(path, header, norms, copied), name="checkpoint")
+        self.writer.start()
+
+    def _write(self, path: Path, header: dict, norms: Tensor, copied: torch.cuda.Event | None) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file  # frees the interpreter while it writes, which save does not
+
+        started = time.perf_counter()
+        if copied is not None:
+            copied.synchronize()
+        try:
+            _rule(all(map(math.isfinite, norms.tolist())), "it has values that are not finite")
+            with writing(path):
+                path.mkdir(parents=True, exist_ok=True)
+            if self.ranks.rank == 0:
+                self._prune(keep=3)
+            file = path / f"rank{self.ranks.rank}-of-{self.ranks.size}.safetensors"
+            with replacing(file) as partial:
+                save_file(self.copies, partial)
+                header |= {"bytes": partial.stat().st_size, "sha256": file_digest(partial)}
+            write_atomic(file.with_suffix(".json"), json.dumps(header).encode())
+            self.last = path
+            self.log.event("checkpoint", step=header["step"], bytes=header["bytes"], wall_seconds=time.perf_counter() - started)
+        except (UserError, SafetensorError) as error:
+            self.failure = f"there is no checkpoint of step {header['step']}: {error}"
+
+    def _prune(self, keep: int) -> None:
+        """Leave the last so many folders."""
+        for old in sorted(self.folder.glob("step_*"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Until the last one is written. A failure (a full disk) is said and does not end the run: the one before is kept."""
+        if self.writer is not None:
+            self.writer.join()
+            self.writer = None
+        if self.failure:
+            self.log.line(f"note: {self.failure}")
+            self.failure = ""
+
+    def close(self) -> None:
+        """Wait, and leave the last two."""
+        self.wait()
+        if self.hp.checkpoint_every and self.ranks.rank == 0:
+            self._prune(keep=2)
+
+
+def is_sharded(name: str) -> bool:
+    """Whether ranks own different rows of this tensor of `Training.tensors`."""
+    return name.partition(".")[0] in BANKS
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a large file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in that folder. Raises ValueError if it is not whole, by the sizes and sums in its headers."""
+    first = sorted(path.glob("rank0-of-*.json"))
+    if not first:
+        raise ValueError("it has no header of rank 0")
+    headers = []
+    ranks = int(re.fullmatch(r"rank0-of-(\d{1,6})\.json", first[0].name)[1])
+    for rank in range(ranks):
+        file = path / f"rank{rank}-of-{ranks}.json"
+        if not file.is_file() or file.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError(f"the header of rank {rank} is missing or too large")
+        header = json.loads(file.read_bytes())
+        if header["version"] != CHECKPOINT_VERSION:
+            raise ValueError(f"its format has version {header['version']}, but this script knows version {CHECKPOINT_VERSION} only")
+        tensors = file.with_suffix(".safetensors")
+        if not tensors.is_file() or tensors.stat().st_size != header["bytes"]:
+            raise ValueError(f"{tensors.name} is missing or not of {header['bytes']} bytes")
+        if file_digest(tensors) != header["sha256"]:
+            raise ValueError(f"the checksum of {tensors.name} is wrong")
+        headers.append(header)
+    if {(header["step"], header["ranks"]) for header in headers} != {(headers[0]["step"], ranks)}:
+        raise ValueError("its files are not of one checkpoint")
+    return Checkpoint(path, int(headers[0]["step"]), ranks, headers[0])
+
+
+def find_checkpoint(hp: Hyperparameters, runtime: Runtime) -> tuple[Checkpoint | None, list[str]]:
+    """What RESUME asks for, on all ranks by rank 0's word, and notes for the log on what was passed over. All ranks must
+    see its folder. Raises UserError if there are checkpoints, but none that this run can go on from."""
+    found, notes, fault = None, [], ""
+    if runtime.ranks.rank == 0:
+        try:
+            found, notes = _newest_checkpoint(hp)
+        except UserError as error:
+            fault = str(error)
+    if runtime.ranks.size > 1:
+        word = json.dumps([found and str(found.path), found and found.step, found and found.ranks, found and found.header, notes, fault]).encode()
+        path, *rest, notes, fault = json.loads(runtime.ranks.broadcast_bytes(word if runtime.ranks.rank == 0 else None, runtime.device))
+        found = path and Checkpoint(Path(path), *rest)
+    _rule(not fault, fault)
+    return found or None, notes
+
+
+def _newest_checkpoint(hp: Hyperparameters) -> tuple[Checkpoint | None, list[str]]:
+    folders = sorted((CHECKPOINTS / hp.run_id).glob("step_*"), reverse=True)
+    _rule(not folders or bool(hp.resume) or not hp.checkpoint_every,
+          f"{CHECKPOINTS / hp.run_id} holds checkpoints of an earlier run: set RESUME=auto to go on from them, or another RUN_ID, or delete them")
+    if not hp.resume or (hp.resume == "auto" and not folders):
+        return None, []
+    notes = []
+    for path in folders if hp.resume == "auto" else [Path(hp.resume)]:
+        try:
+            found = open_checkpoint(path)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            notes.append(f"checkpoint {path} passed over: {_reason(error)}")
+            continue
+        _check_same_run(hp, found)
+        if hp.resume == "auto":
+            for later in folders[:folders.index(path)]:  # what was not whole; the run will come to it again
+                shutil.rmtree(later, ignore_errors=True)
+        if found.header["source_sha256"] != hashlib.sha256(source_code()).hexdigest():
+            notes.append("the script is another one than that of the checkpoint")
+        return found, notes
+    raise UserError(f"RESUME={hp.resume}: {'; '.join(notes)}; delete {CHECKPOINTS / hp.run_id} to begin anew")
+
+
+def _check_same_run(hp: Hyperparameters, found: Checkpoint) -> None:
+    before, now = found.header["hyperparameters"], dataclasses.asdict(hp)
+    unlike = [f"{name.upper()}={now[name]} instead of {before.get(name)}" for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
+    _rule(not unlike, f"RESUME={hp.resume}: {found.path} is of another run, with {', '.join(unlike)}: set what it had, or another RUN_ID; "
+                      f"only these may change: {' '.join(sorted(name.upper() for name in MAY_CHANGE))}")
+
+
+def load_tensors(found: Checkpoint, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Copy this rank's part of a checkpoint, of however many ranks, into `tensors`. Raises UserError if they do not fit."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        files = [safe_open(found.file(rank), framework="pt") for rank in range(found.ranks)]
+        for name, tensor in tensors.items():
+            if is_sharded(name):
+                tensor.copy_(_rows([file.get_slice(name) for file in files], ranks.rank * len(tensor), tensor))
+            else:
+                whole = files[0].get_tensor(name)
+                _rule(whole.shape == tensor.shape, f"{found.path} has {name} in another shape: it is of another model")
+                tensor.copy_(whole)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"checkpoint {found.path} cannot be read: {_reason(error)}; delete it to go on from the one before") from error
+
+
+def _rows(parts: list, begin: int, like: Tensor) -> Tensor:
+    """Rows [begin, begin + r) of the parts (r', a, b) end to end, in the shape of `like` (r, a, b). Ranks pad a bank to equal
+    parts with rows of zeros; beyond the last part there are but such."""
+    per, rest = parts[0].get_shape()[0], tuple(parts[0].get_shape()[1:])
+    _rule(rest == tuple(like.shape[1:]), f"the checkpoint has matrices of {rest} where the model has {tuple(like.shape[1:])}")
+    rows = torch.zeros(like.shape)
+    for number, part in enumerate(parts):
+        low, high = max(begin, number * per), min(begin + len(rows), (number + 1) * per)
+        if low < high:
+            rows[low - begin:high - begin] = part[low - number * per:high - number * per]
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Training
 
 
@@ -2281,9 +2585,11 @@ class Training:
         # On a GPU the host stays up to two steps ahead, so that the device never waits for it.
         self.depth = 2 if runtime.device.type == "cuda" else 0
         self.watch, self.clock, self.in_flight = Stopwatch(), Clock(hp.max_wallclock_seconds, self.depth), deque()
+        self.signal, self.stopping, self.skipped, self.first = None, False, 0, 0  # signal that this process got; what all agreed on
+        self.checkpoints = Checkpoints(hp, runtime.ranks, self.tensors(), log)
 
     def train_step(self, step: int, moment: Moment) -> Tensor:
-        """Forward, backward and update on batch `step`. Returns (2,) on the device: mean loss, rank 0's clock."""
+        """Forward, backward and update on batch `step`. Returns (REPORT,) on the device: mean loss, rank 0's clock, wish to stop."""
         ranks, flat, mark = self.runtime.ranks, self.optimizers.flat, self.profile.mark
         mark("data")
         for rows in self.loader.batch(step).chunk(self.accumulation):
@@ -2293,8 +2599,9 @@ class Training:
             mark("backward")
             loss.backward()
             self.optimizers.accumulate()
-            flat[-2] += loss.detach()
-        flat[-1].fill_(self.watch.seconds() if ranks.rank == 0 else 0.0)
+            flat[-REPORT] += loss.detach()
+        flat[-2].fill_(self.watch.seconds() if ranks.rank == 0 else 0.0)
+        flat[-1].fill_(float(self.signal is not None))
         report = self.optimizers.step(moment.lr_scale, moment.momentum, mark)
         mark("average")
         self.average.update(step, moment.lr_scale)
@@ -2344,7 +2651,7 @@ class Training:
         """Steps until ITERATIONS or the wall clock end, with validations in between (the clock stands still for them)."""
         gc.collect()
         gc.freeze()  # long-lived objects out of the collector's sight: its full passes stall a step
-        for step in range(self.hp.iterations + 1):
+        for step in range(self.first, self.hp.iterations + 1):
             done, fits = step == self.hp.iterations, self.clock.fits(step)
             if done or not fits or (self.hp.val_loss_every and step % self.hp.val_loss_every == 0):
                 self._settle(0)
@@ -2354,13 +2661,57 @@ class Training:
                     self.log.line(f"stopping_early: wallclock_cap train_time:{1000 * self.watch.total:.0f}ms step:{step}/{self.hp.iterations}")
                     self.log.event("stopping_early", step=step, train_seconds=self.watch.total)
                 if done or not fits:
+                    self.save(step)
                     break
             if self.watch.since is None:
                 self.watch.start()
             moment = schedule(self.hp, step, self.clock.begins(step), self.clock.step_seconds)
             report = self.train_step(step, moment)
             self.in_flight.append((step, moment, *self._fetch(report)))
-            self._settle(self.depth if step > 1 else 0)  # run ahead only once it is known how long a step takes
+            self._settle(self.depth if step > self.first + 1 else 0)  # run ahead only once it is known how long a step takes
+            if self.stopping or self.checkpoints.due(step + 1, self.clock.begins(step + 1)):
+                self._settle(0)
+                self.save(step + 1)
+            if self.stopping:
+                self.checkpoints.wait()
+                raise Stopped(self.signal or signal.SIGTERM, step + 1, self.checkpoints.last)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that a checkpoint holds, as `Optimizers.tensors`: its state, and the average as KIND "average"."""
+        names = [*self.optimizers.banks, *self.optimizers.small]
+        return self.optimizers.tensors() | {f"{name}.average": mean for name, mean in zip(names, self.average.mean, strict=False)}
+
+    def save(self, step: int) -> None:
+        """Keep the state before `step`, if checkpoints are asked for and there is none of it yet."""
+        if self.hp.checkpoint_every and step > self.checkpoints.step:
+            clock = {"seconds": self.clock.seconds, "recent": list(self.clock.recent)}
+            self.checkpoints.save(step, {"clock": clock, "samples": self.average.samples, "skipped": self.skipped})
+
+    def restore(self, found: "Checkpoint") -> None:
+        """Go on from there: everything that a step depends on or changes."""
+        load_tensors(found, self.tensors(), self.runtime.ranks)
+        self.optimizers.publish()
+        state = found.header["state"]
+        self.first, self.average.samples, self.skipped = found.step, state["samples"], state["skipped"]
+        self.clock.step, self.clock.seconds = found.step - 1, state["clock"]["seconds"]
+        self.clock.recent = deque(state["clock"]["recent"], maxlen=self.clock.recent.maxlen)
+        self.watch.total = self.clock.seconds
+        self.checkpoints.begin(found.step, self.clock.seconds)
+
+    @contextlib.contextmanager
+    def heeding_signals(self) -> Iterator[None]:
+        """With checkpoints, SIGTERM and the first Ctrl-C end the run after its step, on all ranks; a second one at once."""
+        def note(number: int, frame: object) -> None:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+            self.signal = signal.Signals(number)
+
+        heeded = (signal.SIGTERM, signal.SIGINT) if self.hp.checkpoint_every else ()
+        before = [signal.signal(number, note) for number in heeded]
+        try:
+            yield
+        finally:
+            for number, handler in zip(heeded, before, strict=True):
+                signal.signal(number, handler)
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Put the average in the place of the weights, on all ranks, and see what its matrices read, within the wall
@@ -2417,14 +2768,25 @@ class Training:
             step, moment, values, event = self.in_flight.popleft()
             if event is not None:
                 event.synchronize()
-            loss, seconds = values.tolist()
+            loss, seconds, stop = values.tolist()
             self.clock.agree(step, seconds)
-            _rule(math.isfinite(loss), f"the training loss of step {step + 1} is {loss}: lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, "
-                                       "or look at the data of that step")
+            self.stopping |= stop > 0
+            if not math.isfinite(loss):
+                self.skipped += 1
+                _rule(self.skipped <= self.hp.skip_nonfinite, self._not_finite(step + 1, loss))
+                self.log.line(f"note: step {step + 1} had no finite loss and gradient, and was left out ({self.skipped} of SKIP_NONFINITE="
+                              f"{self.hp.skip_nonfinite})")
             if step < 10 or (step + 1) % self.hp.train_log_every == 0:
                 self._log_step(step + 1, loss, moment)
             if table := self.profile.table():
                 self.log.line(table)
+
+    def _not_finite(self, step: int, loss: float) -> str:
+        norms = ", ".join(f"{name.removesuffix('.weight')} {float(torch.linalg.vector_norm(tensor)):.3g}"
+                          for name, tensor in self.optimizers.tensors().items() if name.endswith(".weight"))
+        kept = f"; the last good checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
+        return (f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: lower MATRIX_LR, SCALAR_LR or "
+                "TIED_EMBED_LR, look at the data of that step, or set SKIP_NONFINITE")
 
     def _log_step(self, step: int, loss: float, moment: Moment) -> None:
         hp, seconds = self.hp, self.watch.seconds()
@@ -2547,16 +2909,26 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
     check_coder(hp)
+    _rule(not (hp.checkpoint_every or hp.resume) or importlib.util.find_spec("safetensors") is not None,
+          "CHECKPOINT_EVERY and RESUME need the package safetensors, which is not installed: pip install safetensors")
     with Runtime.start(hp) as runtime:
-        log = Log(hp, runtime.ranks)
-        log.header(hp, runtime)
+        log = Log(hp, runtime.ranks)  # whoever has the log has the checkpoints
+        found, notes = find_checkpoint(hp, runtime)
+        log.header(hp, runtime, goes_on=found is not None)
+        for note in notes:
+            log.line(f"note: {note}")
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
         log.line(f"model_params:{sum(p.numel() for p in run.model.parameters())} val_tokens:{val.targets} val_bytes:{val.total_bytes} "
                  f"train_shards:{len(run.loader.stream.paths)} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
-        with contextlib.closing(run.loader):
+        with contextlib.closing(run.loader), contextlib.closing(run.checkpoints):
             run.warm_up()
-            run.train()
+            if found:
+                run.restore(found)
+                log.line(f"resumed: step:{found.step} train_time:{1000 * run.clock.seconds:.0f}ms from:{found.path}")
+                log.event("resumed", step=found.step, train_seconds=run.clock.seconds, path=str(found.path))
+            with run.heeding_signals():
+                run.train()
             averaged, moments = run.finish()
         log.line(f"peak_memory: {peak_memory(runtime.device)}")
         log.line(f"exporting {averaged}")
@@ -2588,6 +2960,10 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except Stopped as stopped:
+        number, step, path = stopped.args
+        print(f"error: stopped by {number.name} after step {step}; start it again with RESUME=auto to go on from {path}", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
     except (KeyboardInterrupt, Interrupted):
         print("error: interrupted by Ctrl-C; what was finished until then is in the log", file=sys.stderr, flush=True)
         sys.exit(130)

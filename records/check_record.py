@@ -232,9 +232,10 @@ def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:
         if unknown or not times:
             yield Verdict("n/a", rule, f"the logs do not tell it ({', '.join(unknown) or 'there are none'})")
         else:
-            yield verdict(
-                rule, "; ".join(f"seed {seed}: {time:.2f} s" for seed, time in over.items()), f"{max(times.values()):.1f} s at most"
-            )
+            stopped = [str(run.seed) for run in members if run.resumed and what == "training"]
+            rest = f"; seed {' '.join(stopped)} was stopped and resumed: what it lost by that is not counted" if stopped else ""
+            fault = "; ".join(f"seed {seed}: {time:.2f} s" for seed, time in over.items())
+            yield verdict(rule, fault, f"{max(times.values()):.1f} s at most{rest}")
     rule, found = 'training and evaluation ran "on 8xH100s"', make_record.hardware(members) if members else ""
     if folder.non_record:
         yield Verdict("n/a", rule, f"a non-record; it ran on {found}")

@@ -63,6 +63,7 @@ class Run:
     val: list[Point]
     steps: int | None
     train_seconds: float | None
+    resumed: int  # how often it was stopped and went on
     scores: dict[str, Score]  # by name, in the order of the log
     model_bytes: int | None
     code_bytes: int | None
@@ -147,6 +148,7 @@ def read_run(path: Path) -> Run:
         versions=_versions(lines),
         device=find(r"^runtime: .*?device:(.*?) compute_dtype:") or find(r"(NVIDIA [A-Z]+\d+[^|\n]*?)  "),
         ranks=_int(find(r"^runtime: ranks:(\d+)") or find(r"^\s*world_size: ?(\d+)")),
+        resumed=sum(line.startswith("resumed: ") for line in lines),
         train=train,
         val=val,
         steps=max(steps, default=None),
@@ -170,26 +172,26 @@ def _int(text: str | None) -> int | None:
 
 def _fields(text: str) -> dict[str, float]:
     """The key:value pairs of a line; times in seconds."""
-    return {key: float(value) * (SECONDS[unit] if unit else 1) for key, value, unit in FIELD.findall(text)}
+    return {key: round(float(value) * SECONDS[unit or None], 9) for key, value, unit in FIELD.findall(text)}
 
 
 def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
     """Steps of training and of validation, in order. What a resumed run has done twice counts as it was done last."""
     found: dict[str, dict[int, Point]] = {"train_loss": {}, "val_loss": {}}
-    resumed, last = False, -1
+    last = -1
     for line in lines:
-        resumed |= line.startswith("resumed")
+        if match := re.match(r"^resumed: step:(\d+) ", line):
+            last = int(match[1])
+            for points in found.values():
+                for later in [step for step in points if step > last]:
+                    del points[later]
         if not (match := STEP.match(line)):
             continue
         step, fields = int(match[1]), _fields(match[3])
         kind = "train_loss" if "train_loss" in fields else "val_loss"
-        if step < last and not resumed:
+        if step < last:
             raise UserError(f"{path} holds several runs, one after the other (step {step} follows {last}): give a log of its own to each")
-        if resumed:
-            for points in found.values():
-                for later in [old for old in points if old > step]:
-                    del points[later]
-        resumed, last = False, step
+        last = step
         found[kind][step] = Point(step, fields.get("train_time"), fields)
     return list(found["train_loss"].values()), list(found["val_loss"].values())
 

@@ -270,3 +270,19 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
     monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id())
     with pytest.raises(UserError, match=r"U\+2581"):
         ByteCounter(str(data / "tokenizer.model"), VOCAB)
+
+
+def test_files_that_would_fill_the_memory_are_refused(tmp_path, data, one_rank, monkeypatch):
+    """Sparse files of any length cost a stranger nothing: sizes are looked at before anything is read."""
+    for name, part in (("tokenizer.model", "TOKENIZER_PATH .* over the limit"), ("manifest.json", "the manifest .* over the limit")):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(UserError, match=part):
+            train_gpt.check_manifest(str(tmp_path), "") if name == "manifest.json" else ByteCounter(str(tmp_path / name), VOCAB)
+    write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
+    with pytest.raises(UserError, match="its header promises 2147483647 tokens"):
+        TokenStream(str(tmp_path), "val", VOCAB)
+    hp, runtime = one_rank()
+    monkeypatch.setattr(train_gpt, "MAX_VALIDATION", 100)
+    with pytest.raises(UserError, match="validation tokens, over the limit of 100"):
+        Validation(hp, runtime.device)

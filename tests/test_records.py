@@ -384,7 +384,7 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert (
         f"**val_bpb {said['val_bpb']:.5f}**" in text
         and "This is not a record" in text
-        and "MATRIX_LR=0.025" in text
+        and "NUM_LAYERS=3" in text
         and "LATE_QAT=0" in text
     )
     assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in (folder / "requirements.txt").read_text()

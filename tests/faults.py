@@ -1,0 +1,51 @@
+"""What the tests of resuming start: `faults.py FAULT STEP [RANK]`, the whole script with a fault at the start of a step.
+
+kill   SIGKILL of the process, once: a file `killed` is left, and the next time nothing happens
+term   SIGTERM, as a batch system sends it
+int    Ctrl-C
+nan    a gradient that is not finite
+jump   the clock goes on by 1,000 seconds
+none   nothing
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_gpt
+
+
+def strike(fault: str, run: train_gpt.Training) -> None:
+    """Do it."""
+    if fault == "kill" and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault in ("term", "int"):
+        os.kill(os.getpid(), {"term": signal.SIGTERM, "int": signal.SIGINT}[fault])
+    if fault == "nan":
+        run.optimizers.flat[0] = float("nan")
+    if fault == "jump":
+        honest = time.perf_counter
+        time.perf_counter = lambda: honest() + 1000
+
+
+def main() -> None:
+    fault, at, rank = sys.argv[1], int(sys.argv[2]), int((*sys.argv, 0)[3])
+    sys.argv[1:] = []
+    step = train_gpt.Training.train_step
+
+    def faulty(self, number, moment):
+        # Steps of the warm-up do not count: none of them comes after a checkpoint was made or begun from.
+        if number == at and int(os.environ.get("RANK", 0)) == rank and self.clock.step >= 0:
+            strike(fault, self)
+        return step(self, number, moment)
+
+    train_gpt.Training.train_step = faulty
+    train_gpt.main()
+
+
+main()
