@@ -33,8 +33,6 @@ def script_of(members: list[Run]) -> bytes:
             raise UserError(
                 f"{run.path} does not begin with the script that ran: give logs/<RUN_ID>.txt of train_gpt.py, not what the console said"
             )
-        if run.source != members[0].source:
-            raise UserError(f"{members[0].path} and {run.path} begin with different scripts: a record has one")
     source = members[0].source
     if members[0].code_bytes not in (len(source), len(train_gpt.pack_code(source))):
         raise UserError(

@@ -68,9 +68,10 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
     return run
 
 
-def execute(command: list[str], environ: dict[str, str]) -> str:
-    """Run the command with its output on this console. Returns what went wrong, or ""."""
-    process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, errors="replace")
+def execute(command: list[str], environ: dict[str, str], quiet: bool = False) -> str:
+    """Run the command, with its output on this console unless it is to be quiet. Returns what went wrong, or ""."""
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace")
     said = ""
     try:
         for line in process.stderr:
@@ -81,6 +82,16 @@ def execute(command: list[str], environ: dict[str, str]) -> str:
         process.wait()  # it has had the same Ctrl-C, and writes down what it has
         raise
     return "" if status == 0 else said or f"error: exit status {status}"
+
+
+def artifact_of(run_id: str) -> Path:
+    """Where the artifact of a run is kept."""
+    return LOGS / f"{run_id}{''.join(ARTIFACT.suffixes)}"
+
+
+def keep_artifact(run_id: str) -> None:
+    """Put the artifact that a run has just written beside its log."""
+    ARTIFACT.replace(artifact_of(run_id))
 
 
 def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dict[str, str]) -> str:
@@ -118,7 +129,7 @@ def sweep(command: list[str]) -> int:
                 failed[run_id], status = what, 1
             elif run := finished(environ, run_id):
                 done[run_id] = run
-                ARTIFACT.replace(LOGS / f"{run_id}{''.join(ARTIFACT.suffixes)}")
+                keep_artifact(run_id)
             else:
                 failed[run_id], status = f"error: it ended well, but {LOGS / run_id}.txt has no final score", 1
     except KeyboardInterrupt:

@@ -107,6 +107,15 @@ def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
     assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
 
 
+def test_an_oversized_run_is_not_done(swept, knobs, monkeypatch):
+    """It ended with an error after its scores: the table of the next sweep must not take it for a result."""
+    monkeypatch.chdir(swept[0])
+    variables = {**knobs, "MATRIX_LR": "0.025", "SEED": "1", "RUN_ID": "t_MATRIX_LR=0.025_seed1"}
+    assert sweep.finished(variables, variables["RUN_ID"]).seed == 1
+    monkeypatch.setattr(sweep, "SUBMISSION_CAP", 50_000)
+    assert sweep.finished(variables, variables["RUN_ID"]) is None
+
+
 def test_sweep_goes_on_after_a_failed_run(knobs, tmp_path):
     result = run(SWEEP, {**knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}, tmp_path)
     assert result.returncode == 1
@@ -231,6 +240,13 @@ def test_our_log_is_read_whole(swept):
     assert found.settings["NUM_LAYERS"] == "3" and "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
     assert [p.step for p in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and [p.step for p in found.val] == [0, 4, 8, 12]
     assert found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0] and "constriction" in found.versions
+
+
+def test_steps_that_a_resumed_run_did_not_come_to_again_do_not_count(tmp_path):
+    lines = [f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0))]
+    again = ["resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001", "step:2/9 train_loss:4.5 train_time:210ms"]
+    found = runs.read_run(written(tmp_path, "\n".join([*lines, *again])))
+    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)] and (found.steps, found.resumed) == (2, 1)
 
 
 def test_what_is_no_single_run_is_refused(tmp_path):
@@ -448,8 +464,9 @@ def swap_loss(folder: Path) -> None:
 
 
 def fatten(folder: Path) -> None:
+    """Each of code and artifact is under the limit, their sum is over it."""
     with open(folder / "train_gpt.py", "a") as file:
-        file.write("#" * 16_000_000)
+        file.write("#" * (15_999_000 - (folder / "train_gpt.py").stat().st_size))
 
 
 BROKEN = {
@@ -530,9 +547,9 @@ def test_make_refuses(made, swept, tmp_path):
     assert again.returncode == 1 and f"{folder} is there already" in again.stderr
     paths, given = logs_of(swept), dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
     make = lambda *found: make_record.make([runs.read_run(path) for path in found], given, "t", tmp_path, False, None)  # noqa: E731
-    altered = written(tmp_path / "altered", "#\n" + paths[0].read_text(), "a.txt")
+    altered, other = (written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt") for n, path in enumerate(paths))
     for found, part in (((paths[0], paths[0]), "each must tell a seed of its own"), ((paths[0], logs_of(swept, "0.005")[1]), "MATRIX_LR=0.025 and 0.005"),
-                        ((altered,), "the log was altered"), ((written(tmp_path, PUBLISHED),), "does not begin with the script")):  # fmt: skip
+                        ((altered,), "the log was altered"), ((paths[0], other), "begin with different scripts"), ((written(tmp_path, PUBLISHED),), "does not begin with the script")):  # fmt: skip
         with pytest.raises(UserError, match=part):
             make(*found)
 
@@ -570,6 +587,35 @@ def test_our_own_records_hold():
     for path in folders:
         broken = [line for line in check_record.check(check_record.Folder(path)) if line.status == "FAIL"]
         assert not broken, (path, broken)
+
+
+# The ruler
+
+
+def test_ablations_compare_with_the_base(knobs, data, tmp_path):
+    """Two seeds of a base and of a variant, the same bytes for both, also scored on other data; nothing is run twice."""
+    shutil.copytree(data, tmp_path / "other")
+    (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
+    command = [ROOT / "bench" / "ablate.py", "--steps", 6, "--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other", "--folder", tmp_path / "a",
+               "still: MATRIX_LR=0.001 SCALAR_LR=0.001"]  # fmt: skip
+    environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
+    first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout.count("== ") == 8 and "== " not in second.stdout and first.stdout.endswith(second.stdout)
+    found = json.loads(second.stdout.splitlines()[-1])
+    for title, suffix in (("score", ""), ("on other", "_also")):
+        scores = {name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb for seed in (1, 2)] for name in ("base", "still")}
+        base, still = found[title]
+        assert (base["variant"], base["difference"], still["variant"], still["n"]) == ("base", 0, "still", 2)
+        assert still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"])) and still["difference"] > 0.01
+        assert still["p"] > 0.9 and still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
+    assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"]) and found["score"][0] != found["on other"][0]
+
+
+def test_ablations_name_a_mistake(tmp_path):
+    for text in ("x: MATRIX_LRR=1", ": SEED=1", "x: MATRIX_LR="):
+        result = run([ROOT / "bench" / "ablate.py", "--steps", 6, text], {}, tmp_path)
+        assert result.returncode == 1 and "is no variant: write" in result.stderr
 
 
 # Plots

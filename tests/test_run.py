@@ -392,6 +392,15 @@ def test_full_disk(env, tmp_path):
     assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(result)
 
 
+def test_full_disk_at_the_export(script, tmp_path):
+    """The old artifact stays, the message names the file; there is nothing half written."""
+    (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
+    (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
+    result = script()
+    assert result.returncode == 1 and "cannot write final_model.int6.xz: No space left on device" in sentence(result)
+    assert (tmp_path / "final_model.int6.xz").read_bytes() == b"of an earlier run" and not list(tmp_path.glob("*.partial"))
+
+
 def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys):
     """Fault D3: the run is finished and scored, then fails loudly."""
     monkeypatch.chdir(tmp_path)
