@@ -2416,7 +2416,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         headers.append(header)
     if {(header["step"], header["ranks"]) for header in headers} != {(headers[0]["step"], ranks)}:
         raise ValueError("its files are not of one checkpoint")
-    return Checkpoint(path, int(headers[0]["step"]), ranks, headers[0])
+    header, state = headers[0], headers[0]["state"]
+    kinds = ((header["step"], int), (header["hyperparameters"], dict), (header["source_sha256"], str), (state["samples"], int),
+             (state["skipped"], int), (state["clock"]["seconds"], float), *((seconds, float) for seconds in state["clock"]["recent"]))
+    if not all(type(value) is kind for value, kind in kinds) or header["step"] < 1:
+        raise ValueError("its header holds what cannot be")
+    return Checkpoint(path, header["step"], ranks, header)
 
 
 def find_checkpoint(hp: Hyperparameters, runtime: Runtime) -> tuple[Checkpoint | None, list[str]]:
@@ -2447,7 +2452,8 @@ def _newest_checkpoint(hp: Hyperparameters) -> tuple[Checkpoint | None, list[str
         try:
             found = open_checkpoint(path)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            notes.append(f"checkpoint {path} passed over: {_reason(error)}")
+            reason = f"its header has no {error}" if isinstance(error, KeyError) else _reason(error)
+            notes.append(f"checkpoint {path} passed over: {reason}")
             continue
         _check_same_run(hp, found)
         if hp.resume == "auto":
@@ -2962,7 +2968,8 @@ def main() -> None:
         sys.exit(1)
     except Stopped as stopped:
         number, step, path = stopped.args
-        print(f"error: stopped by {number.name} after step {step}; start it again with RESUME=auto to go on from {path}", file=sys.stderr, flush=True)
+        way = f"start it again with RESUME=auto to go on from {path}" if path else "no checkpoint could be written, see the log"
+        print(f"error: stopped by {number.name} after step {step}; {way}", file=sys.stderr, flush=True)
         sys.exit(128 + number)
     except (KeyboardInterrupt, Interrupted):
         print("error: interrupted by Ctrl-C; what was finished until then is in the log", file=sys.stderr, flush=True)

@@ -299,6 +299,10 @@ def forged(folder: Path, change) -> str:
     (lambda header, tensors: tensors.update({"tok_emb.weight": torch.zeros(3, 3)}), "tok_emb.weight in another shape"),
     (lambda header, tensors: tensors.update({"qo_bank.weight": torch.zeros(6, 3, 3)}), "has matrices of (3, 3)"),
     (lambda header, tensors: header.update(ranks=10**9), "not of one checkpoint"),
+    (lambda header, tensors: header.update(hyperparameters=None), "holds what cannot be"),
+    (lambda header, tensors: header.update(step=-5), "holds what cannot be"),
+    (lambda header, tensors: header["state"]["clock"].update(seconds="soon"), "holds what cannot be"),
+    (lambda header, tensors: header.pop("state"), "passed over: its header has no 'state'"),
 ])  # fmt: skip
 def test_a_forged_checkpoint_ends_with_a_sentence(change, part, stopped, knobs):
     """Nothing in a file is run, and nothing is allocated after what it claims."""
