@@ -4,13 +4,14 @@
     python demo/corpus.py demo_data                      # the data, once
     python bench/soak.py demo_data --kills 100
 
-One run is left alone. Then runs of the same configuration are killed (SIGKILL, of the whole process group) again and
+One run is left alone. Then runs of the same configuration are killed (SIGKILL, of all their processes) again and
 again at random moments after their start, imports, warm-up, writing of checkpoints, export and evaluation included, and
 started again with RESUME=auto, until each has come to its end. Every run must end with the losses and scores of the one
 that was left alone, digit by digit, and leave nothing behind but its log, its artifact and two checkpoints.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -32,13 +33,27 @@ KNOBS = {
 
 
 def started(name: str, folder: Path, data: Path, ranks: int) -> subprocess.Popen:
-    """The run of that name, in a process group of its own."""
+    """The run of that name."""
     knobs = {**KNOBS, "RUN_ID": name, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "OMP_WAIT_POLICY": "PASSIVE"}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *launcher, ROOT / "train_gpt.py"], cwd=folder, start_new_session=True, text=True,
+        [sys.executable, *launcher, ROOT / "train_gpt.py"], cwd=folder, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {key: str(value) for key, value in knobs.items()},
     )  # fmt: skip
+
+
+def kill_all(pid: int) -> None:
+    """SIGKILL a process and all that it has started; the ranks of a launcher are in process groups of their own."""
+    os.kill(pid, signal.SIGSTOP)  # so that it starts no more while they are counted
+    parents, family = {}, {pid}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    for member in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 def outcome(name: str, folder: Path) -> dict[str, str]:
@@ -62,7 +77,7 @@ def survive(name: str, folder: Path, data: Path, ranks: int, longest: float, kil
         try:
             error = process.communicate(timeout=random.uniform(0, longest) if kills < kills_left else None)[1]
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_all(process.pid)
             process.communicate()
             kills += 1
             continue
