@@ -403,8 +403,9 @@ def versions() -> str:
 
 
 def meeting(ranks: Ranks) -> dict:
-    """Where the ranks meet, as arguments of init_process_group: nothing, unless torchrun started them again. It then gives
-    them the store of the first start, in which they would find the addresses of the dead (pytorch #135712)."""
+    """Where the ranks meet, as arguments of init_process_group: nothing, unless torchrun may start them again. It would give
+    them the store of the first start, in which they would find the addresses of the dead (pytorch #135712): so each start
+    has names of its own there. Raises UserError where that is not enough."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
@@ -1079,8 +1080,8 @@ class GPT(nn.Module):
 
         `qat`: matrices pass through the export's rounding, gradients pass straight through it. `tail`: only the last so
         many positions of each row are wanted (and `targets` has but these); the last layer then computes keys and values
-        for all positions and everything else for these. `adapter`: changes of low rank to the matrices. `watch` is shown the activations (..., in) that matrices
-        multiply, by the names of the tables.
+        for all positions and everything else for these. `adapter`: changes of low rank to the matrices. `watch` is shown
+        the activations (..., in) that matrices multiply, by the names of the tables.
         """
         weights = self.matrices(qat)
         x = x0 = self.embed(ids, watch)  # (B, T, D)
@@ -2703,6 +2704,7 @@ class Training:
         self.clock.recent = deque(state["clock"]["recent"], maxlen=self.clock.recent.maxlen)
         self.watch.total = self.clock.seconds
         self.checkpoints.begin(found.step, self.clock.seconds)
+        self.checkpoints.last = found.path
 
     @contextlib.contextmanager
     def heeding_signals(self) -> Iterator[None]:

@@ -357,6 +357,7 @@ def test_weights_that_are_not_finite_are_not_kept(knobs, tmp_path):
     """The step before the checkpoint spoils the weights, which its own loss does not show yet."""
     assert "the last good checkpoint is checkpoints/r/step_00000003" in last_line(faulty("nan", 5, knobs, tmp_path))
     assert kept(tmp_path) == ["step_00000003"]
+    assert "the last good checkpoint is checkpoints/r/step_00000003" in last_line(faulty("nan", 3, knobs, tmp_path)), "also when begun from it"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
