@@ -14,8 +14,9 @@ import pytest
 import train_gpt
 from conftest import ROOT, TINY, run, start
 
-sys.path.insert(0, str(ROOT / "records"))
+sys.path[:0] = [str(ROOT / "records"), str(ROOT / "bench")]
 
+import ablate
 import check_record
 import compare
 import make_record
@@ -610,6 +611,34 @@ def test_ablations_compare_with_the_base(knobs, data, tmp_path):
         assert still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"])) and still["difference"] > 0.01
         assert still["p"] > 0.9 and still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
     assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"]) and found["score"][0] != found["on other"][0]
+
+
+def test_screenings_tell_factors_apart():
+    """On a score that is a sum of effects each is found exactly, whatever the others are."""
+    rng = np.random.default_rng(0)
+    for factors in (2, 3, 8, 11, 19, 20):
+        plan, true = ablate.design(factors), rng.normal(size=factors)
+        assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * factors
+        scores = (np.array(plan) @ true + 7).tolist()
+        assert ablate.effects(plan, scores) == pytest.approx(true.tolist())
+    nothing = rng.normal(scale=0.01, size=40).tolist()
+    assert ablate.pseudo_error([*nothing, 5.0, -3.0]) == pytest.approx(0.01, rel=0.5), "two real effects are no noise"
+
+
+def test_screenings(knobs, tmp_path):
+    """Three switches in four runs; the one that spoils the rate stands out, and what is finished is not run again."""
+    command = [ROOT / "bench" / "ablate.py", "--screen", "--steps", 6, "--seeds", 1, "--folder", tmp_path / "a",
+               "still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]  # fmt: skip
+    environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
+    first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout.count("== ") == 4 and first.stdout.endswith(second.stdout)
+    found = json.loads(second.stdout.splitlines()[-1])
+    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), "which knows of the other two only by what does not add up"
+    scores = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt").score.bpb for n in range(4)]
+    assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2)
+    lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
+    assert float(lines["wide"][3]) > 1 and int(lines["wide"][4].replace(",", "")) > 1000
 
 
 def test_ablations_name_a_mistake(tmp_path):
