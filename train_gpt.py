@@ -111,6 +111,8 @@ class Hyperparameters:
 
     train_batch_tokens: int = knob(786_432, "tokens a step, all ranks and micro-batches together", low=1, section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2, high=1 << 20)
+    short_seq_len: int = knob(0, "tokens of a sequence in the first part of the run (those of a step stay the same); 0: no such part", low=0)
+    short_seq_frac: float = knob(0.4, "that part, of ITERATIONS or of the wall clock", low=0, high=1)
     micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 16,384 on a CPU", low=0)
 
     iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
@@ -200,6 +202,8 @@ class Hyperparameters:
         _rule(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 leaves no bucket beside the one for document starts: set 0 or 2 and more")
         _rule(self.train_batch_tokens % self.train_seq_len == 0,
               f"TRAIN_BATCH_TOKENS={self.train_batch_tokens} is not a multiple of TRAIN_SEQ_LEN={self.train_seq_len}")
+        _rule(not self.short_seq_len or self.train_seq_len % self.short_seq_len == 0,
+              f"TRAIN_SEQ_LEN={self.train_seq_len} is not a multiple of SHORT_SEQ_LEN={self.short_seq_len}")
         _rule(self.ttt_freeze_blocks <= self.num_layers, f"TTT_FREEZE_BLOCKS={self.ttt_freeze_blocks} exceeds NUM_LAYERS={self.num_layers}")
         _rule(self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
               f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
@@ -1429,6 +1433,7 @@ class Moment(NamedTuple):
     lr_scale: float  # multiplies every learning rate
     momentum: float  # Muon's
     qat: bool  # train through the int6 rounding
+    length: int  # tokens T of a training sequence
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> Moment:
@@ -1445,7 +1450,8 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
     momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
-    return Moment(lr_scale, momentum, hp.late_qat and lr_scale < hp.qat_threshold)
+    short = hp.short_seq_len and progress < hp.short_seq_frac
+    return Moment(lr_scale, momentum, hp.late_qat and lr_scale < hp.qat_threshold, hp.short_seq_len if short else hp.train_seq_len)
 
 
 class Clock:
@@ -2602,7 +2608,8 @@ class Training:
         for rows in self.loader.batch(step).chunk(self.accumulation):
             ids = rows.to(torch.int64)
             mark("forward")
-            loss = self.forward(ids[:, :-1], ids[:, 1:], qat=moment.qat) / (self.accumulation * ranks.size)
+            x, y = (part.reshape(-1, moment.length) for part in (ids[:, :-1], ids[:, 1:]))
+            loss = self.forward(x, y, qat=moment.qat) / (self.accumulation * ranks.size)
             mark("backward")
             loss.backward()
             self.optimizers.accumulate()
@@ -2625,17 +2632,20 @@ class Training:
             return
         weights = [tensor.clone() for tensor in self.optimizers.owned()]
         self.watch.start()
-        asked = []
+        asked, moment = [], Moment(1.0, self.hp.muon_momentum_warmup_start, False, self.hp.train_seq_len)
         for step in range(self.hp.warmup_steps):
             if step == 0 and self.runtime.compiled:
                 self.log.line("warmup: compiling the training step (the first time: minutes; later runs reuse the cache)")
-            report = self.train_step(step, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=False))
+            report = self.train_step(step, moment)
             asked.append(float(report[1]))
             if step in (0, self.hp.warmup_steps - 1):
                 self.log.line(f"warmup_step:{step + 1}/{self.hp.warmup_steps} seconds:{time.perf_counter() - started:.1f}")
+        if self.hp.short_seq_len:
+            self.log.line(f"warmup: the same with sequences of {self.hp.short_seq_len} tokens")
+            self.train_step(0, moment._replace(length=self.hp.short_seq_len))
         if self.hp.late_qat:
             self.log.line("warmup: the same with late QAT")
-            self.train_step(0, Moment(1.0, self.hp.muon_momentum_warmup_start, qat=True))
+            self.train_step(0, moment._replace(qat=True))
         self.log.line("warmup: evaluation")
         window, stride = self.hp.eval_seq_len, self.hp.eval_stride
         blank = torch.zeros(eval_rows(self.hp, self.runtime, window), window, dtype=torch.int64, device=self.runtime.device)

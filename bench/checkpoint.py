@@ -36,7 +36,7 @@ def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparamet
     (folder / "fineweb_train_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
     training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Ranks(1, 2)), None)
     for step in range(2):
-        training.train_step(step, train_gpt.Moment(1.0, 0.9, False))
+        training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
     return training
 
 
@@ -54,7 +54,7 @@ def measure(training: train_gpt.Training, steps: int, rounds: int) -> dict[str, 
                 training.runtime.synchronize()
                 found["copy"].append(time.perf_counter() - began)
             for step in range(steps):
-                training.train_step(step, train_gpt.Moment(1.0, 0.9, False))
+                training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
             training.runtime.synchronize()
             found[kind].append(time.perf_counter() - began)
             if kind == "with":  # the writing must be over before the other kind's turn, and within this one's

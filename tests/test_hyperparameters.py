@@ -52,6 +52,7 @@ def test_challenge_names_are_knobs():
         ("ROPE_DIMS", "66", "head dimension 64"),
         ("XSA_LAST_N", "12", "NUM_LAYERS=11"),
         ("TRAIN_BATCH_TOKENS", "1000", "TRAIN_SEQ_LEN=2048"),
+        ("SHORT_SEQ_LEN", "500", "TRAIN_SEQ_LEN=2048"),
         ("EVAL_STRIDE", "4096", "EVAL_SEQ_LEN=2048"),
         ("SWA_ENABLED", "1", "EMA_ENABLED=1"),
         ("BIGRAM_VOCAB_SIZE", "1", "no bucket"),

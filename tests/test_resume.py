@@ -371,12 +371,12 @@ def test_a_step_that_is_not_finite_can_be_left_out(ranks, knobs, tmp_path):
 def test_a_step_that_is_left_out_changes_nothing(one_rank, tmp_path):
     hp, runtime = one_rank(SKIP_NONFINITE=1)
     training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, Ranks(1, 2)), None)
-    training.train_step(0, train_gpt.Moment(1.0, 0.9, False))
+    training.train_step(0, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
     before = {name: tensor.clone() for name, tensor in training.optimizers.tensors().items()}
     training.optimizers.banks["qo_bank"].grad[0, 0, 0] = float("inf")
-    report = training.train_step(1, train_gpt.Moment(1.0, 0.9, False))
+    report = training.train_step(1, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
     assert report[0].isnan() and all(torch.equal(tensor, before[name]) for name, tensor in training.optimizers.tensors().items())
-    assert not training.optimizers.flat.any() and training.train_step(2, train_gpt.Moment(1.0, 0.9, False))[0].isfinite()
+    assert not training.optimizers.flat.any() and training.train_step(2, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))[0].isfinite()
 
 
 # Clocks
@@ -408,10 +408,10 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
     training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, Ranks(1, 2)), None)
     real, disk = train_gpt.replacing, train_gpt.threading.Event()
     monkeypatch.setattr(train_gpt, "replacing", lambda path: (disk.wait(20), real(path))[1])
-    training.train_step(0, train_gpt.Moment(1.0, 0.9, False))
+    training.train_step(0, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
     wanted = {name: tensor.clone() for name, tensor in training.tensors().items()}
     training.save(1)
-    training.train_step(1, train_gpt.Moment(1.0, 0.9, False))
+    training.train_step(1, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
     assert training.checkpoints.writer.is_alive() and not list(tmp_path.rglob("*.safetensors"))
     disk.set()
     training.checkpoints.wait()

@@ -252,10 +252,26 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
     assert not any(tensor.any() for name, tensor in runs[1].optimizers.tensors().items() if not name.endswith(".weight"))
     for one in runs:
         for step in range(4):
-            one.train_step(step, train_gpt.Moment(1.0, 0.9, False))
+            one.train_step(step, train_gpt.Moment(1.0, 0.9, False, 32))
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(torch.equal(a, b) for a, b in zip(runs[0].average.mean, runs[1].average.mean, strict=True))
+
+
+def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
+    """The same tokens a step, in the same order, and a loss that knows of nothing before the part."""
+    short, whole = (fresh_training(one_rank, tmp_path, SHORT_SEQ_LEN=length, ITERATIONS=5, WARMUP_STEPS=1, RUN_ID=str(length)) for length in (8, 0))
+    short.warm_up()  # which leaves no trace of its own
+    seen = []
+    forward = short.forward
+    short.forward = lambda x, y, **options: (seen.append((x, y)), forward(x, y, **options))[1]
+    losses = [short.train_step(step, train_gpt.schedule(short.hp, step, 0.0, 0.0))[0] for step in range(3)]
+    rows = whole.loader.batch(0).long()
+    with torch.no_grad():
+        expected = whole.model(torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1)))
+    assert [tuple(x.shape) for x, _ in seen] == [(96, 8), (96, 8), (24, 32)]
+    assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1]) and torch.equal(seen[0][1].view(24, 32), rows[:, 1:])
+    assert losses[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_the_host_never_waits_for_the_step_that_it_asked_for(one_rank, tmp_path, monkeypatch):
@@ -308,7 +324,7 @@ def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
     """Accumulation follows from batch, ranks and micro-batch, not from the number 8, and only orders the sums."""
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=tokens, RUN_ID=str(tokens)) for tokens in (768, 96, 50, 1)]
     assert [one.accumulation for one in runs] == [1, 8, 24, 24]
-    reports = [one.train_step(0, train_gpt.Moment(1.0, 0.9, False)) for one in runs]
+    reports = [one.train_step(0, train_gpt.Moment(1.0, 0.9, False, 32)) for one in runs]
     for one, report in zip(runs[1:], reports[1:], strict=True):
         assert report[0].item() == pytest.approx(reports[0][0].item(), rel=1e-6)
         difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (runs[0].model.qo_bank).norm()
