@@ -100,7 +100,7 @@ def main() -> None:
             variant.step()
             variant.step()
         times = [[variant.step() for variant in variants] for _ in range(arguments.rounds)]
-        flops = train_gpt.flops_per_token(hp)
+        flops = train_gpt.flops_per_token(hp, hp.train_seq_len)
         print(f"torch {torch.__version__} {runtime.describe()} one of {arguments.of} ranks, {hp.train_batch_tokens} tokens, "
               f"{flops / 1e6:.2f} MFLOP a token, rounds:{arguments.rounds}")  # fmt: skip
         report(variants, times, hp, train_gpt.peak_flops(runtime.device))
@@ -117,7 +117,7 @@ def report(variants: list[Variant], times: list[list[dict[str, float]]], hp: tra
         medians["fwd+bwd"] = statistics.median(t["forward"] + t["backward"] for t in own)
         medians["step"] = statistics.median(sum(t.values()) for t in own)
         medians["ktok/s"] = hp.train_batch_tokens / medians["step"]
-        medians["GFLOP/s"] = medians["ktok/s"] * train_gpt.flops_per_token(hp) / 1e6
+        medians["GFLOP/s"] = medians["ktok/s"] * train_gpt.flops_per_token(hp, hp.train_seq_len) / 1e6
         passes = [(a["forward"] + a["backward"], b["forward"] + b["backward"]) for a, b in zip(first, own, strict=True)]
         medians["ratio"] = statistics.median(a / b for a, b in passes)
         print(f"{variant.mode:9}{variant.micro:8}" + "".join(f"{value:10.2f}" for value in medians.values()), end="")

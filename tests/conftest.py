@@ -32,6 +32,12 @@ def write_shard(path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, ver
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
+def published() -> dict[str, str]:
+    """The variables of records/published.env, by which the published run is repeated."""
+    lines = (ROOT / "records" / "published.env").read_text().splitlines()
+    return dict(word.split("=") for line in lines if not line.startswith("#") for word in line.split())
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with tokenizer.model, two training shards and two validation shards of this repository's own source."""

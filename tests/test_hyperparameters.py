@@ -1,4 +1,4 @@
-"""The knobs: one declaration each, defaults of the published run, errors that name the variable."""
+"""The knobs: one declaration each, defaults of the record run, errors that name the variable."""
 
 import dataclasses
 import shlex
@@ -6,9 +6,10 @@ import shlex
 import pytest
 
 import train_gpt
+from conftest import published
 from train_gpt import Hyperparameters, UserError
 
-PUBLISHED = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=0
+COMMAND = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=0
     ROPE_DIMS=16 LN_SCALE=1 LATE_QAT=1 QAT_THRESHOLD=0.1 MUON_WD=0.04 ADAM_WD=0.04 MATRIX_LR=0.025
     SCALAR_LR=0.025 TIED_EMBED_LR=0.035 MUON_MOMENTUM=0.99 MUON_MOMENTUM_WARMUP_START=0.92
     MUON_MOMENTUM_WARMUP_STEPS=1500 WARMDOWN_ITERS=3000 ITERATIONS=9000 MAX_WALLCLOCK_SECONDS=600
@@ -20,21 +21,29 @@ CHALLENGE_NAMES = """DATA_PATH TOKENIZER_PATH VOCAB_SIZE RUN_ID SEED TRAIN_BATCH
     TIED_EMBED_INIT_STD SWA_EVERY"""
 
 
-def published() -> dict[str, str]:
-    return dict(word.split("=") for word in shlex.split(PUBLISHED))
+def command() -> dict[str, str]:
+    return dict(word.split("=") for word in shlex.split(COMMAND))
 
 
-def test_defaults_are_the_published_run():
-    """Fault D1: there the record needed 23 variables."""
-    assert Hyperparameters.from_env(published()) == Hyperparameters()
-    hp = Hyperparameters()
+def test_defaults_are_the_record_run():
+    """Fault D1: there the record needed 23 variables. Those of its command are defaults with us, or change nothing."""
+    assert Hyperparameters.from_env(command()) == Hyperparameters()
+
+
+def test_the_published_run_is_one_set_of_variables():
+    """Its command, and every knob whose default is ours by measurement: without them it would be another run."""
+    assert command().items() <= published().items()
+    ours, hp = Hyperparameters(), Hyperparameters.from_env(published())
+    differing = {f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)}
+    assert {name.upper() for name in differing} == set(published()) - set(command())
+    assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
     assert (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads) == (786_432, 2048, 512, 8, 4)
     assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3.0, 30.0, 1024)
 
 
 def test_challenge_names_are_knobs():
     names = {f.name.upper() for f in dataclasses.fields(Hyperparameters)}
-    assert set(CHALLENGE_NAMES.split()) | set(published()) <= names
+    assert set(CHALLENGE_NAMES.split()) | set(command()) <= names
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def test_challenge_names_are_knobs():
         ("ROPE_DIMS", "66", "head dimension 64"),
         ("XSA_LAST_N", "12", "NUM_LAYERS=11"),
         ("TRAIN_BATCH_TOKENS", "1000", "TRAIN_SEQ_LEN=2048"),
-        ("SHORT_SEQ_LEN", "500", "TRAIN_SEQ_LEN=2048"),
+        ("SHORT_SEQ_PARTS", "3", "TRAIN_SEQ_LEN=2048"),
         ("EVAL_STRIDE", "4096", "EVAL_SEQ_LEN=2048"),
         ("SWA_ENABLED", "1", "EMA_ENABLED=1"),
         ("BIGRAM_VOCAB_SIZE", "1", "no bucket"),

@@ -17,7 +17,6 @@ from conftest import ROOT, TINY, run, start
 sys.path[:0] = [str(ROOT / "records"), str(ROOT / "bench")]
 
 import ablate
-
 import check_record
 import compare
 import make_record

@@ -224,12 +224,12 @@ def test_cap_is_kept(script):
 
 
 def test_bf16_compiled_run_is_a_run(script):
-    """The path of real machines at toy size: bf16, compiled, late QAT, validation on the way. Four graphs, no more:
-    training, training with QAT, evaluation of whole windows and of their ends; #399 compiled anew at step 1, at the
-    switch and in the last evaluation."""
+    """The path of real machines at toy size: bf16, compiled, late QAT, validation on the way. Five graphs, no more:
+    training with short and with whole sequences, training with QAT, evaluation of whole windows and of their ends; #399
+    compiled anew at step 1, at the switch and in the last evaluation."""
     result = script(COMPUTE_DTYPE="bfloat16", COMPILE=1, LATE_QAT=1, QAT_THRESHOLD=0.5, VAL_LOSS_EVERY=5, NUM_LAYERS=2, TORCH_LOGS="recompiles")
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("Recompiling function forward") == 3
+    assert result.stderr.count("Recompiling function forward") == 4
     assert "compute_dtype:bfloat16" in result.stdout and len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
 
@@ -247,7 +247,7 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
     for one in runs:
         one.optimizers.step = lambda *a, one=one: steps_taken.append(1) or real(one.optimizers, *a)
         one.warm_up()
-    assert len(steps_taken) == 4, "the warm-up is made of the run's own steps, one of them with late QAT"
+    assert len(steps_taken) == 5, "the warm-up is made of the run's own steps, one of them short, one with late QAT"
     assert not any(shard.momentum.any() for shard in runs[1].optimizers.banks.values())
     assert not any(tensor.any() for name, tensor in runs[1].optimizers.tensors().items() if not name.endswith(".weight"))
     for one in runs:
@@ -260,7 +260,7 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
 
 def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
     """The same tokens a step, in the same order, and a loss that knows of nothing before the part."""
-    short, whole = (fresh_training(one_rank, tmp_path, SHORT_SEQ_LEN=length, ITERATIONS=5, WARMUP_STEPS=1, RUN_ID=str(length)) for length in (8, 0))
+    short, whole = (fresh_training(one_rank, tmp_path, SHORT_SEQ_PARTS=parts, ITERATIONS=5, WARMUP_STEPS=1, RUN_ID=str(parts)) for parts in (4, 1))
     short.warm_up()  # which leaves no trace of its own
     seen = []
     forward = short.forward

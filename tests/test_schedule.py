@@ -49,10 +49,10 @@ def test_warmdown_fraction_is_the_same_on_any_machine():
 
 def test_short_sequences_come_first():
     """For a part of the run by whichever of steps and wall clock is further."""
-    hp = Hyperparameters.from_env({"SHORT_SEQ_LEN": "512", "SHORT_SEQ_FRAC": "0.25", "ITERATIONS": "1000"})
+    hp = Hyperparameters.from_env({"SHORT_SEQ_PARTS": "4", "SHORT_SEQ_FRAC": "0.25", "ITERATIONS": "1000"})
     for step, seconds, length in ((0, 0, 512), (100, 149, 512), (100, 151, 2048), (249, 10, 512), (250, 10, 2048), (999, 599, 2048)):
         assert schedule(hp, step, seconds, 0.1).length == length
-    assert schedule(Hyperparameters(), 0, 0.0, 0.0).length == 2048
+    assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).length == 2048
 
 
 def test_schedule_without_a_cap_counts_steps():
