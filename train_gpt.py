@@ -656,7 +656,7 @@ def read_shard(path: Path) -> np.ndarray:
 class TokenStream:
     """All shards of a split, end to end, as one sequence of tokens that is read a slice at a time.
 
-    Every shard is mapped at the start, so that going on to the next one is not an event.
+    Every shard is opened at the start, so that going on to the next one is not an event.
     """
 
     def __init__(self, folder: str, split: str, vocab_size: int):
@@ -664,6 +664,7 @@ class TokenStream:
         _rule(Path(folder).is_dir(), f"DATA_PATH={folder} is not a folder: set DATA_PATH to the folder of the shards (see data/README.md)")
         _rule(bool(self.paths), f"DATA_PATH={folder} holds no fineweb_{split}_*.bin: fetch or make the shards (see data/README.md)")
         self.shards = [read_shard(path) for path in self.paths]
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.versions = [self._version(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
         self.vocab_size = vocab_size
@@ -673,14 +674,16 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary, or if the
-        shard is no longer the file that was opened (reading a mapping whose file was cut short would kill the process).
-        """
+        shard is no longer the file that was opened. Read from the file and not from its mapping: where a file was cut short,
+        be it a moment ago, reading the mapping would kill the process."""
         pieces, shard = [], int(np.searchsorted(self.ends, start, side="right"))
         while count:
-            _rule(self._version(self.paths[shard]) == self.versions[shard],
-                  f"shard {self.paths[shard]} has changed or vanished since the run began: leave the data alone and start again")
             offset = start - int(self.ends[shard]) + len(self.shards[shard])
-            piece = self.shards[shard][offset:offset + count]
+            wanted = min(count, len(self.shards[shard]) - offset)
+            raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
+            _rule(len(raw) == 2 * wanted and self._version(self.paths[shard]) == self.versions[shard],
+                  f"shard {self.paths[shard]} has changed or vanished since the run began: leave the data alone and start again")
+            piece = np.frombuffer(raw, dtype="<u2")
             if piece.max() >= self.vocab_size:
                 raise UserError(f"shard {self.paths[shard]} holds token {piece.max()}, but VOCAB_SIZE={self.vocab_size}: "
                                 "set VOCAB_SIZE and TOKENIZER_PATH to those of the shards")

@@ -205,6 +205,19 @@ def test_a_shard_that_changes_during_the_run_is_named(tmp_path, one_rank, change
         loader.batch(600)
 
 
+def test_a_shard_that_is_cut_short_while_it_is_read_is_named(tmp_path):
+    """After the look at the file's version, in the middle of reading: a mapping would end the process here."""
+    path = tmp_path / "fineweb_train_000000.bin"
+    write_shard(path, np.full(500_000, 5))
+    stream = train_gpt.TokenStream(tmp_path, "train", VOCAB)
+    stream._version = lambda path: stream.versions[0]
+    os.truncate(path, 2001)
+    with pytest.raises(UserError, match="fineweb_train_000000.bin has changed or vanished"):
+        stream.read(400_000, 100)
+    with pytest.raises(UserError, match="fineweb_train_000000.bin has changed or vanished"):
+        stream.read(400, 100)
+
+
 def with_manifest(data, folder, **changes):
     """A copy of the data with a manifest."""
     for path in data.iterdir():
