@@ -238,10 +238,11 @@ def test_attention_kernel_is_chosen_and_a_missing_one_is_only_noted(hyperparamet
         name, attend, refused = train_gpt.choose_attention(hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False)
         assert name == chosen
         assert len(refused) == (wanted not in ("auto", chosen)) and all(wanted in note for note in refused)
-        q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
-        mask = torch.ones(6, 6).tril().bool()
-        expected = F.scaled_dot_product_attention(q.mT.mT.transpose(1, 2), k.repeat_interleave(2, 2).transpose(1, 2), k.repeat_interleave(2, 2).transpose(1, 2), mask)
-        torch.testing.assert_close(attend(q, k, k), expected.transpose(1, 2))
+        for time in (6, train_gpt.WRITTEN_OUT, train_gpt.WRITTEN_OUT + 1):
+            q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
+            mask = torch.ones(time, time).tril().bool()
+            expected = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))), mask)
+            torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
 
 
 def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch):
