@@ -635,10 +635,12 @@ def test_screenings(knobs, tmp_path):
     assert first.stdout.count("== ") == 4 and first.stdout.endswith(second.stdout)
     found = json.loads(second.stdout.splitlines()[-1])
     assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), "which knows of the other two only by what does not add up"
-    scores = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt").score.bpb for n in range(4)]
+    done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
+    scores = [one.score.bpb for one in done]
     assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2)
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
-    assert float(lines["wide"][3]) > 1 and int(lines["wide"][4].replace(",", "")) > 1000
+    ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
+    assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3) and int(lines["wide"][4].replace(",", "")) > 1000
 
 
 def test_ablations_name_a_mistake(tmp_path):
