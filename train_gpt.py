@@ -91,7 +91,7 @@ class Hyperparameters:
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of fineweb_train_*.bin and fineweb_val_*.bin", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model that made the shards")
     vocab_size: int = knob(1024, "pieces of the tokenizer", low=4, high=65536)
-    shuffle_seed: int = knob(0, "0: sequential order of the shards; n > 0: rows of all shards permuted anew each epoch by this seed", low=0)
+    shuffle_seed: int = knob(1, "rows of all shards are permuted, anew each epoch, by this seed; 0: the shards in their order (#399)", low=0)
     align_to_bos: bool = knob(False, "begin a row at the first document that starts in its block, where one does")
 
     num_layers: int = knob(11, "transformer layers", low=1, high=256, section="Model")
@@ -713,7 +713,8 @@ class TrainingLoader:
     state there is: data do not depend on W, on the micro-batch or on what was read before. After the last block the
     data begin again.
 
-    The order is sequential, as in #399, or with SHUFFLE_SEED a permutation of all blocks, another one each epoch.
+    The order is a permutation of all blocks by SHUFFLE_SEED, another one each epoch (#1060 and #1394 spread rows, too), so
+    that a batch is not a few documents in one piece; with 0 it is sequential, as in #399.
     With ALIGN_TO_BOS a row begins at the first BOS of its block, if there is one: it then reads as far into the next
     block, and what lies before the BOS is left to the row before, as far as that reaches.
     """

@@ -101,8 +101,8 @@ def variants(
         ranks = train_gpt.Ranks(0, size)
         found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, ranks), stack))
         here = dataclasses.replace(runtime, ranks=ranks)
-        for name, knobs in (("ours", {}), ("ours, shuffled", {"shuffle_seed": 1}), ("ours, aligned", {"align_to_bos": True})):
-            make = functools.partial(train_gpt.TrainingLoader, dataclasses.replace(hp, **knobs), here)
+        for name, seed, align in (("ours, sequential", 0, False), ("ours, shuffled", 1, False), ("ours, aligned", 0, True)):
+            make = functools.partial(train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align), here)
             found.append(Variant(f"{name}, rank 0 of {size}", make, stack))
     return found
 

@@ -28,7 +28,7 @@ def loaders(one_rank, size, **changes):
 
 
 def test_batches_are_the_stream_in_order(one_rank):
-    hp, (loader,) = loaders(one_rank, 1)
+    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
     tokens = whole_stream(hp)
     rows = torch.cat([loader.batch(step) for step in range(3)]).numpy().astype(np.int64)
     for i, row in enumerate(rows):
@@ -46,7 +46,7 @@ def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
 
 
 def test_loader_is_endless_and_repeatable(one_rank):
-    hp, (loader,) = loaders(one_rank, 1)
+    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
     per_step = hp.train_batch_tokens // hp.train_seq_len
     late = [loader.batch(step).clone() for step in range(loader.blocks // per_step + 2)]
     assert torch.equal(loader.batch(1), late[1]), "batch number 1 is the same whenever it is asked for"
@@ -66,7 +66,8 @@ def test_shuffled_epochs_hold_every_row_once(one_rank):
 
 def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
     """A batch of the sequential order is one stretch of text; a shuffled one is spread over the whole stream."""
-    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=3)
+    hp, (loader,) = loaders(one_rank, 1)
+    assert hp.shuffle_seed == 1, "shuffled unless asked otherwise"
     starts = np.array([loader._permuted(0, i) for i in range(hp.train_batch_tokens // hp.train_seq_len)])
     assert starts.min() < loader.blocks / 4 and starts.max() > 3 * loader.blocks / 4 and np.ptp(starts) > len(starts)
 
@@ -178,7 +179,7 @@ def test_token_outside_the_vocabulary_is_named(tmp_path, one_rank):
     tokens = np.full(2000, 5, dtype=np.uint16)
     tokens[900] = VOCAB
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path)
+    _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path, SHUFFLE_SEED=0)
     loader.batch(0)
     with pytest.raises(UserError, match=f"000000.bin holds token {VOCAB}.*VOCAB_SIZE"):
         loader.batch(1)

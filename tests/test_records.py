@@ -616,13 +616,15 @@ def test_ablations_compare_with_the_base(knobs, data, tmp_path):
 def test_screenings_tell_factors_apart():
     """On a score that is a sum of effects each is found exactly, whatever the others are."""
     rng = np.random.default_rng(0)
-    for factors in (2, 3, 8, 11, 19, 20):
+    for factors in (2, 3, 4, 5, 8, 11, 19, 20):
         plan, true = ablate.design(factors), rng.normal(size=factors)
         assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * factors
         scores = (np.array(plan) @ true + 7).tolist()
         assert ablate.effects(plan, scores) == pytest.approx(true.tolist())
     nothing = rng.normal(scale=0.01, size=40).tolist()
     assert ablate.pseudo_error([*nothing, 5.0, -3.0]) == pytest.approx(0.01, rel=0.5), "two real effects are no noise"
+    # Median size 3, so what is under 2.5 * 1.5 * 3 counts: 1.5 times the median of 1, 2, 3 and 10.
+    assert ablate.pseudo_error([1.0, -2.0, 3.0, -10.0, 100.0]) == pytest.approx(3.75)
 
 
 def test_screenings(knobs, tmp_path):
