@@ -60,7 +60,7 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
     knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model" MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
     knobs NUM_LAYERS=6 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4
-    knobs TRAIN_SEQ_LEN=512 EVAL_SEQ_LEN=512 TRAIN_BATCH_TOKENS=4096 SHUFFLE_SEED=1
+    knobs TRAIN_SEQ_LEN=512 EVAL_SEQ_LEN=512 TRAIN_BATCH_TOKENS=4096
     # A few hundred steps: shorter averages and momentum, a fraction for the warmdown, no second graph to compile.
     knobs ITERATIONS=2000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
     knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20

@@ -121,7 +121,7 @@ class Hyperparameters:
     iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
     max_wallclock_seconds: float = knob(600.0, "training never exceeds this; 0: no limit", low=0)
     warmup_steps: int = knob(20, "steps that compile and warm everything before the clock starts, then are undone", low=0)
-    warmdown_iters: int = knob(3000, "last steps over which learning rates fall to 0 (at most half of the run)", low=0)
+    warmdown_iters: int = knob(3000, "last steps, at the average speed so far, over which learning rates fall to 0 (at most half of the run)", low=0)
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run, whatever the hardware; 0: WARMDOWN_ITERS", low=0, high=1)
 
     matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
@@ -181,7 +181,7 @@ class Hyperparameters:
     resume: str = knob("", "auto: go on from the newest whole checkpoint of RUN_ID, if there is one; or the folder of a checkpoint")
     skip_nonfinite: int = knob(0, "leave out so many steps with a loss or gradient that is not finite before giving up; 0: stop at the first", low=0)
     deterministic: bool = knob(False, "only kernels that give the same bits each time")
-    profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table", low=0)
+    profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table (SHORT_SEQ_PARTS=1: of whole sequences)", low=0)
     compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math"))
@@ -1059,7 +1059,8 @@ class GPT(nn.Module):
             self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         self.smear_gate = nn.Parameter(torch.zeros(dim))
-        self.skip_scale = nn.Parameter(torch.full((self.encoder_layers, dim), -1.5 if hp.skip_gates else 1.0))
+        # Gates start where weight decay draws them: at -1.5 itself it would open those that nothing else moves.
+        self.skip_scale = nn.Parameter(torch.full((self.encoder_layers, dim), 0.0 if hp.skip_gates else 1.0))
         self.resid_mix = nn.Parameter(torch.stack((torch.ones(layers, dim), torch.zeros(layers, dim)), dim=1))  # (L, 2, D)
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
@@ -1104,7 +1105,7 @@ class GPT(nn.Module):
         """
         weights = self.matrices(qat)
         x = x0 = self.embed(ids, watch)  # (B, T, D)
-        skips, gates = [], self.skip_scale.sigmoid() if self.hp.skip_gates else self.skip_scale
+        skips, gates = [], (self.skip_scale - 1.5).sigmoid() if self.hp.skip_gates else self.skip_scale
         for i, w in enumerate(weights):
             if i >= self.encoder_layers and skips:
                 x = (x + gates[i - self.encoder_layers] * skips.pop()).to(self.dtype)
@@ -1246,8 +1247,10 @@ def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
     if hp.muon_eq:
-        across, along = (torch.linalg.vector_norm(update, dim=dim, keepdim=True) for dim in (-2, -1))
-        update = update / torch.where(shard.transposed, across, along).clamp(min=1e-7)
+        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True)
+        if shard.transposed is not None:
+            norm = torch.where(shard.transposed, torch.linalg.vector_norm(update, dim=-2, keepdim=True), norm)
+        update = update / norm.clamp(min=1e-7)
     update = newton_schulz(update, shard.own.dtype, hp.muon_backend_steps, hp.muon_coeffs)
     shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
     shard.own.copy_(shard.master)
@@ -1279,8 +1282,9 @@ class BankShard:
         full = torch.zeros(padded, device=bank.device)
         full[:rows] = weights
         self.master, self.momentum = full[mine].clone(), torch.zeros_like(full[mine])
-        traits = traits + [(False, 0.0)] * self.padding
-        self.transposed, self.scale = (torch.tensor(column, device=bank.device)[mine, None, None] for column in zip(*traits, strict=True))
+        transposed, scale = zip(*traits, *[(False, 0.0)] * self.padding, strict=True)
+        self.transposed = torch.tensor(transposed, device=bank.device)[mine, None, None] if any(transposed) else None
+        self.scale = torch.tensor(scale, device=bank.device)[mine, None, None]
 
 
 REPORT = 3  # what travels with the small gradients: loss, rank 0's clock, how many ranks want to stop
@@ -1448,7 +1452,7 @@ class Moment(NamedTuple):
     lr_scale: float  # multiplies every learning rate
     momentum: float  # Muon's
     qat: bool  # train through the int6 rounding
-    length: int  # tokens T of a training sequence
+    seq_len: int  # tokens T of a training sequence
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> Moment:
@@ -1465,8 +1469,9 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
     momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
-    parts = hp.short_seq_parts if progress < hp.short_seq_frac else 1
-    return Moment(lr_scale, momentum, hp.late_qat and lr_scale < hp.qat_threshold, hp.train_seq_len // parts)
+    qat = hp.late_qat and lr_scale < hp.qat_threshold
+    parts = hp.short_seq_parts if progress < hp.short_seq_frac and not qat else 1  # late QAT with short ones would be a third graph
+    return Moment(lr_scale, momentum, qat, hp.train_seq_len // parts)
 
 
 class Clock:
@@ -1793,7 +1798,7 @@ CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma), "
 # Export: codes -> artifact bytes, and back
 
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whatever the coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 3
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 4
 # What a reader takes from a file that it does not trust: bytes of the file and of its header, weights in all (in memory
 # at most 20 bytes each while they are decoded).
 MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 28, 1 << 20, 1 << 26
@@ -2284,7 +2289,7 @@ def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Ad
 # Checkpoints: a run that is killed goes on where it was
 
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 # What a run that goes on may have otherwise than the one that stopped: how long it is, what it says, where and how it
 # computes, and everything that comes after training.
 MAY_CHANGE = frozenset({
@@ -2623,7 +2628,7 @@ class Training:
         for rows in self.loader.batch(step).chunk(self.accumulation):
             ids = rows.to(torch.int64)
             mark("forward")
-            x, y = (part.reshape(-1, moment.length) for part in (ids[:, :-1], ids[:, 1:]))
+            x, y = (part.reshape(-1, moment.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
             loss = self.forward(x, y, qat=moment.qat) / (self.accumulation * ranks.size)
             mark("backward")
             loss.backward()
@@ -2657,7 +2662,7 @@ class Training:
                 self.log.line(f"warmup_step:{step + 1}/{self.hp.warmup_steps} seconds:{time.perf_counter() - started:.1f}")
         if self.hp.short_seq_parts > 1 and self.hp.short_seq_frac:
             self.log.line("warmup: the same with short sequences")
-            self.train_step(0, moment._replace(length=self.hp.train_seq_len // self.hp.short_seq_parts))
+            self.train_step(0, moment._replace(seq_len=self.hp.train_seq_len // self.hp.short_seq_parts))
         if self.hp.late_qat:
             self.log.line("warmup: the same with late QAT")
             self.train_step(0, moment._replace(qat=True))
@@ -2824,14 +2829,15 @@ class Training:
     def _log_step(self, step: int, loss: float, moment: Moment) -> None:
         hp, seconds = self.hp, self.watch.seconds()
         rate = step * hp.train_batch_tokens / seconds
-        recent = hp.train_batch_tokens / statistics.fmean(self.clock.recent)  # sequences were shorter before, and steps faster
-        peak = peak_flops(self.runtime.device)
-        mfu = f" mfu:{recent * flops_per_token(hp, moment.length) / (peak * self.runtime.ranks.size):.3f}" if peak else ""
+        mfu = ""
+        if peak := peak_flops(self.runtime.device):
+            recent = hp.train_batch_tokens / statistics.fmean(self.clock.recent)  # sequences were shorter before, and steps faster
+            mfu = f" mfu:{recent * flops_per_token(hp, moment.seq_len) / (peak * self.runtime.ranks.size):.3f}"
         left = (hp.iterations - step) * seconds / step
         if hp.max_wallclock_seconds:
             left = min(left, hp.max_wallclock_seconds - seconds)
         self.log.line(f"step:{step}/{hp.iterations} train_loss:{loss:.4f} train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / step:.2f}ms "
-                      f"tok_s:{rate:.0f}{mfu} lr_scale:{moment.lr_scale:.4f} momentum:{moment.momentum:.4f} qat:{int(moment.qat)} seq_len:{moment.length} eta:{left:.0f}s")
+                      f"tok_s:{rate:.0f}{mfu} lr_scale:{moment.lr_scale:.4f} momentum:{moment.momentum:.4f} qat:{int(moment.qat)} seq_len:{moment.seq_len} eta:{left:.0f}s")
         self.log.event("train", step=step, train_loss=loss, train_seconds=seconds, tokens_per_second=rate, **moment._asdict())
 
     def _validate(self, step: int) -> None:

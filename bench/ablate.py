@@ -40,7 +40,7 @@ BASE = {
     "NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "TRAIN_SEQ_LEN": "512", "EVAL_SEQ_LEN": "512",
     "TRAIN_BATCH_TOKENS": "8192", "BIGRAM_VOCAB_SIZE": "2048", "XSA_LAST_N": "4", "EMA_DECAY": "0.97", "LATE_QAT": "0",
     "MUON_MOMENTUM": "0.95", "MUON_MOMENTUM_WARMUP_START": "0.85", "MUON_MOMENTUM_WARMUP_STEPS": "50", "WARMDOWN_FRAC": "0.4",
-    "WARMUP_STEPS": "2", "VAL_LOSS_EVERY": "0", "EVAL_STRIDE": "512", "SHUFFLE_SEED": "1",
+    "WARMUP_STEPS": "2", "VAL_LOSS_EVERY": "0", "EVAL_STRIDE": "512",
 }  # fmt: skip
 
 
@@ -52,6 +52,18 @@ def variant(text: str) -> tuple[str, dict[str, str]]:
     if unknown or not name or not all(chosen.values()):
         raise train_gpt.UserError(f'{text!r} is no variant: write "name: KNOB=value KNOB=value", with the knobs of train_gpt.py --help')
     return name, chosen
+
+
+def check(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) -> None:
+    """Raises UserError for variants that would not be compared as they are written."""
+    if len(variants) != len(arguments.variants) + 1:
+        raise train_gpt.UserError('two variants have one name, or one is called "base": give each a name of its own')
+    knobs = [knob for chosen in variants.values() for knob in chosen]
+    twice = sorted({knob for knob in knobs if knobs.count(knob) > 1})
+    if arguments.screen and (twice or not arguments.variants or arguments.also):
+        several = f", not {', '.join(twice)} to several" if twice else ""
+        raise train_gpt.UserError("a screening switches variants on and off together: give it some, without --also, each knob "
+                                  f"to one of them{several}")
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
@@ -95,13 +107,13 @@ def measure(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) 
 def design(factors: int) -> list[list[bool]]:
     """Which of the factors each run has: a Plackett-Burman design (Biometrika 33, 1946) by Paley's construction.
 
-    p + 1 runs for the first prime p = 3 mod 4 with at least so many columns. Any two columns have each of the four
-    combinations equally often, so that the runs with a factor and those without it differ, on average, in it alone.
-    The last run has none of them.
+    p + 1 runs and p columns for the first prime p = 3 mod 4 that is at least `factors`: the first columns are theirs, the
+    others are spare. Any two columns have each of the four combinations equally often, so that the runs with a factor and
+    those without it differ, on average, in it alone. The last run has none of them.
     """
     p = next(n for n in range(3, 1000, 4) if n >= factors and all(n % d for d in range(2, n)))
     squares = {i * i % p for i in range(p)}  # with 0
-    return [[(column - run) % p in squares for column in range(factors)] for run in range(p)] + [[False] * factors]
+    return [[(column - run) % p in squares for column in range(p)] for run in range(p)] + [[False] * p]
 
 
 def effects(plan: list[list[bool]], values: list[float]) -> list[float]:
@@ -111,11 +123,19 @@ def effects(plan: list[list[bool]], values: list[float]) -> list[float]:
     return [sides[True] - sides[False] for sides in mean]
 
 
-def pseudo_error(found: list[float]) -> float:
-    """Standard error of an effect by Lenth's method (Technometrics 31, 1989): most effects are taken to be nothing."""
-    sizes = [abs(effect) for effect in found]
+def standard_error(found: list[float], factors: int) -> tuple[float, str]:
+    """Of one of the effects, of which all but the first `factors` are those of spare columns; and what it is taken from.
+
+    Three spare columns or more tell it themselves: nothing is behind them but noise and what does not add up. Otherwise
+    Lenth's method (Technometrics 31, 1989) takes most effects for nothing, and with less than 5 of them there is none.
+    """
+    spare, sizes = found[factors:], [abs(effect) for effect in found]
+    if len(spare) >= 3:
+        return math.sqrt(statistics.fmean(effect * effect for effect in spare)), f"{len(spare)} spare columns"
+    if len(found) < 5:
+        return math.nan, "too few effects"
     rough = 1.5 * statistics.median(sizes)
-    return 1.5 * statistics.median([size for size in sizes if size < 2.5 * rough] or sizes)
+    return 1.5 * statistics.median([size for size in sizes if size < 2.5 * rough] or sizes), "Lenth's method"
 
 
 def screen(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) -> None:
@@ -123,18 +143,19 @@ def screen(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) -
     names, common = [name for name in variants if name != "base"], environment(arguments)
     plan, done = design(len(names)) * len(arguments.seeds), []
     for number, chosen in enumerate(plan):
-        knobs = {knob: value for name, has in zip(names, chosen, strict=True) if has for knob, value in variants[name].items()}
+        knobs = {knob: value for name, has in zip(names, chosen, strict=False) if has for knob, value in variants[name].items()}
         seed, place = divmod(number, len(plan) // len(arguments.seeds))
         run_id = f"screen_seed{arguments.seeds[seed]}_{place:02d}"
         done.append(finish(run_id, {**common, **knobs, "SEED": str(1000 * arguments.seeds[seed] + place)}))
     bpb, size = effects(plan, [run.score.bpb for run in done]), effects(plan, [run.model_bytes for run in done])
     cost = effects(plan, [math.log(run.step_ms) for run in done])
-    error, width = pseudo_error(bpb), max(map(len, names))
-    print(f"\n{done[0].score_name}, effects in bits per byte of {len(done)} runs, standard error {error:.5f} (Lenth); {done[0].device}")
+    (error, source), width = standard_error(bpb, len(names)), max(map(len, names))
+    print(f"\n{done[0].score_name}, effects in bits per byte of {len(done)} runs, standard error {error:.5f} ({source}); {done[0].device}")
     print(f"{'':{width}}{'effect':>12}{'t':>8}{'time_ratio':>12}{'bytes':>12}")
-    for name, effect, ratio, nbytes in sorted(zip(names, bpb, cost, size, strict=True), key=lambda line: line[1]):
+    for name, effect, ratio, nbytes in sorted(zip(names, bpb, cost, size, strict=False), key=lambda line: line[1]):
         print(f"{name:{width}}{effect:>+12.5f}{effect / error:>8.2f}{math.exp(ratio):>12.3f}{nbytes:>+12,.0f}")
-    print(json.dumps({"effects": dict(zip(names, bpb, strict=True)), "standard_error": error, "scores": [run.score.bpb for run in done]}))
+    report = {"effects": dict(zip(names, bpb, strict=False)), "standard_error": None if math.isnan(error) else error}
+    print(json.dumps({**report, "scores": [run.score.bpb for run in done]}))
 
 
 def row(name: str, mine: list[runs.Run], base: list[runs.Run]) -> dict:
@@ -175,6 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         variants = {"base": {}} | dict(variant(text) for text in arguments.variants)
+        check(variants, arguments)
         for name in ("DATA_PATH", "TOKENIZER_PATH"):  # runs start in another folder
             if name in os.environ:
                 os.environ[name] = str(Path(os.environ[name]).resolve())

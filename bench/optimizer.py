@@ -4,7 +4,8 @@
     python bench/optimizer.py                    # shapes of the record, on the GPU if there is one
     python bench/optimizer.py --layers 4 --dim 256 --rounds 5
 
-  ours, compiled / eager      three banks, fp32 weights and momentum, Newton-Schulz as bmm + 2 baddbmm
+  ours, compiled / eager      three banks, fp32 weights and momentum, Newton-Schulz as bmm + 2 baddbmm, published mathematics
+  ours with MuonEq-R          the same with rows normalised before, as is the default
   published arithmetic        four banks, bf16 momentum, `b*A + c*A@A` and `a*X + B@X` as separate passes (#399)
   gathered                    66 parameters, stacked into the four banks within the optimizer and taken apart again
   sequential                  66 parameters, one Newton-Schulz each
@@ -181,9 +182,9 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
     with train_gpt.Runtime.start(hp) as runtime:
         device = runtime.device
         print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
-        variants = {f"ours, {name}": Ours(hp, runtime, compiled).step for name, compiled in (("compiled", True), ("eager", False))}
-        if not runtime.compiled:
-            del variants["ours, compiled"]
+        kinds = (("compiled", True), ("eager", False)) if runtime.compiled else (("eager", False),)
+        variants = {f"ours, {name}": Ours(hp, runtime, compiled).step for name, compiled in kinds}
+        variants["ours with MuonEq-R"] = Ours(dataclasses.replace(hp, muon_eq=True), runtime, runtime.compiled).step
         banks, gathered, sequential = (Matrices(hp, device, separate) for separate in (False, True, True))
         variants |= {"published arithmetic": banks.step, "gathered": gathered.gathered_step, "sequential": sequential.step,
                      "torch.optim.Muon": torch_muon(hp, device)}  # fmt: skip
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
-    hp = dataclasses.replace(hp, num_layers=arguments.layers, model_dim=arguments.dim)
+    hp = dataclasses.replace(hp, num_layers=arguments.layers, model_dim=arguments.dim, muon_eq=False)
     if arguments.out:
         return several_ranks(hp, arguments.rounds, arguments.out)
     found = one_rank(hp, arguments.rounds)

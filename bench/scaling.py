@@ -80,7 +80,7 @@ def sizes(hp: train_gpt.Hyperparameters, wire: int) -> tuple[dict[str, int], dic
     """(rows of each bank, bytes of a row on the wire, bytes of the small gradients)."""
     shapes = {bank: train_gpt.bank_shape(bank, hp) for bank in train_gpt.BANKS}
     total = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).to("meta").parameters())
-    small = 4 * (total - sum(math.prod(shape) for shape in shapes.values()) + 2)
+    small = 4 * (total - sum(math.prod(shape) for shape in shapes.values()) + train_gpt.REPORT)
     return {bank: shape[0] for bank, shape in shapes.items()}, {bank: wire * shape[1] * shape[2] for bank, shape in shapes.items()}, small
 
 

@@ -151,7 +151,7 @@ def documents_of(tokens: torch.Tensor, bos: int) -> list[int]:
 
 # The shape of a model that answers in milliseconds, and steps large enough for a leak to show.
 SMALL = {"VOCAB_SIZE": 64, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4, "XSA_LAST_N": 2,
-         "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768, "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8,
+         "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "SHORT_SEQ_PARTS": 1, "TRAIN_BATCH_TOKENS": 768, "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8,
          "VAL_BATCH_SIZE": 256, "COMPILE": "0", "COMPUTE_DTYPE": "float32", "DEVICE": "cpu", "ATTENTION": "auto", "TTT_CHUNK_TOKENS": 40,
          "TTT_LR": 0.05, "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05, "TTT_FREEZE_BLOCKS": 0, "EVAL_MAX_SECONDS": 0, "EVAL_ONLY": ""}  # fmt: skip
 

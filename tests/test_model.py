@@ -52,7 +52,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             before = torch.zeros(hp.model_dim, dtype=torch.float64) if t == 0 or ids[b, t] == BOS else x[b, t - 1]
             smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
-    skips, half, gates = [], hp.num_layers // 2, 1 / (1 + torch.exp(-p["skip_scale"])) if hp.skip_gates else p["skip_scale"]
+    skips, half, gates = [], hp.num_layers // 2, 1 / (1 + torch.exp(1.5 - p["skip_scale"])) if hp.skip_gates else p["skip_scale"]
     for i in range(hp.num_layers):
         if i >= half and skips:
             x = x + gates[i - half] * skips.pop()

@@ -1,6 +1,7 @@
 """The tools of records/: sweeps, logs of both dialects, significance, submission folders and what a reviewer says of them."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -618,13 +619,15 @@ def test_screenings_tell_factors_apart():
     rng = np.random.default_rng(0)
     for factors in (2, 3, 4, 5, 8, 11, 19, 20):
         plan, true = ablate.design(factors), rng.normal(size=factors)
-        assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * factors
-        scores = (np.array(plan) @ true + 7).tolist()
-        assert ablate.effects(plan, scores) == pytest.approx(true.tolist())
+        assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * (len(plan) - 1)
+        scores = (np.array(plan)[:, :factors] @ true + 7).tolist()
+        assert ablate.effects(plan, scores) == pytest.approx([*true.tolist(), *[0] * (len(plan) - 1 - factors)])
     nothing = rng.normal(scale=0.01, size=40).tolist()
-    assert ablate.pseudo_error([*nothing, 5.0, -3.0]) == pytest.approx(0.01, rel=0.5), "two real effects are no noise"
+    assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), "two real effects are no noise"
     # Median size 3, so what is under 2.5 * 1.5 * 3 counts: 1.5 times the median of 1, 2, 3 and 10.
-    assert ablate.pseudo_error([1.0, -2.0, 3.0, -10.0, 100.0]) == pytest.approx(3.75)
+    assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (pytest.approx(3.75), "Lenth's method")
+    assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (pytest.approx(3**0.5), "3 spare columns")
+    assert math.isnan(ablate.standard_error([7.0, 8.0, 1.0], 3)[0])
 
 
 def test_screenings(knobs, tmp_path):
@@ -649,6 +652,11 @@ def test_ablations_name_a_mistake(tmp_path):
     for text in ("x: MATRIX_LRR=1", ": SEED=1", "x: MATRIX_LR="):
         result = run([ROOT / "bench" / "ablate.py", "--steps", 6, text], {}, tmp_path)
         assert result.returncode == 1 and "is no variant: write" in result.stderr
+    for options, part in ((["a: SEED=1", "a: SEED=2"], "two variants have one name"), (["base: SEED=1"], 'called "base"'), (["--screen"], "give it some"),
+                          (["--screen", "--also", "x", "a: SEED=1"], "without --also"),
+                          (["--screen", "a: SEED=1", "b: SEED=2"], "to one of them, not SEED to several")):  # fmt: skip
+        result = run([ROOT / "bench" / "ablate.py", "--steps", 6, *options], {}, tmp_path)
+        assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
 
 
 # Plots

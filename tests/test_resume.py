@@ -424,13 +424,14 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
 # Determinism
 
 # Of the 20 steps below with torch 2.13.0 on a CPU, fp32, eager: a change that is none of the mathematics leaves them.
-# The published configuration's are older than any of our own choices.
+# The published configuration's are older than any of our own choices, but for those of late QAT, the last six, which learns
+# the published range of codes since published.env asks for it.
 GOLDEN = {"published": [
-    5.992178, 5.822780, 5.360763, 4.890323, 4.405765, 4.023332, 3.744263, 3.571165, 3.366205, 3.181495,
-    3.085389, 3.014654, 2.930873, 2.879159, 2.961483, 2.731172, 2.748583, 2.708030, 2.808044, 2.685668,
+    5.992178, 5.822781, 5.360764, 4.890323, 4.405765, 4.023332, 3.744263, 3.571165, 3.366205, 3.181495,
+    3.085389, 3.014654, 2.930873, 2.879159, 2.961483, 2.731172, 2.750608, 2.712678, 2.811480, 2.690936,
 ], "ours": [
-    5.990313, 5.801307, 5.380880, 4.917197, 4.456515, 4.100814, 3.770608, 3.442227, 3.385189, 3.214539,
-    3.065926, 3.068678, 2.998708, 2.854690, 2.794255, 2.844568, 2.757350, 2.674775, 2.728397, 2.788482,
+    5.990313, 5.801306, 5.380879, 4.917190, 4.456496, 4.100779, 3.770548, 3.442140, 3.385057, 3.214411,
+    3.065870, 3.068730, 2.998682, 2.854599, 2.794090, 2.844374, 2.757123, 2.674724, 2.728265, 2.788185,
 ]}  # fmt: skip
 
 
@@ -455,6 +456,14 @@ def test_golden_trace(one_rank, tmp_path, configuration):
     scale = {*TINY, "QAT_THRESHOLD"}  # what the tiny run has to have otherwise
     changes = {name: value for name, value in published().items() if name not in scale} if configuration == "published" else {}
     assert trace(one_rank, tmp_path, **changes) == pytest.approx(GOLDEN[configuration], rel=2e-5)
+
+
+def test_both_ways_of_attention_train_alike(one_rank, tmp_path, monkeypatch):
+    """The short sequences of a run written out, as ever here, and the whole ones by torch's kernel."""
+    monkeypatch.setattr(train_gpt, "WRITTEN_OUT", TINY["TRAIN_SEQ_LEN"] // 2)
+    found = trace(one_rank, tmp_path, SHORT_SEQ_PARTS=4)
+    monkeypatch.setattr(train_gpt, "WRITTEN_OUT", 2 * TINY["TRAIN_SEQ_LEN"])
+    assert found != trace(one_rank, tmp_path, SHORT_SEQ_PARTS=4) == pytest.approx(found, rel=1e-4)
 
 
 def test_deterministic_runs_are_equal_bit_for_bit(one_rank, tmp_path):

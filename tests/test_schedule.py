@@ -51,8 +51,16 @@ def test_short_sequences_come_first():
     """For a part of the run by whichever of steps and wall clock is further."""
     hp = Hyperparameters.from_env({"SHORT_SEQ_PARTS": "4", "SHORT_SEQ_FRAC": "0.25", "ITERATIONS": "1000"})
     for step, seconds, length in ((0, 0, 512), (100, 149, 512), (100, 151, 2048), (249, 10, 512), (250, 10, 2048), (999, 599, 2048)):
-        assert schedule(hp, step, seconds, 0.1).length == length
-    assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).length == 2048
+        assert schedule(hp, step, seconds, 0.1).seq_len == length
+    assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).seq_len == 2048
+
+
+def test_late_qat_has_whole_sequences():
+    """The warm-up compiles short sequences, and QAT, but not both at once: a graph too many would be compiled in the run."""
+    for knobs in ({"QAT_THRESHOLD": "0.7", "WARMDOWN_FRAC": "1"}, {"QAT_THRESHOLD": "0.2", "WARMDOWN_FRAC": "1", "SHORT_SEQ_FRAC": "0.9"}):
+        hp = Hyperparameters.from_env({"ITERATIONS": "1000", "MAX_WALLCLOCK_SECONDS": "0", **knobs})
+        pairs = {(moment.seq_len, moment.qat) for moment in (schedule(hp, step, 0.0, 0.0) for step in range(1000))}
+        assert pairs == {(512, False), (2048, True)}
 
 
 def test_schedule_without_a_cap_counts_steps():
