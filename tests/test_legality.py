@@ -157,7 +157,7 @@ def test_training_with_a_rate_of_zero_is_no_training(setting):
 
 
 def test_the_suite_tries_every_way_of_a_run():
-    settings = {"EVAL_DOCUMENTS": "False", "TTT_ENABLED": "False", "NUM_LAYERS": "11", "RUN_ID": "x"}
+    settings = {"EVAL_DOCUMENTS": "False", "TTT_ENABLED": "False", "NUM_LAYERS": "11", "SHORT_SEQ_PARTS": "64", "RUN_ID": "x"}
     assert legality.suite(train_gpt, settings) == ""
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
     learning = settings | {"TTT_ENABLED": "True", "TTT_MODE": "sgd"}
