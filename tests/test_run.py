@@ -392,7 +392,7 @@ def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     for name in ("fineweb_val_000000.bin",):
         (tmp_path / name).write_bytes((data / name).read_bytes())
-    result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0)
+    result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0, SHUFFLE_SEED=0)
     assert result.returncode == 1 and f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
 
 
