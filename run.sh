@@ -10,7 +10,7 @@ usage() {
 
 Knobs are environment variables (python train_gpt.py --help lists them) and win over what is chosen here:
 NPROC=2 ./run.sh     as many processes under torchrun (default: the number of GPUs, or 1)
-DEMO_SECONDS=30      length of the demonstration's training (default 120)
+DEMO_SECONDS=30      length of the demonstration's training (default 150)
 SEEDS="1337 42" ./run.sh                     one run a seed, and a table; an interrupted sweep goes on where it was
 GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these, with every seed
 TEXT
@@ -58,12 +58,12 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
     export OMP_WAIT_POLICY=PASSIVE
     "$PYTHON" demo/corpus.py "$data"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
-    knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model" MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-120}"
+    knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model" MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
     knobs NUM_LAYERS=6 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4
     knobs TRAIN_SEQ_LEN=512 EVAL_SEQ_LEN=512 TRAIN_BATCH_TOKENS=4096
-    # A few hundred steps: shorter averages and momentum, a fraction for the warmdown, no second graph to compile.
+    # A few hundred steps: shorter averages and momentum, a fraction for the warmdown, no further graphs to compile.
     knobs ITERATIONS=2000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
-    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
+    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 SHORT_SEQ_PARTS=1 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
     if [ "$nproc" -gt 1 ]; then
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(($(getconf _NPROCESSORS_ONLN) / nproc > 0 ? $(getconf _NPROCESSORS_ONLN) / nproc : 1))}"
         train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
