@@ -644,6 +644,7 @@ def test_screenings(knobs, tmp_path):
     scores = [one.score.bpb for one in done]
     assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2)
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
+    assert list(lines) == sorted(lines, key=found["effects"].get), "the best first"
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
     assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3) and int(lines["wide"][4].replace(",", "")) > 1000
 
