@@ -1470,7 +1470,7 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
     momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
     qat = hp.late_qat and lr_scale < hp.qat_threshold
-    parts = hp.short_seq_parts if progress < hp.short_seq_frac and not qat else 1  # late QAT with short ones would be a third graph
+    parts = hp.short_seq_parts if progress < hp.short_seq_frac and not qat else 1  # late QAT with short ones would be one graph more
     return Moment(lr_scale, momentum, qat, hp.train_seq_len // parts)
 
 

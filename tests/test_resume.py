@@ -424,7 +424,7 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
 # Determinism
 
 # Of the 20 steps below with torch 2.13.0 on a CPU, fp32, eager: a change that is none of the mathematics leaves them.
-# The published configuration's are older than any of our own choices, but for those of late QAT, the last six, which learns
+# The published configuration's are older than any of our own choices, but for the last four, of late QAT, which learns
 # the published range of codes since published.env asks for it.
 GOLDEN = {"published": [
     5.992178, 5.822781, 5.360764, 4.890323, 4.405765, 4.023332, 3.744263, 3.571165, 3.366205, 3.181495,
