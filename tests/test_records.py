@@ -1,5 +1,6 @@
 """The tools of records/: sweeps, logs of both dialects, significance, submission folders and what a reviewer says of them."""
 
+import argparse
 import json
 import math
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -647,6 +649,35 @@ def test_screenings(knobs, tmp_path):
     assert list(lines) == sorted(lines, key=found["effects"].get), "the best first"
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
     assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3) and int(lines["wide"][4].replace(",", "")) > 1000
+
+
+def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
+    """Eight switches in twelve runs a seed, with scores made up here: an effect, and noise that is the run's own."""
+    names, started = "abcdefgh", {}
+
+    def finish(run_id, environ):
+        chosen = [name for name in names if name.upper() in environ]
+        started[run_id] = (chosen, environ["SEED"])
+        noise = np.random.default_rng(int(environ["SEED"])).normal(scale=0.01)
+        score = SimpleNamespace(bpb=2 - 0.1 * ("a" in chosen) + 0.2 * ("h" in chosen) + noise)
+        return SimpleNamespace(score=score, score_name="made up", device="none", model_bytes=100, step_ms=2.0 if "b" in chosen else 1.0)
+
+    monkeypatch.setattr(ablate, "finish", finish)
+    ablate.screen({"base": {}, **{name: {name.upper(): "1"} for name in names}}, argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]))
+    assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
+    assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
+    assert all(started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0] for n in range(12))
+    lines = capsys.readouterr().out.splitlines()
+    found, cells = json.loads(lines[-1]), {line.split()[0]: line.split() for line in lines[3:-1]}
+    scores = np.array(found["scores"]).reshape(2, 12)
+    once = [ablate.effects(ablate.design(8), half.tolist()) for half in scores]
+    both = np.mean(once, axis=0)
+    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist()) and np.ptp(once, axis=0).min() > 1e-4
+    error = np.sqrt(np.mean(both[8:] ** 2))
+    assert found["standard_error"] == pytest.approx(error) and f"of 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
+    assert [*cells] == sorted(names, key=found["effects"].get)
+    assert {name: float(cells[name][2]) for name in names} == pytest.approx({name: found["effects"][name] / error for name in names}, abs=0.006)
+    assert [cells[name][3] for name in "ab"] == ["1.000", "2.000"] and cells["b"][4] == "+0"
 
 
 def test_ablations_name_a_mistake(tmp_path):
