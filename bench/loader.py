@@ -6,7 +6,7 @@
     python bench/loader.py --work-ms 20         # with a pause for a training step between two batches
 
 The plain loader reads a shard whole when it comes to it, has every rank take the tokens of all ranks, and widens on
-the host when asked. Ours maps all shards and reads ahead in a thread. Prints tokens a second of one rank, the median
+the host when asked. Ours has all shards open and reads ahead in a thread. Prints tokens a second of one rank, the median
 and the slowest wait for a batch (widened to int64, as the model takes it), the slowest of those that reach into
 another shard, and a JSON line. The files are in the page cache: the first pass, which reads all, is not timed.
 """
