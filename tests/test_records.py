@@ -131,12 +131,13 @@ def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
         path.unlink()
-    process = start(SWEEP, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder)
+    endless = [*SWEEP[:2], sys.executable, "-c", "import time; print('it runs', flush=True); time.sleep(60)"]
+    process = start(endless, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder)
     said = ""
-    while "warmup" not in said:
+    while "it runs" not in said:
         said += process.stdout.readline()
-    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # the terminal sends it to both
     process.send_signal(signal.SIGINT)
+    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # the terminal sends it to both
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "seed 1 " in out and re.search(r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out)
