@@ -47,7 +47,7 @@ record() {  # on GPUs
         echo "error: there are no training shards in DATA_PATH=$data; get them with: $PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
-    # The published 3,000 steps of warmdown are 0.41 of 600 s on 8 x H100; other machines need it as a fraction.
+    # The published 3,000 steps of warmdown were 0.41 of its 600 s on 8 x H100; other machines need it as a fraction.
     if [ "$gpus" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
     train -m torch.distributed.run --standalone --nproc_per_node="${NPROC:-$gpus}"
 }

@@ -66,7 +66,7 @@ import torch.distributed.nn  # noqa: F401  first imported later, it would hold o
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, decimal, by the rules of the challenge
+SUBMISSION_CAP, TRAINING_CAP = 16_000_000, 600.0  # bytes of code plus artifact, decimal, and seconds, by the rules of the challenge
 
 
 class UserError(Exception):
@@ -91,7 +91,7 @@ class Hyperparameters:
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of fineweb_train_*.bin and fineweb_val_*.bin", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model that made the shards")
     vocab_size: int = knob(1024, "pieces of the tokenizer", low=4, high=65536)
-    shuffle_seed: int = knob(1, "rows of all shards are permuted, anew each epoch, by this seed; 0: the shards in their order (#399)", low=0)
+    shuffle_seed: int = knob(1, "rows of all shards are permuted, anew each epoch, by this seed and SEED; 0: the shards in their order (#399)", low=0)
     align_to_bos: bool = knob(False, "begin a row at the first document that starts in its block, where one does")
 
     num_layers: int = knob(11, "transformer layers", low=1, high=256, section="Model")
@@ -119,7 +119,7 @@ class Hyperparameters:
     micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 16,384 on a CPU", low=0)
 
     iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
-    max_wallclock_seconds: float = knob(600.0, "training never exceeds this; 0: no limit", low=0)
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "training never exceeds this; 0: no limit", low=0)
     warmup_steps: int = knob(20, "steps that compile and warm everything before the clock starts, then are undone", low=0)
     warmdown_iters: int = knob(3000, "last steps, at the average speed so far, over which learning rates fall to 0 (at most half of the run)", low=0)
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run, whatever the hardware; 0: WARMDOWN_ITERS", low=0, high=1)
@@ -151,7 +151,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
     row_range: str = knob("sdclip", "range of a row's codes, sdclip: so many deviations as the tables of matrices say; published: "
                                     "its largest weight, at least 1 (#399)", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "last training batches, within the wall clock, whose activations guide the rounding (GPTQ); 0: plain rounding", low=0)
+    gptq_batches: int = knob(4, "training batches after the last step, within the wall clock, whose activations guide the rounding (GPTQ); 0: plain rounding", low=0)
     target_bytes: int = knob(SUBMISSION_CAP, "make codes coarser until code and artifact fit into so many bytes; 0: leave them as they are", low=0)
     compressor: str = knob("ans", "coder of the artifact's codes", choices=("ans", "lzma", "zstd"))
     pack_code: bool = knob(False, "write and count train_gpt.packed.py, a self-extracting copy, in the place of the source")
@@ -175,7 +175,7 @@ class Hyperparameters:
     eval_only: str = knob("", "artifact to load and score; nothing is trained")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
-    seed: int = knob(1337, "initialisation (and nothing else: see SHUFFLE_SEED)", low=0)
+    seed: int = knob(1337, "initialisation and, unless SHUFFLE_SEED=0, the order of the data", low=0)
     train_log_every: int = knob(200, "steps between two lines of the log", low=1)
     checkpoint_every: str = knob("", "keep what RESUME needs in checkpoints/<RUN_ID>/: every so many steps (500), or seconds (60s); empty: never")
     resume: str = knob("", "auto: go on from the newest whole checkpoint of RUN_ID, if there is one; or the folder of a checkpoint")
@@ -184,7 +184,7 @@ class Hyperparameters:
     profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table (SHORT_SEQ_PARTS=1: of whole sequences)", low=0)
     compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math"))
+    attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "efficient", "math"))
     compile: str = knob("auto", "torch.compile; auto: where a compiler is found", choices=("auto", "0", "1"))
     # fmt: on
 
@@ -458,6 +458,17 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
     return not missing, [f"not compiled and slower for it: {', '.join(missing)} is missing"] if missing else []
 
 
+def compile_whole(function: Callable, compiled: bool) -> Callable:
+    """`function` (a module, too) as one graph for each set of shapes and switches, if it is to be compiled."""
+    if not compiled:
+        return function
+    # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
+    triton = torch._inductor.config.triton
+    options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
+    torch._dynamo.config.recompile_limit = 32  # training, late QAT, and the few shapes of evaluation are all meant to be
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+
+
 def keep_freed_memory() -> None:
     """Ask glibc to keep freed blocks: a training step frees and takes the same hundreds of megabytes again.
 
@@ -477,7 +488,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
     The function takes q (B, T, H, E), k and v (B, T, K, E) and returns (B, T, H, E), causal. A kernel that is not
     installed or does not run here is passed over and named in the refusals; `math` always works.
     """
-    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "math") if device.type == "cuda" and not hp.deterministic else ("flash", "math")
+    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "efficient", "math") if device.type == "cuda" and not hp.deterministic else ("flash", "math")
     if hp.attention != "auto":
         order = (hp.attention, *(name for name in order if name != hp.attention))
     refused = []
@@ -521,13 +532,15 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     backends = torch.backends.cuda
     backends.enable_cudnn_sdp(name == "cudnn")
     backends.enable_flash_sdp(name == "flash" or name.startswith("torch-fa"))
-    backends.enable_mem_efficient_sdp(False)
+    backends.enable_mem_efficient_sdp(name == "efficient")  # for fp32, of which `math` would keep every score
     backends.enable_math_sdp(name == "math")
 
     def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if name == "flash" and q.device.type == "cpu" and q.size(1) <= WRITTEN_OUT:
             return attend_tail(q, k, v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
+        if name == "efficient":  # knows no groups of heads
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
         return out.transpose(1, 2)
 
@@ -683,9 +696,9 @@ class TokenStream:
         """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary, or if the
         shard is no longer the file that was opened. Read from the file and not from its mapping: where a file was cut short,
         be it a moment ago, reading the mapping would kill the process."""
-        pieces, shard = [], int(np.searchsorted(self.ends, start, side="right"))
+        pieces = []
         while count:
-            offset = start - int(self.ends[shard]) + len(self.shards[shard])
+            shard, offset = self._place(start)
             wanted = min(count, len(self.shards[shard]) - offset)
             raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
             _rule(len(raw) == 2 * wanted and self._version(self.paths[shard]) == self.versions[shard],
@@ -695,8 +708,20 @@ class TokenStream:
                 raise UserError(f"shard {self.paths[shard]} holds token {piece.max()}, but VOCAB_SIZE={self.vocab_size}: "
                                 "set VOCAB_SIZE and TOKENIZER_PATH to those of the shards")
             pieces.append(piece)
-            start, count, shard = start + len(piece), count - len(piece), shard + 1
+            start, count = start + len(piece), count - len(piece)
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def announce(self, start: int, count: int) -> None:
+        """Let the system fetch these tokens now, to be read in a moment. A disk then works on many rows at a time: 48 of them,
+        from all over a file that was not in memory, took a sixth of the time."""
+        if hasattr(os, "posix_fadvise"):
+            shard, offset = self._place(start)
+            os.posix_fadvise(self.files[shard].fileno(), SHARD_HEADER_BYTES + 2 * offset, 2 * count, os.POSIX_FADV_WILLNEED)
+
+    def _place(self, start: int) -> tuple[int, int]:
+        """Number of the shard, and number in it, of a token."""
+        shard = int(np.searchsorted(self.ends, start, side="right"))
+        return shard, start - int(self.ends[shard]) + len(self.shards[shard])
 
     @staticmethod
     def _version(path: Path) -> tuple[int, ...]:
@@ -713,8 +738,8 @@ class TrainingLoader:
     state there is: data do not depend on W, on the micro-batch or on what was read before. After the last block the
     data begin again.
 
-    The order is a permutation of all blocks by SHUFFLE_SEED, another one each epoch (#1060 and #1394 spread rows, too), so
-    that a batch is not a few documents in one piece; with 0 it is sequential, as in #399.
+    The order is a permutation of all blocks by SHUFFLE_SEED and SEED, another one each epoch (#1060 and #1394 spread rows,
+    too), so that a batch is not a few documents in one piece; with SHUFFLE_SEED=0 it is sequential, as in #399.
     With ALIGN_TO_BOS a row begins at the first BOS of its block, if there is one: it then reads as far into the next
     block, and what lies before the BOS is left to the row before, as far as that reaches.
     """
@@ -723,7 +748,7 @@ class TrainingLoader:
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
         self.stream, self.seq_len = TokenStream(hp.data_path, "train", hp.vocab_size), hp.train_seq_len
-        self.seed, self.align = hp.shuffle_seed, hp.align_to_bos
+        self.seeds, self.align = (hp.shuffle_seed, hp.seed), hp.align_to_bos
         self.blocks = (len(self.stream) - 1) // self.seq_len
         _rule(self.blocks > 0, f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, not one sequence of "
                                f"TRAIN_SEQ_LEN={self.seq_len} and its last target: get more data or shorten the sequence")
@@ -772,16 +797,18 @@ class TrainingLoader:
     def _read(self, step: int) -> Tensor:
         rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
         first = step * self.step_rows + self.first_row
-        for out, number in zip(rows.numpy(), range(first, first + self.rows), strict=True):
-            epoch, index = divmod(number, self.blocks)
-            out[:] = self._row(self._permuted(epoch, index) * self.seq_len)
+        starts = [self.seq_len * self._permuted(*divmod(number, self.blocks)) for number in range(first, first + self.rows)]
+        for start in starts:
+            self.stream.announce(start, self.seq_len + 1)
+        for out, start in zip(rows.numpy(), starts, strict=True):
+            out[:] = self._row(start)
         return rows
 
     def _permuted(self, epoch: int, index: int) -> int:
-        if not self.seed:
+        if not self.seeds[0]:
             return index
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.blocks)
+            self.epoch, self.order = epoch, np.random.default_rng((*self.seeds, epoch)).permutation(self.blocks)
         return int(self.order[index])
 
     def _row(self, start: int) -> np.ndarray:
@@ -1329,7 +1356,7 @@ class Optimizers:
         self.adam = torch.optim.AdamW(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
         for parameter in self.small.values():  # as Adam would at its first step, so that all state is there from the start
             self.adam.state[parameter] = {"step": torch.zeros((), device=device), **{moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}}
-        self.update = torch.compile(muon_update, dynamic=False, fullgraph=True) if compiled else muon_update
+        self.update = compile_whole(muon_update, compiled)
         self.gathers: list[Callable[[], None]] = []
 
     def accumulate(self) -> None:
@@ -2289,7 +2316,7 @@ def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Ad
 # Checkpoints: a run that is killed goes on where it was
 
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 # What a run that goes on may have otherwise than the one that stopped: how long it is, what it says, where and how it
 # computes, and everything that comes after training.
 MAY_CHANGE = frozenset({
@@ -2544,17 +2571,6 @@ def micro_batches(hp: Hyperparameters, runtime: Runtime, rows: int) -> int:
     return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
 
 
-def compile_model(model: GPT, runtime: Runtime) -> Callable:
-    """The model's forward, compiled whole if the runtime compiles. One graph for each set of shapes and switches."""
-    if not runtime.compiled:
-        return model
-    # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
-    triton = torch._inductor.config.triton
-    options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
-    torch._dynamo.config.recompile_limit = 32  # training, late QAT, and the few shapes of evaluation are all meant to be
-    return torch.compile(model, dynamic=False, fullgraph=True, options=options)
-
-
 class Profile:
     """Milliseconds of the parts of a step, by device events (on a CPU by the clock); nothing unless steps are asked for."""
 
@@ -2611,7 +2627,7 @@ class Training:
         self.accumulation = micro_batches(hp, runtime, self.loader.rows)
         self.model = GPT(hp, runtime.attend, runtime.dtype)
         weights = self.model.initialise(hp.seed)
-        self.forward = compile_model(self.model.to(runtime.device), runtime)
+        self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.optimizers = Optimizers(self.model, weights, hp, runtime.ranks, self.accumulation, runtime.compiled)
         self.average = WeightAverage(self.optimizers.owned(), hp)
         self.profile = Profile(hp.profile_steps, runtime.device)
@@ -2919,8 +2935,12 @@ def export(weights: dict[str, Tensor], moments: dict[str, Tensor], facts: dict, 
     return blob, len(blob) + len(code)
 
 
-def check_size(total: int) -> None:
-    """Raises UserError if code and artifact together are over the challenge's limit."""
+def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
+    """Raises UserError if code and artifact together, or the training, are over the challenge's limit, or over a longer
+    time that was asked for."""
+    cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
+    _rule(seconds <= cap, f"training took {seconds:.2f} s, over the limit of {cap:g}: this run is no valid submission; run it again, "
+                          "or set a lower MAX_WALLCLOCK_SECONDS if it happens again")
     _rule(total <= SUBMISSION_CAP, f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}: "
                                    f"this run is no valid submission; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
 
@@ -2943,7 +2963,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         model = GPT(hp, runtime.attend, runtime.dtype)
         with reading_artifact(path):
             load_artifact(blob, model)
-        score_artifact(model, compile_model(model.to(runtime.device), runtime), val, hp, runtime, log)
+        score_artifact(model, compile_whole(model.to(runtime.device), runtime.compiled), val, hp, runtime, log)
 
 
 def train_and_score(hp: Hyperparameters) -> None:
@@ -2980,7 +3000,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         blob, total = export(run.optimizers.weights(), moments, facts, hp, runtime, log)
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
-        check_size(total)
+        check_limits(total, run.watch.total, hp)
 
 
 def main() -> None:
@@ -2999,6 +3019,9 @@ def main() -> None:
             train_and_score(hp)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    except torch.OutOfMemoryError as error:
+        print(f"error: a GPU's memory is full ({_reason(error)}): set a lower MICRO_BATCH_TOKENS, by default 98304 there", file=sys.stderr, flush=True)
         sys.exit(1)
     except Stopped as stopped:
         number, step, path = stopped.args

@@ -78,7 +78,7 @@ def main() -> None:
                               total_bytes=targets, spans=lambda documents: train_gpt.np.array([[0, targets]]))  # fmt: skip
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
         model.initialise(0)
-        forward = train_gpt.compile_model(model.to(runtime.device), runtime)
+        forward = train_gpt.compile_whole(model.to(runtime.device), runtime.compiled)
 
 
         def through_all(ids: torch.Tensor, targets: torch.Tensor, tail: int = 0, **rest) -> torch.Tensor:

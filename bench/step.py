@@ -52,7 +52,7 @@ class Variant:
         self.parts = batch.split(max(1, micro // hp.train_seq_len))
         self.model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
         weights, compiled = self.model.initialise(hp.seed), mode == "compiled"
-        self.forward = torch.compile(self.model.to(runtime.device), dynamic=False, fullgraph=True) if compiled else self.model
+        self.forward = train_gpt.compile_whole(self.model.to(runtime.device), compiled)
         self.optimizers = train_gpt.Optimizers(self.model, weights, hp, OneOf(0, ranks), len(self.parts), compiled)
         self.average = train_gpt.WeightAverage(self.optimizers.owned(), hp)
 

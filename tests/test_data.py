@@ -60,8 +60,23 @@ def test_shuffled_epochs_hold_every_row_once(one_rank):
     epochs = [[loader._permuted(epoch, i) for i in range(loader.blocks)] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
     assert epochs[0] != epochs[1] != list(range(loader.blocks))
-    _, (other,) = loaders(one_rank, 1, SHUFFLE_SEED=6)
-    assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
+    for changes in ({"SHUFFLE_SEED": 6}, {"SHUFFLE_SEED": 5, "SEED": 2}):  # fault D4: seeds did not tell how much the order of data matters
+        _, (other,) = loaders(one_rank, 1, **changes)
+        assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
+
+
+def test_rows_are_announced_before_they_are_read(one_rank, monkeypatch):
+    """A disk can then fetch them side by side."""
+    calls, pread = [], os.pread
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, count, what: calls.append(("announced", file, offset, count, what)))
+    monkeypatch.setattr(os, "pread", lambda file, count, offset: calls.append(("read", file, offset, count)) or pread(file, count, offset))
+    _, (loader,) = loaders(one_rank, 1)
+    loader.batch(0)
+    loader.close()
+    first = [call[0] for call in calls].index("read")
+    told, read = calls[:first], [call for call in calls[first:] if call[0] == "read"]
+    assert len(told) == loader.rows and {call[4] for call in told} == {os.POSIX_FADV_WILLNEED}
+    assert {call[1:3] for call in told} <= {call[1:3] for call in read}, "the same places of the same files"
 
 
 def test_shuffled_rows_come_from_all_over_the_shards(one_rank):

@@ -449,6 +449,15 @@ def test_write_is_atomic(tmp_path, monkeypatch):
 
 def test_over_the_cap_is_an_error():
     """Fault D3."""
-    train_gpt.check_size(16_000_000)
+    hp = Hyperparameters()
+    train_gpt.check_limits(16_000_000, 600.0, hp)
     with pytest.raises(UserError, match="16000001 bytes, 1 over the limit"):
-        train_gpt.check_size(16_000_001)
+        train_gpt.check_limits(16_000_001, 1.0, hp)
+    with pytest.raises(UserError, match="training took 600.01 s, over the limit of 600: this run is no valid submission"):
+        train_gpt.check_limits(1, 600.01, hp)
+    for asked, allowed, forbidden in ((10, 599, 601), (3600, 3599, 3601), (0, 10**9, None)):
+        hp = Hyperparameters(max_wallclock_seconds=float(asked))
+        train_gpt.check_limits(1, allowed, hp)
+        if forbidden:
+            with pytest.raises(UserError, match="over the limit"):
+                train_gpt.check_limits(1, forbidden, hp)

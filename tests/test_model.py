@@ -245,6 +245,21 @@ def test_attention_kernel_is_chosen_and_a_missing_one_is_only_noted(hyperparamet
             torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
 
 
+def test_efficient_attention_gets_heads_without_groups(monkeypatch):
+    """torch's kernel for fp32 on a GPU takes as many keys as queries; here only what it is given can be seen."""
+    given = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: given.append((q, k, v, how)) or v)
+    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    try:
+        out = train_gpt.load_attention("efficient")(q, k, v)
+        assert torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+    finally:
+        train_gpt.load_attention("flash")
+    ((q, k_given, v_given, how),) = given
+    assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8) and how == {"is_causal": True, "enable_gqa": False}
+    assert all(torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2]) for head in range(4))
+
+
 def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch):
     """A build of the kernel with another signature must cost a note, not the run."""
     real = train_gpt.load_attention

@@ -47,6 +47,19 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert "NUM_LAYER is set but is not a knob; did you mean NUM_LAYERS?" in log
 
 
+def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
+    def full(hp):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore")
+
+    monkeypatch.setattr(train_gpt, "train_and_score", full)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 1 and said.count("\n") == 1
+    assert said.startswith("error: a GPU's memory is full (CUDA out of memory. Tried to allocate 6.00 GiB.): set a lower MICRO_BATCH_TOKENS")
+
+
 def test_training_learns(finished):
     losses = [float(x) for x in re.findall(r"train_loss:(\S+)", finished[1].stdout)]
     assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3) and losses[-1] < losses[0] - 0.5
