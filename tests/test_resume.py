@@ -383,9 +383,9 @@ def test_a_step_that_is_left_out_changes_nothing(one_rank, tmp_path):
 
 
 def test_a_clock_that_jumps_ends_the_run_in_order(knobs, tmp_path):
-    """A machine that slept: the time counts, the run stops at once, and has a valid end."""
+    """A machine that slept: the time counts, the run stops at once, has all its scores, and is no valid submission."""
     result = faulty("jump", 7, {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}, tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 1 and re.match(r"error: training took 100\d\.\d\d s, over the limit of 600: this run is no valid", last_line(result))
     assert re.search(r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/", result.stdout, re.M) and exact(tmp_path)
 
 
