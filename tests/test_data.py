@@ -65,6 +65,7 @@ def test_shuffled_epochs_hold_every_row_once(one_rank):
         assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
 def test_rows_are_announced_before_they_are_read(one_rank, monkeypatch):
     """A disk can then fetch them side by side."""
     calls, pread = [], os.pread
