@@ -1,6 +1,7 @@
 """What the tests share: a tiny tokenizer, tiny shards, and ways to start the script as its users do."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,7 @@ def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 
     return subprocess.Popen(
         [*launcher, *map(str, arguments)], env={**base, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", **environment}, cwd=cwd,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit that it is ignored
     )  # fmt: skip
 
 
