@@ -23,9 +23,8 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
     def make(**changes) -> train_gpt.Training:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
         val = train_gpt.Validation(hp, runtime.device)
+        val.spans = {documents: val.spans(documents) for documents in (False, True)}.get  # made on the CPU, of what the tokens say
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
-        val.spans = lambda documents: spans[documents]
-        spans = {documents: train_gpt.Validation(hp, runtime.device).spans(documents) for documents in (False, True)}
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
         return train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.ranks), val)
 
