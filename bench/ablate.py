@@ -50,7 +50,9 @@ def variant(text: str) -> tuple[str, dict[str, str]]:
     chosen = dict(pair.partition("=")[::2] for pair in knobs.split())
     unknown = [knob for knob in chosen if knob.lower() not in train_gpt.Hyperparameters.__dataclass_fields__]
     if unknown or not name or not all(chosen.values()):
-        raise train_gpt.UserError(f'{text!r} is no variant: write "name: KNOB=value KNOB=value", with the knobs of train_gpt.py --help')
+        raise train_gpt.UserError(
+            f'{text!r} is no variant: write "name: KNOB=value KNOB=value", with the knobs of train_gpt.py --help'
+        )
     return name, chosen
 
 
@@ -62,8 +64,10 @@ def check(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) ->
     twice = sorted({knob for knob in knobs if knobs.count(knob) > 1})
     if arguments.screen and (twice or not arguments.variants or arguments.also):
         several = f", not {', '.join(twice)} to several" if twice else ""
-        raise train_gpt.UserError("a screening switches variants on and off together: give it some, without --also, each knob "
-                                  f"to one of them{several}")
+        raise train_gpt.UserError(
+            "a screening switches variants on and off together: give it some, without --also, each knob "
+            f"to one of them{several}"
+        )
 
 
 def environment(arguments: argparse.Namespace) -> dict[str, str]:
@@ -90,7 +94,9 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     return done
 
 
-def measure(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
+def measure(
+    variants: dict[str, dict[str, str]], arguments: argparse.Namespace
+) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
     """For each variant its runs, one a seed, each with that of its score on the other data if there are any."""
     common, found = environment(arguments), {name: [] for name in variants}
     for seed in arguments.seeds:
@@ -143,14 +149,21 @@ def screen(variants: dict[str, dict[str, str]], arguments: argparse.Namespace) -
     names, common = [name for name in variants if name != "base"], environment(arguments)
     plan, done = design(len(names)) * len(arguments.seeds), []
     for number, chosen in enumerate(plan):
-        knobs = {knob: value for name, has in zip(names, chosen, strict=False) if has for knob, value in variants[name].items()}
+        knobs = {
+            knob: value
+            for name, has in zip(names, chosen, strict=False)
+            if has
+            for knob, value in variants[name].items()
+        }
         seed, place = divmod(number, len(plan) // len(arguments.seeds))
         run_id = f"screen_seed{arguments.seeds[seed]}_{place:02d}"
         done.append(finish(run_id, {**common, **knobs, "SEED": str(1000 * arguments.seeds[seed] + place)}))
     bpb, size = effects(plan, [run.score.bpb for run in done]), effects(plan, [run.model_bytes for run in done])
     cost = effects(plan, [math.log(run.step_ms) for run in done])
     (error, source), width = standard_error(bpb, len(names)), max(map(len, names))
-    print(f"\n{done[0].score_name}, effects in bits per byte of {len(done)} runs, standard error {error:.5f} ({source}); {done[0].device}")
+    print(
+        f"\n{done[0].score_name}, effects in bits per byte of {len(done)} runs, standard error {error:.5f} ({source}); {done[0].device}"
+    )
     print(f"{'':{width}}{'effect':>12}{'t':>8}{'time_ratio':>12}{'bytes':>12}")
     for name, effect, ratio, nbytes in sorted(zip(names, bpb, cost, size, strict=False), key=lambda line: line[1]):
         print(f"{name:{width}}{effect:>+12.5f}{effect / error:>8.2f}{math.exp(ratio):>12.3f}{nbytes:>+12,.0f}")
@@ -178,7 +191,10 @@ def table(rows: list[dict]) -> str:
     lines = [" " * width + "".join(f"{name:>{size}}" for name, size, _ in columns)]
     for line in rows:
         cells = ("-" if line[name] is None else format(line[name], form) for name, _, form in columns)
-        lines.append(f"{line['variant']:{width}}" + "".join(f"{cell:>{size}}" for cell, (_, size, _) in zip(cells, columns, strict=True)))
+        lines.append(
+            f"{line['variant']:{width}}"
+            + "".join(f"{cell:>{size}}" for cell, (_, size, _) in zip(cells, columns, strict=True))
+        )
     return "\n".join(lines)
 
 
@@ -190,8 +206,12 @@ def main() -> None:
     length.add_argument("--seconds", type=float, default=0.0, help="of training of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--bytes", type=int, default=0, help="of the artifact; 0: as they come")
-    parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer, on which the artifacts are scored, too")
-    parser.add_argument("--screen", action="store_true", help="all variants in one experiment, each on in half of its runs")
+    parser.add_argument(
+        "--also", type=Path, help="another DATA_PATH of the same tokenizer, on which the artifacts are scored, too"
+    )
+    parser.add_argument(
+        "--screen", action="store_true", help="all variants in one experiment, each on in half of its runs"
+    )
     parser.add_argument("--folder", type=Path, default=Path("ablations"))
     arguments = parser.parse_args()
     try:

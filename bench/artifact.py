@@ -82,7 +82,9 @@ def published() -> tuple[Callable, Callable]:
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
         found = torch.load(io.BytesIO(lzma.decompress(blobs["all"])))
-        return {name: np.stack([found[f"{layer}.{name}"].numpy() for layer in range(len(m))]) for name, m in codes.items()}
+        return {
+            name: np.stack([found[f"{layer}.{name}"].numpy() for layer in range(len(m))]) for name, m in codes.items()
+        }
 
     return write, read
 
@@ -126,7 +128,12 @@ def measure(write: Callable, read: Callable, codes: Codes, entropy: float) -> di
     seconds = wrote - began, time.perf_counter() - wrote
     assert all(np.array_equal(found[name], codes[name]) for name in codes), "what was read is not what was written"
     size = sum(map(len, blobs.values()))
-    return {"bytes": size, "ratio": round(8 * size / entropy, 4), "write_s": round(seconds[0], 2), "read_s": round(seconds[1], 2)}
+    return {
+        "bytes": size,
+        "ratio": round(8 * size / entropy, 4),
+        "write_s": round(seconds[0], 2),
+        "read_s": round(seconds[1], 2),
+    }
 
 
 def main() -> None:

@@ -24,7 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-SMALL = {"NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "TRAIN_SEQ_LEN": "512", "TRAIN_BATCH_TOKENS": "4096"}
+SMALL = {
+    "NUM_LAYERS": "6",
+    "MODEL_DIM": "256",
+    "NUM_HEADS": "4",
+    "NUM_KV_HEADS": "2",
+    "TRAIN_SEQ_LEN": "512",
+    "TRAIN_BATCH_TOKENS": "4096",
+}
 RECORD = {"TRAIN_SEQ_LEN": "1024", "TRAIN_BATCH_TOKENS": "4096"}
 
 
@@ -61,7 +68,9 @@ def measure(training: train_gpt.Training, steps: int, rounds: int) -> dict[str, 
                 late = training.checkpoints.writer.is_alive()
                 training.checkpoints.wait()
                 if late:
-                    print(f"note: {steps} steps were over before the checkpoint was: take more --steps", file=sys.stderr)
+                    print(
+                        f"note: {steps} steps were over before the checkpoint was: take more --steps", file=sys.stderr
+                    )
     return found
 
 
@@ -71,7 +80,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="steps of a group")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    knobs = (RECORD if arguments.record else SMALL) | {"RUN_ID": "bench", "CHECKPOINT_EVERY": "1", "COMPILE": "0", "EVAL_SEQ_LEN": "512"}
+    knobs = (RECORD if arguments.record else SMALL) | {
+        "RUN_ID": "bench",
+        "CHECKPOINT_EVERY": "1",
+        "COMPILE": "0",
+        "EVAL_SEQ_LEN": "512",
+    }
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         hp = train_gpt.Hyperparameters.from_env({**knobs, **os.environ, "DATA_PATH": temporary})
         with train_gpt.Runtime.start(hp) as runtime:
@@ -84,7 +98,10 @@ def main() -> None:
     cost = medians["with"] - medians["without"]
     step_ms = 1000 * medians["without"] / arguments.steps
     print(f"{where}\n{hp.num_layers} layers of {hp.model_dim}, a step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes")
-    for name, value in (("copy, which the step waits for", medians["copy"]), (f"added to {arguments.steps} steps", cost)):
+    for name, value in (
+        ("copy, which the step waits for", medians["copy"]),
+        (f"added to {arguments.steps} steps", cost),
+    ):
         print(f"  {name:32}{1000 * value:10.1f} ms")
     print(f"  {'of the time, at one a minute':32}{100 * cost / 60:10.2f} %")
     print(json.dumps({"steps": arguments.steps, "bytes": nbytes, "share_at_one_a_minute": cost / 60, "seconds": found}))

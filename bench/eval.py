@@ -58,7 +58,9 @@ def forward_flops(hp, positions: int, scored: int) -> float:
     bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
     causal = hp.model_dim * positions * (positions + 1)  # of one layer
     last = hp.model_dim * (positions * (positions + 1) - (positions - scored) * (positions - scored + 1))
-    whole = positions * ((hp.num_layers - 1) * layer + keys + bigram) + scored * (layer - keys + hp.vocab_size * hp.model_dim)
+    whole = positions * ((hp.num_layers - 1) * layer + keys + bigram) + scored * (
+        layer - keys + hp.vocab_size * hp.model_dim
+    )
     return 2 * (whole + (hp.num_layers - 1) * causal + last)
 
 
@@ -79,7 +81,6 @@ def main() -> None:
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
         model.initialise(0)
         forward = train_gpt.compile_whole(model.to(runtime.device), runtime.compiled)
-
 
         def through_all(ids: torch.Tensor, targets: torch.Tensor, tail: int = 0, **rest) -> torch.Tensor:
             """Our evaluator without the short way: every position through the last layer and the head."""
@@ -111,7 +112,9 @@ def report(ways, hp, runtime, windows: int, targets: int, rounds: int) -> None:
     for name in ways:
         seconds = statistics.median(times[name])
         scored = hp.eval_stride if name == "ours" else hp.eval_seq_len
-        flops = forward_flops(hp, hp.eval_seq_len, hp.eval_seq_len) + (windows - 1) * forward_flops(hp, hp.eval_seq_len, scored)
+        flops = forward_flops(hp, hp.eval_seq_len, hp.eval_seq_len) + (windows - 1) * forward_flops(
+            hp, hp.eval_seq_len, scored
+        )
         speed = statistics.median(a / b for a, b in zip(times["published"], times[name], strict=True))
         print(f"{name:16}{1000 * seconds:10.1f}{targets / seconds:11.0f}{flops / 1e12:9.3f}{flops / seconds / 1e9:10.0f}{speed:8.3f}"
               f"{nats[name]:11.6f}" + (f"  share of peak {flops / seconds / peak:.3f}" if peak else ""))  # fmt: skip

@@ -101,8 +101,14 @@ def variants(
         ranks = train_gpt.Ranks(0, size)
         found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, ranks), stack))
         here = dataclasses.replace(runtime, ranks=ranks)
-        for name, seed, align in (("ours, sequential", 0, False), ("ours, shuffled", 1, False), ("ours, aligned", 0, True)):
-            make = functools.partial(train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align), here)
+        for name, seed, align in (
+            ("ours, sequential", 0, False),
+            ("ours, shuffled", 1, False),
+            ("ours, aligned", 0, True),
+        ):
+            make = functools.partial(
+                train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align), here
+            )
             found.append(Variant(f"{name}, rank 0 of {size}", make, stack))
     return found
 
@@ -142,12 +148,19 @@ def main() -> None:
         stream = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size)
         steps = max(1, len(stream) // hp.train_batch_tokens)
         turns = range(0, (arguments.passes + 1) * len(stream), len(stream))
-        borders = {(turn + int(end)) // hp.train_batch_tokens + after for turn in turns for end in stream.ends for after in (0, 1)}
+        borders = {
+            (turn + int(end)) // hp.train_batch_tokens + after
+            for turn in turns
+            for end in stream.ends
+            for after in (0, 1)
+        }
         found = variants(hp, runtime, arguments.ranks, stack)
         for _ in range(arguments.passes + 1):
             for variant in found:
                 variant.run(steps, arguments.work_ms / 1000)
-        print(f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens a step:{hp.train_batch_tokens}")
+        print(
+            f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens a step:{hp.train_batch_tokens}"
+        )
         report(found, hp, borders, warm=steps)
 
 

@@ -98,7 +98,9 @@ def torch_muon(hp: train_gpt.Hyperparameters, device: torch.device) -> Callable:
     matrices = Matrices(hp, device, separate=True)
     for weight, grad in zip(matrices.weights, matrices.grads, strict=True):
         weight.requires_grad_().grad = grad
-    return torch.optim.Muon(matrices.weights, lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, adjust_lr_fn="original").step
+    return torch.optim.Muon(
+        matrices.weights, lr=RATE, momentum=MOMENTUM, weight_decay=DECAY, adjust_lr_fn="original"
+    ).step
 
 
 class Ours:
@@ -210,7 +212,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ranks", type=int, default=2, help="of the comparison with all-reduce; 0: leave it out (one GPU holds one rank)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="of the comparison with all-reduce; 0: leave it out (one GPU holds one rank)",
+    )
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
@@ -221,12 +228,21 @@ def main() -> None:
     if arguments.ranks > 1 and torch.cuda.device_count() in (0, *range(arguments.ranks, 65)):
         with tempfile.TemporaryDirectory() as folder:
             threads = str(max(1, (os.cpu_count() or 1) // arguments.ranks))
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={arguments.ranks}", __file__]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={arguments.ranks}",
+                __file__,
+            ]
             shape = ["--layers", arguments.layers, "--dim", arguments.dim, "--rounds", arguments.rounds]
             line = list(map(str, (*launcher, *shape, "--out", f"{folder}/times.json")))
             subprocess.run(line, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
             times = json.loads(Path(folder, "times.json").read_text())
-            found[f"{arguments.ranks}_ranks"] = report(f"the same on {arguments.ranks} ranks, communication included", times)
+            found[f"{arguments.ranks}_ranks"] = report(
+                f"the same on {arguments.ranks} ranks, communication included", times
+            )
     print(json.dumps({"bench": "optimizer", "torch": torch.__version__, "rounds": arguments.rounds, **found}))
 
 

@@ -33,7 +33,9 @@ WAYS = {"rounded": "o", "GPTQ": "s", "published": "^"}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", type=float, default=[1.0, 0.85, 0.7, 0.55], help="parts of the bytes at the tables' steps")
+    parser.add_argument(
+        "--sizes", nargs="+", type=float, default=[1.0, 0.85, 0.7, 0.55], help="parts of the bytes at the tables' steps"
+    )
     parser.add_argument("--plot", help="draw the curves to this file")
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env({**SMALL, **os.environ})
@@ -77,7 +79,9 @@ def measure(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: li
         (entry,) = [entry for entry in train_gpt.open_artifact(blob)[2] if entry.name == "q"]
         steps, bpb = (entry.clip or math.nan) / train_gpt.MATRICES[0].clip, score().bits_per_byte
         lost = bpb - before.bits_per_byte
-        rows.append({"way": way, "bytes": len(blob), "bpb": bpb, "lost": lost, "steps": steps, "seconds": round(seconds, 1)})
+        rows.append(
+            {"way": way, "bytes": len(blob), "bpb": bpb, "lost": lost, "steps": steps, "seconds": round(seconds, 1)}
+        )
         print(f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True)
     return rows
 

@@ -81,10 +81,16 @@ def sizes(hp: train_gpt.Hyperparameters, wire: int) -> tuple[dict[str, int], dic
     shapes = {bank: train_gpt.bank_shape(bank, hp) for bank in train_gpt.BANKS}
     total = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).to("meta").parameters())
     small = 4 * (total - sum(math.prod(shape) for shape in shapes.values()) + train_gpt.REPORT)
-    return {bank: shape[0] for bank, shape in shapes.items()}, {bank: wire * shape[1] * shape[2] for bank, shape in shapes.items()}, small
+    return (
+        {bank: shape[0] for bank, shape in shapes.items()},
+        {bank: wire * shape[1] * shape[2] for bank, shape in shapes.items()},
+        small,
+    )
 
 
-def modelled(hp: train_gpt.Hyperparameters, machine: Machine, ranks: int, tokens: float, ddp: bool, wire: int = 2) -> dict[str, float]:
+def modelled(
+    hp: train_gpt.Hyperparameters, machine: Machine, ranks: int, tokens: float, ddp: bool, wire: int = 2
+) -> dict[str, float]:
     """Seconds of the parts of a step with so many tokens a rank."""
     rows, row_bytes, small = sizes(hp, wire)
     net, bank_bytes = machine.network, {bank: rows[bank] * row_bytes[bank] for bank in rows}
@@ -93,14 +99,26 @@ def modelled(hp: train_gpt.Hyperparameters, machine: Machine, ranks: int, tokens
         everything = sum(bank_bytes.values()) + small
         work = machine.floor + sum(rows[bank] * machine.rows[bank] for bank in rows)
         communication = net.collective(everything, 2, ranks)
-        return {"passes": passes, "communication": communication, "banks": work, "small": machine.small, "average": machine.average}
+        return {
+            "passes": passes,
+            "communication": communication,
+            "banks": work,
+            "small": machine.small,
+            "average": machine.average,
+        }
     own = {bank: math.ceil(rows[bank] / ranks) for bank in rows}
     padded = {bank: own[bank] * ranks * row_bytes[bank] for bank in rows}
     communication = net.collective(small, 2, ranks) + net.collective(4, 2, ranks)
     communication += 2 * sum(net.collective(nbytes, 1, ranks) for nbytes in padded.values())
     work = machine.floor + sum(own[bank] * machine.rows[bank] for bank in rows)
     share = sum(own[bank] * row_bytes[bank] for bank in rows) / sum(bank_bytes.values())
-    return {"passes": passes, "communication": communication, "banks": work, "small": machine.small, "average": machine.average * share}
+    return {
+        "passes": passes,
+        "communication": communication,
+        "banks": work,
+        "small": machine.small,
+        "average": machine.average * share,
+    }
 
 
 # ---------------------------------------------------------------------------------------------- measured on this machine
@@ -109,11 +127,16 @@ def modelled(hp: train_gpt.Hyperparameters, machine: Machine, ranks: int, tokens
 def measure(hp: train_gpt.Hyperparameters, rounds: int, out: Path) -> None:
     """What each rank does: so many steps, parts timed; then collectives of two sizes. Rank 0 writes the medians to `out`."""
     with train_gpt.Runtime.start(hp) as runtime:
-        ranks, names = runtime.ranks, ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average")
+        ranks, names = (
+            runtime.ranks,
+            ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average"),
+        )
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
         optimizers = train_gpt.Optimizers(model, model.initialise(0), hp, ranks)
         average = train_gpt.WeightAverage(optimizers.owned(), hp)
-        ids = torch.randint(hp.vocab_size, (hp.train_batch_tokens // hp.train_seq_len // ranks.size, hp.train_seq_len + 1))
+        ids = torch.randint(
+            hp.vocab_size, (hp.train_batch_tokens // hp.train_seq_len // ranks.size, hp.train_seq_len + 1)
+        )
         steps = []
         for _ in range(rounds + 2):
             marks: list[tuple[str, float]] = []
@@ -165,7 +188,9 @@ def run_ranks(ranks: int, rounds: int) -> dict:
         out = Path(folder, "out.json")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DEVICE": "cpu"}
-        subprocess.run([*launcher, __file__, "--measure", str(out), "--rounds", str(rounds)], check=True, env=environment)
+        subprocess.run(
+            [*launcher, __file__, "--measure", str(out), "--rounds", str(rounds)], check=True, env=environment
+        )
         return json.loads(out.read_text())
 
 
@@ -178,10 +203,21 @@ def fitted(found: dict[int, dict], hp: train_gpt.Hyperparameters) -> tuple[Machi
     moved = {(ranks, passes): COLLECTIVE_BYTES[1] * passes * (ranks - 1) / ranks for ranks, passes in large}
     beta = statistics.median(moved[key] / max(1e-9, large[key] - small[key]) for key in large)
     rows = {bank: train_gpt.bank_shape(bank, hp) for bank in train_gpt.BANKS}
-    flops = {bank: shape[0] * 2 * (2 * min(shape[1:]) * math.prod(shape[1:]) + min(shape[1:]) ** 3) for bank, shape in rows.items()}
+    flops = {
+        bank: shape[0] * 2 * (2 * min(shape[1:]) * math.prod(shape[1:]) + min(shape[1:]) ** 3)
+        for bank, shape in rows.items()
+    }
     share = {bank: parts["Newton-Schulz"] * flops[bank] / sum(flops.values()) / rows[bank][0] for bank in rows}
     token = (parts["forward"] + parts["backward"]) / hp.train_batch_tokens
-    machine = Machine(token, 0.0, share, 0.0, parts["small parameters"] + parts["clip"], parts["average"], Network(alpha, beta, tree=False))
+    machine = Machine(
+        token,
+        0.0,
+        share,
+        0.0,
+        parts["small parameters"] + parts["clip"],
+        parts["average"],
+        Network(alpha, beta, tree=False),
+    )
     two = found[2]["parts"]
     return machine, (two["forward"] + two["backward"]) / (token * hp.train_batch_tokens / 2)
 
@@ -205,8 +241,13 @@ def check(worlds: list[int], rounds: int) -> dict:
         predicted = modelled(hp, machine, ranks, hp.train_batch_tokens / ranks, ddp=False)
         predicted = {name: value * (1.0 if name == "communication" else crowd) for name, value in predicted.items()}
         for label, times in (("measured", measured), ("model", predicted)):
-            print(f"{ranks} ranks, {label:17}" + "".join(f"{1000 * value:10.2f}" for value in (*times.values(), sum(times.values()))))
-            rows.append({"ranks": ranks, "what": label, **{name: round(1000 * value, 3) for name, value in times.items()}})
+            print(
+                f"{ranks} ranks, {label:17}"
+                + "".join(f"{1000 * value:10.2f}" for value in (*times.values(), sum(times.values())))
+            )
+            rows.append(
+                {"ranks": ranks, "what": label, **{name: round(1000 * value, 3) for name, value in times.items()}}
+            )
     return {"check": rows, "alpha_us": 1e6 * machine.network.alpha, "beta_gb_s": machine.network.beta / 1e9}
 
 
@@ -216,12 +257,29 @@ def check(worlds: list[int], rounds: int) -> dict:
 def h100(hp: train_gpt.Hyperparameters, arguments: argparse.Namespace) -> Machine:
     """Assumptions for H100s with NVLink in nodes of 8 and a 400 Gb/s network card a GPU; see --help for each."""
     rows = {bank: train_gpt.bank_shape(bank, hp) for bank in train_gpt.BANKS}
-    flops = {bank: hp.muon_backend_steps * 2 * (2 * min(s[1:]) * math.prod(s[1:]) + min(s[1:]) ** 3) for bank, s in rows.items()}
-    network = Network(arguments.alpha_us * 1e-6, arguments.beta * 1e9, True, 8, arguments.far_alpha_us * 1e-6, arguments.far_beta * 1e9)
+    flops = {
+        bank: hp.muon_backend_steps * 2 * (2 * min(s[1:]) * math.prod(s[1:]) + min(s[1:]) ** 3)
+        for bank, s in rows.items()
+    }
+    network = Network(
+        arguments.alpha_us * 1e-6,
+        arguments.beta * 1e9,
+        True,
+        8,
+        arguments.far_alpha_us * 1e-6,
+        arguments.far_beta * 1e9,
+    )
     weights = 4 * sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).to("meta").parameters())
     rows = {bank: f / (arguments.tflops * 1e12) for bank, f in flops.items()}
-    return Machine(token=arguments.passes_ms * 1e-3 / 98_304, fixed=0.0, rows=rows,
-                   floor=arguments.floor_ms * 1e-3, small=arguments.small_ms * 1e-3, average=3 * weights / 2.9e12, network=network)
+    return Machine(
+        token=arguments.passes_ms * 1e-3 / 98_304,
+        fixed=0.0,
+        rows=rows,
+        floor=arguments.floor_ms * 1e-3,
+        small=arguments.small_ms * 1e-3,
+        average=3 * weights / 2.9e12,
+        network=network,
+    )
 
 
 def curves(arguments: argparse.Namespace) -> list[dict]:
@@ -260,9 +318,23 @@ def draw(rows: list[dict], path: Path) -> None:
     for axis, kind in zip(axes, ("98,304 tokens a rank", "786,432 tokens a step"), strict=True):
         chosen = [row for row in rows if row["kind"] == kind]
         alone = chosen[0]["tokens"] / chosen[0]["ours_ms"]
-        for name, label, style in (("ours_ms", "Parallel Muon, banks sharded", "o-"), ("ddp_ms", "DDP, banks replicated", "s--")):
-            axis.plot([row["ranks"] for row in chosen], [row["tokens"] / row[name] / alone for row in chosen], style, label=label)
-        axis.set(xscale="log", xlabel="ranks W", ylabel="speed a rank, in parts of one rank alone", title=kind, ylim=(0, 1.05))
+        for name, label, style in (
+            ("ours_ms", "Parallel Muon, banks sharded", "o-"),
+            ("ddp_ms", "DDP, banks replicated", "s--"),
+        ):
+            axis.plot(
+                [row["ranks"] for row in chosen],
+                [row["tokens"] / row[name] / alone for row in chosen],
+                style,
+                label=label,
+            )
+        axis.set(
+            xscale="log",
+            xlabel="ranks W",
+            ylabel="speed a rank, in parts of one rank alone",
+            title=kind,
+            ylim=(0, 1.05),
+        )
         axis.set_xticks([row["ranks"] for row in chosen], [str(row["ranks"]) for row in chosen], minor=False)
         axis.grid(alpha=0.3)
         axis.legend()
@@ -276,18 +348,26 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--passes-ms", type=float, default=72.3, help="forward and backward of 98,304 tokens (72.3: published, H100)")
+    parser.add_argument(
+        "--passes-ms", type=float, default=72.3, help="forward and backward of 98,304 tokens (72.3: published, H100)"
+    )
     parser.add_argument("--tflops", type=float, default=400.0, help="of Newton-Schulz (assumed)")
-    parser.add_argument("--floor-ms", type=float, default=0.45, help="launches of the update of three banks (estimated)")
+    parser.add_argument(
+        "--floor-ms", type=float, default=0.45, help="launches of the update of three banks (estimated)"
+    )
     parser.add_argument("--small-ms", type=float, default=0.15, help="clip and Adam (estimated)")
     parser.add_argument("--alpha-us", type=float, default=8.0, help="a hop within a node (assumed)")
-    parser.add_argument("--beta", type=float, default=325.0, help="GB/s within a node (300 to 350 are usual for NVLink)")
+    parser.add_argument(
+        "--beta", type=float, default=325.0, help="GB/s within a node (300 to 350 are usual for NVLink)"
+    )
     parser.add_argument("--far-alpha-us", type=float, default=20.0, help="a hop between nodes (assumed)")
     parser.add_argument("--far-beta", type=float, default=40.0, help="GB/s between nodes (400 Gb/s a GPU, 80 %%)")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        return measure(train_gpt.Hyperparameters.from_env({**SMALL_MODEL, **os.environ}), arguments.rounds, arguments.measure)
+        return measure(
+            train_gpt.Hyperparameters.from_env({**SMALL_MODEL, **os.environ}), arguments.rounds, arguments.measure
+        )
     checked = check([1, 2, 4], arguments.rounds) if arguments.check else {}
     rows = curves(arguments)
     if arguments.plot:

@@ -34,7 +34,13 @@ KNOBS = {
 
 def started(name: str, folder: Path, data: Path, ranks: int) -> subprocess.Popen:
     """The run of that name."""
-    knobs = {**KNOBS, "RUN_ID": name, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "OMP_WAIT_POLICY": "PASSIVE"}
+    knobs = {
+        **KNOBS,
+        "RUN_ID": name,
+        "DATA_PATH": data,
+        "TOKENIZER_PATH": data / "tokenizer.model",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     return subprocess.Popen(
         [sys.executable, *launcher, ROOT / "train_gpt.py"], cwd=folder, text=True,
@@ -82,7 +88,9 @@ def survive(name: str, folder: Path, data: Path, ranks: int, longest: float, kil
             kills += 1
             continue
         if process.returncode:
-            sys.exit(f"error: start {starts} of {name} ended with status {process.returncode}: {error.strip().splitlines()[-1:]}")
+            sys.exit(
+                f"error: start {starts} of {name} ended with status {process.returncode}: {error.strip().splitlines()[-1:]}"
+            )
         return kills, starts
 
 
@@ -111,7 +119,9 @@ def main() -> None:
             passed = text.count(" passed over: ")
             passed_over += passed
             unlike = {key for key in calm | outcome(name, folder) if calm.get(key) != outcome(name, folder).get(key)}
-            faults += [f"{name}: {key}" for key in sorted(unlike)] + [f"{name}: {what}" for what in left_behind(name, folder)]
+            faults += [f"{name}: {key}" for key in sorted(unlike)] + [
+                f"{name}: {what}" for what in left_behind(name, folder)
+            ]
             resumed = text.count("\nresumed: ")
             print(f"{name}: {kills} kills, {starts} starts, {resumed} resumed in the last log, {passed} checkpoints passed over, "
                   f"{'equal' if not unlike else f'{len(unlike)} of {len(calm)} figures differ'}", flush=True)  # fmt: skip

@@ -47,7 +47,15 @@ class OneOf(train_gpt.Ranks):
 class Variant:
     """One way to compute a step: `mode` eager or compiled, and so many tokens a forward."""
 
-    def __init__(self, mode: str, micro: int, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, batch: torch.Tensor, ranks: int):
+    def __init__(
+        self,
+        mode: str,
+        micro: int,
+        hp: train_gpt.Hyperparameters,
+        runtime: train_gpt.Runtime,
+        batch: torch.Tensor,
+        ranks: int,
+    ):
         self.mode, self.micro, self.runtime = mode, micro, runtime
         self.parts = batch.split(max(1, micro // hp.train_seq_len))
         self.model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
@@ -85,16 +93,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--micro", nargs="+", type=int, default=[98304] if gpu else [2048, 4096, 8192, 16384], help="tokens a forward")
+    parser.add_argument(
+        "--micro", nargs="+", type=int, default=[98304] if gpu else [2048, 4096, 8192, 16384], help="tokens a forward"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true", default=gpu, help="the record's model also on a CPU")
-    parser.add_argument("--of", type=int, default=8 if gpu else 1, help="do the optimizer's work of one of so many ranks")
+    parser.add_argument(
+        "--of", type=int, default=8 if gpu else 1, help="do the optimizer's work of one of so many ranks"
+    )
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env({**(RECORD_RANK if arguments.record else CPU_MODEL), **os.environ})
     with train_gpt.Runtime.start(hp) as runtime:
         rows = hp.train_batch_tokens // hp.train_seq_len
         batch = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
-        variants = [Variant(mode, micro, hp, runtime, batch, arguments.of) for mode in arguments.modes for micro in arguments.micro]
+        variants = [
+            Variant(mode, micro, hp, runtime, batch, arguments.of)
+            for mode in arguments.modes
+            for micro in arguments.micro
+        ]
         for variant in variants:
             print(f"preparing {variant.mode} with {variant.micro} tokens a forward", file=sys.stderr, flush=True)
             variant.step()
@@ -106,9 +122,24 @@ def main() -> None:
         report(variants, times, hp, train_gpt.peak_flops(runtime.device))
 
 
-def report(variants: list[Variant], times: list[list[dict[str, float]]], hp: train_gpt.Hyperparameters, peak: float | None) -> None:
+def report(
+    variants: list[Variant], times: list[list[dict[str, float]]], hp: train_gpt.Hyperparameters, peak: float | None
+) -> None:
     """The table, in which `ratio` is the median over rounds of the first row's forward and backward over this row's."""
-    names = ("forward", "backward", "comm.", "clip", "NS", "small", "average", "fwd+bwd", "step", "ktok/s", "GFLOP/s", "ratio")
+    names = (
+        "forward",
+        "backward",
+        "comm.",
+        "clip",
+        "NS",
+        "small",
+        "average",
+        "fwd+bwd",
+        "step",
+        "ktok/s",
+        "GFLOP/s",
+        "ratio",
+    )
     print(f"{'mode':9}{'micro':>8}" + "".join(f"{name:>10}" for name in names))
     table = []
     for column, variant in enumerate(variants):

@@ -24,7 +24,9 @@ def measure(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
     blob = train_gpt.read_artifact(path)
     hp = train_gpt.artifact_hyperparameters(path, blob, dict(os.environ))
     own, rows = hp.eval_seq_len, []
-    tries = [("length", length, length) for length in lengths] + [("stride", own, stride) for stride in strides if stride <= own]
+    tries = [("length", length, length) for length in lengths] + [
+        ("stride", own, stride) for stride in strides if stride <= own
+    ]
     print(f"{'window':>8}{'stride':>8}{'bpb':>10}{'nats':>10}{'seconds':>9}")
     with train_gpt.Runtime.start(hp) as runtime:
         for curve, window, stride in tries:
@@ -34,7 +36,15 @@ def measure(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
             with train_gpt.reading_artifact(path):
                 train_gpt.load_artifact(blob, model)
             score = train_gpt.evaluate(model.to(runtime.device), val, changed, runtime, stride)
-            rows.append({"curve": curve, "window": window, "stride": stride, "bpb": score.bits_per_byte, "seconds": score.seconds})
+            rows.append(
+                {
+                    "curve": curve,
+                    "window": window,
+                    "stride": stride,
+                    "bpb": score.bits_per_byte,
+                    "seconds": score.seconds,
+                }
+            )
             print(f"{window:8}{stride:8}{score.bits_per_byte:10.4f}{score.nats:10.4f}{score.seconds:9.1f}", flush=True)
     return rows
 
@@ -47,7 +57,10 @@ def draw(rows: list[dict], path: str) -> None:
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    labels = {"length": ("window", "EVAL_SEQ_LEN, tokens (windows side by side)"), "stride": ("stride", "EVAL_STRIDE, tokens")}
+    labels = {
+        "length": ("window", "EVAL_SEQ_LEN, tokens (windows side by side)"),
+        "stride": ("stride", "EVAL_STRIDE, tokens"),
+    }
     for axes, (curve, (key, label)) in zip(panels, labels.items(), strict=True):
         points = sorted((row[key], row["bpb"]) for row in rows if row["curve"] == curve)
         axes.plot(*zip(*points, strict=True), marker="o")

@@ -41,8 +41,10 @@ class Remote(NamedTuple):
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Remote":
-        return cls(environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
-                   environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"))
+        return cls(
+            environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
+            environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"),
+        )
 
 
 class Wanted(NamedTuple):
@@ -79,12 +81,19 @@ def plan(manifest: dict, variant: str, train_shards: int, remote: Remote, target
         (tokenizer,) = (entry for entry in manifest["tokenizers"] if entry["name"] == datasets[name]["tokenizer_name"])
         models = [str(tokenizer[key]) for key in ("model_path", "vocab_path", "path") if tokenizer.get(key)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{remote.folder}/manifest.json of {remote.repository} is not as expected ({type(error).__name__}: {error}): "
-                        "a newer version of this script may be needed") from error
+        raise UserError(
+            f"{remote.folder}/manifest.json of {remote.repository} is not as expected ({type(error).__name__}: {error}): "
+            "a newer version of this script may be needed"
+        ) from error
     if train_shards > counts["train"]:
-        raise UserError(f"{remote.repository} has {counts['train']} training shards of {variant}, not {train_shards}: lower --train-shards")
-    files = [f"datasets/{name}/fineweb_{split}_{number:06d}.bin"
-             for split, count in (("train", train_shards), ("val", counts["val"])) for number in range(count)]
+        raise UserError(
+            f"{remote.repository} has {counts['train']} training shards of {variant}, not {train_shards}: lower --train-shards"
+        )
+    files = [
+        f"datasets/{name}/fineweb_{split}_{number:06d}.bin"
+        for split, count in (("train", train_shards), ("val", counts["val"]))
+        for number in range(count)
+    ]
     # A published path must stay where it belongs, whatever the manifest says.
     tokenizers = [f"tokenizers/{PurePosixPath(model).name}" for model in models]
     return [Wanted(f"{remote.folder}/{path}", target / path) for path in (*tokenizers, *files)]
@@ -111,8 +120,10 @@ class Hub:
             raise
         except Exception as error:  # the client's own, its HTTP library's and the operating system's exceptions
             reason = (str(error).strip().splitlines() or [""])[0][:200]
-            raise UserError(f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the network, "
-                            "the disk and MATCHED_FINEWEB_REPO_ID, then start again; files that have arrived are kept") from error
+            raise UserError(
+                f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the network, "
+                "the disk and MATCHED_FINEWEB_REPO_ID, then start again; files that have arrived are kept"
+            ) from error
 
     def manifest(self) -> dict:
         """The manifest of what is published, as it is now."""
@@ -121,17 +132,24 @@ class Hub:
 
     def described(self, files: list[Wanted]) -> list[Wanted]:
         """The files with the sizes and checksums that the hub states. Raises UserError if it lacks one."""
-        found = {info.path: info for info in self._ask(self.api.get_paths_info, paths=[file.path for file in files], **self.here)}
+        found = {
+            info.path: info
+            for info in self._ask(self.api.get_paths_info, paths=[file.path for file in files], **self.here)
+        }
         if missing := [file.path for file in files if file.path not in found]:
             raise UserError(f"{self.remote.repository} lacks {missing[0]}, which its manifest promises: tell its owner")
         infos = [found[file.path] for file in files]
-        return [file._replace(size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id)
-                for file, info in zip(files, infos, strict=True)]
+        return [
+            file._replace(size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id)
+            for file, info in zip(files, infos, strict=True)
+        ]
 
     def fetch(self, files: list[Wanted], again: bool) -> Path:
         """Fetch files into the client's cache (`again`: even what it has). Returns the folder that mirrors the repository."""
         patterns = [file.path for file in files]
-        return Path(self._ask(self.client.snapshot_download, allow_patterns=patterns, force_download=again, **self.here))
+        return Path(
+            self._ask(self.client.snapshot_download, allow_patterns=patterns, force_download=again, **self.here)
+        )
 
 
 def existing(path: Path) -> Path:
@@ -146,8 +164,10 @@ def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
     for place in places.values():
         free = shutil.disk_usage(place).free
         if free < size:
-            raise UserError(f"{size:,} bytes are to be fetched, but the disk of {place} has {free:,} left: "
-                            "free some, lower --train-shards, or set HF_HOME to a folder on a larger disk")
+            raise UserError(
+                f"{size:,} bytes are to be fetched, but the disk of {place} has {free:,} left: "
+                "free some, lower --train-shards, or set HF_HOME to a folder on a larger disk"
+            )
 
 
 def link(source: Path, target: Path) -> None:
@@ -186,7 +206,9 @@ def have(files: list[Wanted], hub: Hub, target: Path) -> int:
                 link(snapshot / file.path, file.local)
             missing = not_there(missing)
     if missing:
-        raise UserError(f"{missing[0].local} has been fetched, but is not what the hub says it is (size or checksum): start again")
+        raise UserError(
+            f"{missing[0].local} has been fetched, but is not what the hub says it is (size or checksum): start again"
+        )
     return fetched
 
 
@@ -197,7 +219,11 @@ def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
     entries = {name: entry for name, entry in before.items() if (folder / name).is_file()}
     for file in files:
         if file.local.parent == folder:
-            entries[file.local.name] = {"bytes": file.size, "tokens": len(train_gpt.read_shard(file.local)), "sha256": file.sha256}
+            entries[file.local.name] = {
+                "bytes": file.size,
+                "tokens": len(train_gpt.read_shard(file.local)),
+                "sha256": file.sha256,
+            }
     made_by = {"tool": "download_fineweb.py", "repository": remote.repository, "folder": remote.folder}
     tokenizer = {"tokenizer": shards.tokenizer_entry(model, folder)} if model else {}
     shards.write_manifest(folder, made_by=made_by, **tokenizer, files=dict(sorted(entries.items())))
@@ -208,16 +234,22 @@ def check(variant: str, target: Path) -> str:
     folder = target / "datasets" / dataset_name(variant)
     manifest = shards.read_manifest(folder)
     if manifest is None:
-        raise UserError(f"{folder} has no {shards.MANIFEST}: nothing has been fetched there by this script, run it without --check")
+        raise UserError(
+            f"{folder} has no {shards.MANIFEST}: nothing has been fetched there by this script, run it without --check"
+        )
     wrong = shards.problems(folder, manifest)
     if "tokenizer" in manifest:
         tokenizer = folder / manifest["tokenizer"]["path"]
         if not tokenizer.is_file() or shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
             wrong.append(f"{tokenizer} is missing or not the tokenizer of the shards")
     strangers = {path.name for path in folder.glob("*.bin")} - set(manifest["files"])
-    wrong += [f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it" for name in sorted(strangers)]
+    wrong += [
+        f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it" for name in sorted(strangers)
+    ]
     if wrong:
-        raise UserError("; ".join(wrong) + f": run this script without --check to fetch {'it' if len(wrong) == 1 else 'them'} again")
+        raise UserError(
+            "; ".join(wrong) + f": run this script without --check to fetch {'it' if len(wrong) == 1 else 'them'} again"
+        )
     return f"right by their checksums: {len(manifest['files'])} shards in {folder}"
 
 
@@ -239,10 +271,14 @@ def download(variant: str, train_shards: int, remote: Remote, target: Path) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one that the repository has")
+    parser.add_argument(
+        "--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one that the repository has"
+    )
     parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each (default: 80)")
     parser.add_argument("--check", action="store_true", help="fetch nothing, verify what is there")
-    parser.add_argument("--target", type=Path, default=TARGET, help="folder to hold datasets/ and tokenizers/ (default: data)")
+    parser.add_argument(
+        "--target", type=Path, default=TARGET, help="folder to hold datasets/ and tokenizers/ (default: data)"
+    )
     arguments = parser.parse_args()
     if arguments.train_shards < 0:
         parser.error("--train-shards must not be negative")
@@ -250,7 +286,9 @@ def main() -> None:
         if arguments.check:
             print(check(arguments.variant, arguments.target))
         else:
-            print(download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target))
+            print(
+                download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target)
+            )
     except UserError as error:
         sys.exit(f"error: {error}")
 

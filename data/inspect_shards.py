@@ -60,7 +60,9 @@ def status_of(files: list[Path], folder: Path, manifest: dict | None) -> tuple[d
     if manifest is None:
         return {path.name: "no manifest" for path in files}, []
     names = {path.name for path in files}
-    wrong = [f"{folder / name} is in {shards.MANIFEST} but not there" for name in sorted(set(manifest["files"]) - names)]
+    wrong = [
+        f"{folder / name} is in {shards.MANIFEST} but not there" for name in sorted(set(manifest["files"]) - names)
+    ]
     status = {}
     for name in sorted(names):
         if name not in manifest["files"]:
@@ -101,18 +103,26 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
         if manifest is not None and shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
             wrong.append(f"{tokenizer} is not the tokenizer that made the shards, by its sha256 in {shards.MANIFEST}")
     for report in reports:
-        for path, shard, largest, starts in zip(report.stream.paths, report.stream.shards, report.largest, report.starts, strict=True):
-            print(f"{path.name}: {len(shard):,} tokens, largest {largest}, {starts:,} documents begin here, {status[path.name]}")
+        for path, shard, largest, starts in zip(
+            report.stream.paths, report.stream.shards, report.largest, report.starts, strict=True
+        ):
+            print(
+                f"{path.name}: {len(shard):,} tokens, largest {largest}, {starts:,} documents begin here, {status[path.name]}"
+            )
             if pieces and largest >= pieces.vocab_size():
                 wrong.append(f"{path} holds token {largest}, but the tokenizer has {pieces.vocab_size()} pieces")
     for report in reports:
         print(describe(report, None if wrong else counter))
         if report.stream.shards[0][0] != BOS:
-            wrong.append(f"{report.stream.paths[0]} does not begin with BOS (token {BOS}): the first document's start is missing")
+            wrong.append(
+                f"{report.stream.paths[0]} does not begin with BOS (token {BOS}): the first document's start is missing"
+            )
     both = int(np.isin(reports[0].hashes, reports[1].hashes).sum())
     print(f"documents of train that are also in val: {both:,}")
     if both:
-        wrong.append(f"{folder} has {both} training documents that are also in validation: a score on it says nothing, split it again")
+        wrong.append(
+            f"{folder} has {both} training documents that are also in validation: a score on it says nothing, split it again"
+        )
     if pieces and not wrong:
         show_samples(reports[1], pieces, samples)
     elif not pieces:
@@ -126,7 +136,10 @@ def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
     line = f"{report.split}: {len(report.stream.shards)} files, {tokens:,} tokens, {documents:,} documents ({tokens / documents:.1f} each)"
     if counter:
         before = [BOS, *(int(shard[-1]) for shard in report.stream.shards)]  # the last token of the shard before
-        nbytes = sum(int(counter.count(np.insert(shard, 0, last)).sum()) for last, shard in zip(before, report.stream.shards, strict=False))
+        nbytes = sum(
+            int(counter.count(np.insert(shard, 0, last)).sum())
+            for last, shard in zip(before, report.stream.shards, strict=False)
+        )
         line += f", {nbytes:,} bytes ({nbytes / tokens:.3f} a token)"
     return f"{line}, {report.repeated():,} documents repeated"
 
@@ -136,14 +149,18 @@ def show_samples(report: SplitReport, pieces: sentencepiece.SentencePieceProcess
     chosen = set(np.linspace(0, len(report.hashes) - 1, samples, dtype=int).tolist())
     for number, tokens in enumerate(report.documents()):
         if number in chosen:
-            print(f"{report.split} document {number + 1} ({len(tokens):,} tokens): {pieces.decode(tokens[:80].tolist())!r}")
+            print(
+                f"{report.split} document {number + 1} ({len(tokens):,} tokens): {pieces.decode(tokens[:80].tolist())!r}"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)")
-    parser.add_argument("--samples", type=int, default=3, help="documents of validation to show the beginnings of (default: 3)")
+    parser.add_argument(
+        "--samples", type=int, default=3, help="documents of validation to show the beginnings of (default: 3)"
+    )
     arguments = parser.parse_args()
     try:
         wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)

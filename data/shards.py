@@ -78,7 +78,11 @@ def file_sha256(path: Path, seen: Callable[[int], object] = lambda count: None) 
 def tokenizer_entry(path: Path, folder: Path) -> dict:
     """The manifest's entry for the tokenizer at `path`, as seen from `folder`."""
     vocab_size = train_gpt.sentencepiece.SentencePieceProcessor(model_file=str(path)).vocab_size()
-    return {"path": Path(os.path.relpath(path, folder)).as_posix(), "sha256": file_sha256(path), "vocab_size": vocab_size}
+    return {
+        "path": Path(os.path.relpath(path, folder)).as_posix(),
+        "sha256": file_sha256(path),
+        "vocab_size": vocab_size,
+    }
 
 
 def write_manifest(folder: Path, **entries) -> None:
@@ -96,14 +100,21 @@ def read_manifest(folder: Path) -> dict | None:
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, but only {FORMAT} is known")
         for name, entry in manifest["files"].items():
-            if Path(name).name != name or {type(entry["bytes"]), type(entry["tokens"]), type(entry["sha256"])} - {int, str}:
+            if Path(name).name != name or {type(entry["bytes"]), type(entry["tokens"]), type(entry["sha256"])} - {
+                int,
+                str,
+            }:
                 raise ValueError(f"its entry {name!r} is not a file of this folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as a manifest ({type(error).__name__}: {error}): make or fetch the data again") from error
+        raise UserError(
+            f"{path} cannot be read as a manifest ({type(error).__name__}: {error}): make or fetch the data again"
+        ) from error
     return manifest
 
 
-def problems(folder: Path, manifest: dict, names: Iterable[str] | None = None, seen: Callable = lambda count: None) -> list[str]:
+def problems(
+    folder: Path, manifest: dict, names: Iterable[str] | None = None, seen: Callable = lambda count: None
+) -> list[str]:
     """What is wrong with the files `names` (default: all) of the manifest, a sentence each. Reads every byte of them."""
     found = []
     for name in manifest["files"] if names is None else names:

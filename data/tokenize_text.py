@@ -95,7 +95,9 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
             return
         with open(path, "rb") as file:
             if path.suffix == ".jsonl":
-                yield from (Record(f"{path}, line {number}", line, True) for number, line in enumerate(file, 1) if line.strip())
+                yield from (
+                    Record(f"{path}, line {number}", line, True) for number, line in enumerate(file, 1) if line.strip()
+                )
             elif not reading.separator:
                 yield Record(str(path), file.read())
             else:
@@ -122,13 +124,17 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
     try:
         with parquet.ParquetFile(path) as table:
             if field not in table.schema_arrow.names:
-                raise UserError(f"{path} has no column {field!r}, but {', '.join(table.schema_arrow.names)}: set --field")
+                raise UserError(
+                    f"{path} has no column {field!r}, but {', '.join(table.schema_arrow.names)}: set --field"
+                )
             number = 0
             for batch in table.iter_batches(columns=[field], batch_size=256):
                 for text in batch.column(0).to_pylist():
                     number += 1
                     if not isinstance(text, str):
-                        raise UserError(f"{path}, row {number}: column {field!r} holds {type(text).__name__}, not text: set --field")
+                        raise UserError(
+                            f"{path}, row {number}: column {field!r} holds {type(text).__name__}, not text: set --field"
+                        )
                     yield Record(f"{path}, row {number}", text)
     except ArrowException as error:
         raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
@@ -209,20 +215,28 @@ class Encoder:
     def encode(self, chunk: list[Record]) -> Encoded:
         """Raises UserError if a document is no text, or if the evaluator would charge other bytes than it has."""
         texts = [text_of(record, self.reading) for record in chunk]
-        normalised = [kept(text) if self.prefixed else text.replace(SPACE, " ") for text in map(self.pieces.normalize, texts)]
+        normalised = [
+            kept(text) if self.prefixed else text.replace(SPACE, " ") for text in map(self.pieces.normalize, texts)
+        ]
         encoded = self.pieces.encode(texts, return_type="numpy")
         lengths = [len(ids) + 1 for ids in encoded]
         starts = np.cumsum([0, *lengths])
-        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)  # one more than there are, so that the last one has an end
+        tokens = np.full(
+            starts[-1] + 1, BOS, dtype=np.uint16
+        )  # one more than there are, so that the last one has an end
         for start, ids in zip(starts, encoded, strict=False):
             tokens[start + 1 : start + 1 + len(ids)] = ids
         charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
         documents = []
-        for record, text, length, nbytes, raw in zip(chunk, normalised, lengths, np.diff(charged).tolist(), texts, strict=True):
+        for record, text, length, nbytes, raw in zip(
+            chunk, normalised, lengths, np.diff(charged).tolist(), texts, strict=True
+        ):
             size = len(text.encode())
             if nbytes != size:
-                raise UserError(f"{record.where} has {size} bytes, but the evaluator would charge {nbytes}: this tokenizer cannot be "
-                                "scored on it (data/README.md says what it needs); with --strip, spaces around documents are no matter")
+                raise UserError(
+                    f"{record.where} has {size} bytes, but the evaluator would charge {nbytes}: this tokenizer cannot be "
+                    "scored on it (data/README.md says what it needs); with --strip, spaces around documents are no matter"
+                )
             documents.append(Document(key_of(text), length, size, len(raw.encode()) - size, raw != text))
         return Encoded(tokens[:-1], documents)
 
@@ -250,7 +264,9 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool as error:
-            raise UserError("a worker process died, for want of memory perhaps: start again with fewer --workers") from error
+            raise UserError(
+                "a worker process died, for want of memory perhaps: start again with fewer --workers"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -268,7 +284,7 @@ class Split:
         self.val_keys = set()
 
     def side(self, key: bytes) -> str:
-        """"train" or "val"; "" for one that is in validation already."""
+        """ "train" or "val"; "" for one that is in validation already."""
         if key in self.val_keys:
             return ""
         if len(self.val_keys) < self.val_docs or int.from_bytes(key[:8]) < self.bound:
@@ -305,7 +321,9 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -
     bytes: the text is cut at them. Raises UserError if the vocabulary cannot be filled.
     """
     if vocab_size < FEWEST_PIECES:
-        raise UserError(f"--vocab-size {vocab_size} is too small: 4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}")
+        raise UserError(
+            f"--vocab-size {vocab_size} is too small: 4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}"
+        )
     counts = collections.Counter(itertools.chain.from_iterable(texts))
     alphabet, seen, total = [], 0, sum(counts.values())
     for character, count in counts.most_common((vocab_size - FEWEST_PIECES) // 2):
@@ -323,7 +341,9 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -
             pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, minloglevel=2, **normaliser_options(rule),
         )  # fmt: skip
     except RuntimeError as error:
-        raise UserError(f"no tokenizer of {vocab_size} pieces can be trained on this text: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(
+            f"no tokenizer of {vocab_size} pieces can be trained on this text: {str(error).strip().splitlines()[0]}"
+        ) from error
     return model.getvalue()
 
 
@@ -333,10 +353,14 @@ def adopt_tokenizer(path: Path, copy: Path) -> None:
         train_gpt.write_atomic(copy, path.read_bytes())
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
     except (RuntimeError, OSError) as error:
-        raise UserError(f"--tokenizer {path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(
+            f"--tokenizer {path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}"
+        ) from error
     if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
-        raise UserError(f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the challenge's "
-                        f"format every document starts with token {BOS} and tokens are below 65536")
+        raise UserError(
+            f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the challenge's "
+            f"format every document starts with token {BOS} and tokens are below 65536"
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -353,13 +377,17 @@ class Tally:
     def lines(self) -> Iterator[str]:
         """For the user."""
         for split, counts in self.splits.items():
-            yield (f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
-                   f"({counts['bytes'] / max(1, counts['tokens']):.3f} a token)")
+            yield (
+                f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
+                f"({counts['bytes'] / max(1, counts['tokens']):.3f} a token)"
+            )
         yield f"left out: {self.repeated:,} documents that validation already has, {self.empty:,} empty ones"
         yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes fewer"
 
 
-def write_shards(encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int) -> tuple[Tally, dict[str, dict]]:
+def write_shards(
+    encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int
+) -> tuple[Tally, dict[str, dict]]:
     """Distribute documents over the splits and write them. Returns the counts and the manifest's files."""
     tally, writers = Tally(), {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")}
     for chunk in encoded:
@@ -380,8 +408,10 @@ def write_shards(encoded: Iterator[Encoded], folder: Path, split: Split, shard_t
         writer.close()
         if not writer.files:
             total = sum(counts["documents"] for counts in tally.splits.values())
-            raise UserError(f"no document was left for {name}: all of {total} went to the other side; give more text, --separator to cut "
-                            "it into documents, or another --val-docs or --val-fraction")
+            raise UserError(
+                f"no document was left for {name}: all of {total} went to the other side; give more text, --separator to cut "
+                "it into documents, or another --val-docs or --val-fraction"
+            )
     return tally, {name: entry for writer in writers.values() for name, entry in writer.files.items()}
 
 
@@ -429,7 +459,9 @@ def build(
     the data's origin (default: the options that decide about the documents).
     """
     if "return_type" not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters:
-        raise UserError(f"sentencepiece {sentencepiece.__version__} is too old for this tool: pip install -r requirements.txt")
+        raise UserError(
+            f"sentencepiece {sentencepiece.__version__} is too old for this tool: pip install -r requirements.txt"
+        )
     side = options.val_docs, options.val_fraction
     with new_folder(out, force) as folder:
         model = folder / "tokenizer.model"
@@ -441,7 +473,12 @@ def build(
         work = functools.partial(encode_chunk, str(model), reading)
         encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
         tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)
-        made_by = made_by or {"tool": "tokenize_text.py", "val_docs": side[0], "val_fraction": side[1], **reading._asdict()}
+        made_by = made_by or {
+            "tool": "tokenize_text.py",
+            "val_docs": side[0],
+            "val_fraction": side[1],
+            **reading._asdict(),
+        }
         tokenizer = shards.tokenizer_entry(model, folder)
         shards.write_manifest(folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries)
     return tally
@@ -456,7 +493,9 @@ def progress_bar(files: list[Path]) -> Callable:
     packed = any(path.suffix == ".parquet" for path in files)  # their size says little about the text in them
 
     def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
-        with tqdm(total=None if packed else sum(p.stat().st_size for p in files), unit="B", unit_scale=True, disable=None) as bar:
+        with tqdm(
+            total=None if packed else sum(p.stat().st_size for p in files), unit="B", unit_scale=True, disable=None
+        ) as bar:
             for chunk in chunks:
                 yield chunk
                 bar.update(sum(len(record.raw) for record in chunk))
@@ -467,26 +506,46 @@ def progress_bar(files: list[Path]) -> Callable:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
-    parser.add_argument("--out", type=Path, required=True, help="folder to make: shards, tokenizer.model, manifest.json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to make: shards, tokenizer.model, manifest.json"
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--vocab-size", type=int, help="train a tokenizer of so many pieces, 256 to 65536")
     which.add_argument("--tokenizer", type=Path, help="use this SentencePiece model")
-    parser.add_argument("--normalizer", choices=("identity", "nmt_nfkc"), default="identity",
-                        help="of a trained tokenizer: no change (default), or like the challenge's: NFKC, white space becomes one space")
+    parser.add_argument(
+        "--normalizer",
+        choices=("identity", "nmt_nfkc"),
+        default="identity",
+        help="of a trained tokenizer: no change (default), or like the challenge's: NFKC, white space becomes one space",
+    )
     side = parser.add_mutually_exclusive_group(required=True)
     side.add_argument("--val-docs", type=int, default=0, help="the first so many documents are validation")
-    side.add_argument("--val-fraction", type=float, default=0.0, help="about this part of the documents is, chosen by their hashes")
+    side.add_argument(
+        "--val-fraction", type=float, default=0.0, help="about this part of the documents is, chosen by their hashes"
+    )
     parser.add_argument("--field", default="text", help="of JSON lines and parquet files (default: text)")
-    parser.add_argument("--separator", default="", help=r"what divides a text file into documents, with \n for a newline")
+    parser.add_argument(
+        "--separator", default="", help=r"what divides a text file into documents, with \n for a newline"
+    )
     parser.add_argument("--strip", action="store_true", help="leave out white space around documents")
     parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
-    parser.add_argument("--sample-bytes", type=int, default=50_000_000, help="of text to train the tokenizer on (default: 50,000,000)")
-    parser.add_argument("--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens of a full shard (default: 100,000,000)")
+    parser.add_argument(
+        "--sample-bytes", type=int, default=50_000_000, help="of text to train the tokenizer on (default: 50,000,000)"
+    )
+    parser.add_argument(
+        "--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens of a full shard (default: 100,000,000)"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the number of CPUs)")
     parser.add_argument("--force", action="store_true", help="replace what --out holds")
     arguments = parser.parse_args()
-    for name, low, high in (("vocab_size", 256, 65536), ("val_docs", 0, 1 << 40), ("val_fraction", 0, 1), ("shard_tokens", 1, 1 << 30),
-                            ("workers", 1, 1024), ("sample_bytes", 1, 1 << 40)):
+    for name, low, high in (
+        ("vocab_size", 256, 65536),
+        ("val_docs", 0, 1 << 40),
+        ("val_fraction", 0, 1),
+        ("shard_tokens", 1, 1 << 30),
+        ("workers", 1, 1024),
+        ("sample_bytes", 1, 1 << 40),
+    ):
         value = getattr(arguments, name)
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} {value} is not between {low} and {high}")
@@ -522,7 +581,9 @@ def main() -> None:
         sys.exit(f"error: {error}")
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
-    print(f"train on it: DATA_PATH={arguments.out} TOKENIZER_PATH={arguments.out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh")
+    print(
+        f"train on it: DATA_PATH={arguments.out} TOKENIZER_PATH={arguments.out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh"
+    )
 
 
 if __name__ == "__main__":

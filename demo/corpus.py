@@ -71,7 +71,9 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
     started = time.perf_counter()
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
-        raise UserError(f"{library} holds {len(texts)} texts, too few for training and validation: use a complete Python installation")
+        raise UserError(
+            f"{library} holds {len(texts)} texts, too few for training and validation: use a complete Python installation"
+        )
     names = first + [name for name in texts if name not in set(first)]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "documents.jsonl")
@@ -84,7 +86,9 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--sources", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of the library's sources")
+    parser.add_argument(
+        "--sources", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of the library's sources"
+    )
     parser.add_argument("--val-bytes", type=int, default=150_000, help="about so many bytes are held out")
     arguments = parser.parse_args()
     try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Say what a demonstration run has reached, beside simpler ways to code the same text, and let the model write a little.
 
-    python demo/report.py demo_data logs/demo.jsonl final_model.int6.xz
+python demo/report.py demo_data logs/demo.jsonl final_model.int6.xz
 """
 
 import argparse
@@ -42,17 +42,31 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     """Rows (what, bits per byte, remark), all on the same validation text."""
     missing = {"val", "artifact", "final_int6_sliding_window_exact"} - set(events)
     if missing:
-        raise train_gpt.UserError(f"the log has no event {min(missing)}: the run did not come to its end, start it again")
+        raise train_gpt.UserError(
+            f"the log has no event {min(missing)}: the run did not come to its end, start it again"
+        )
     artifact, tokens = events["artifact"], train_gpt.read_shard(data / "fineweb_val_000000.bin")
     text = decode(tokens, data / "tokenizer.model")
     vocabulary = events["start"]["hyperparameters"]["vocab_size"]
     packed = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     return [
-        ("all tokens equally likely", math.log2(vocabulary) * len(tokens) / len(text), f"log2 {vocabulary} bits a token"),
+        (
+            "all tokens equally likely",
+            math.log2(vocabulary) * len(tokens) / len(text),
+            f"log2 {vocabulary} bits a token",
+        ),
         ("xz -9e", packed, "of the validation text alone"),
-        ("model, last weights", events["val"]["val_bpb"], f"after {events['val']['step']} steps, {events['val']['train_seconds']:.0f} s"),
+        (
+            "model, last weights",
+            events["val"]["val_bpb"],
+            f"after {events['val']['step']} steps, {events['val']['train_seconds']:.0f} s",
+        ),
         ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),
-        ("artifact, windows side by side", events["final_int6_roundtrip_exact"]["val_bpb"], f"{artifact['model_bytes']:,} bytes"),
+        (
+            "artifact, windows side by side",
+            events["final_int6_roundtrip_exact"]["val_bpb"],
+            f"{artifact['model_bytes']:,} bytes",
+        ),
         ("artifact, sliding windows", events["final_int6_sliding_window_exact"]["val_bpb"], "the score"),
     ]
 

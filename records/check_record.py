@@ -37,7 +37,9 @@ from runs import Run, UserError
 
 # What the challenge's own requirements.txt installs; folders without one of their own can count on it.
 GIVEN = "numpy brotli tqdm torch huggingface_hub kernels setuptools typing_extensions datasets tiktoken sentencepiece wandb".split()  # noqa: SIM905
-NETWORK = set("socket urllib http requests httpx aiohttp ftplib huggingface_hub datasets kernels wandb boto3 gdown".split())  # noqa: SIM905
+NETWORK = set(
+    "socket urllib http requests httpx aiohttp ftplib huggingface_hub datasets kernels wandb boto3 gdown".split()
+)  # noqa: SIM905
 SECRETS = re.compile(r"(hf_[A-Za-z0-9]{30,}|(?:API_KEY|SECRET|PASSWORD|ACCESS_TOKEN|HF_TOKEN)\s*[=:]\s*\S{8,})")
 
 
@@ -60,7 +62,9 @@ class Folder:
         self.source = self._unpacked()
         self.readme = (self._read("README.md") or b"").decode(errors="replace")
         self.submission = self._json(self._read("submission.json"))
-        logs = sorted(path.glob("*.log")) or sorted(file for file in path.glob("*.txt") if file.name != "requirements.txt")
+        logs = sorted(path.glob("*.log")) or sorted(
+            file for file in path.glob("*.txt") if file.name != "requirements.txt"
+        )
         self.runs: list[Run] = []
         for log in logs:
             try:
@@ -114,16 +118,24 @@ def verdict(rule: str, fault: str, detail: str = "") -> Verdict:
 def files(folder: Folder) -> Iterator[Verdict]:
     """README, JSON, script, logs; the JSON's fields."""
     yield verdict(
-        "README.md, submission.json, train log and train_gpt.py are in the folder", "; ".join(folder.problems), f"{len(folder.runs)} logs"
+        "README.md, submission.json, train log and train_gpt.py are in the folder",
+        "; ".join(folder.problems),
+        f"{len(folder.runs)} logs",
     )
     missing = [key for key in ("author", "github_id", "name", "date", "val_bpb") if not folder.submission.get(key)]
     yield verdict(
-        'submission.json "includes your name, GitHub ID, val_bpb, and related metadata"', f"without {', '.join(missing)}" if missing else ""
+        'submission.json "includes your name, GitHub ID, val_bpb, and related metadata"',
+        f"without {', '.join(missing)}" if missing else "",
     )
     todo, short = folder.readme.count("(to fill"), len(folder.readme) < 200
-    yield verdict("README.md is written", f"{todo} sections are still to fill" if todo else "it says next to nothing" if short else "")
+    yield verdict(
+        "README.md is written",
+        f"{todo} sections are still to fill" if todo else "it says next to nothing" if short else "",
+    )
     leaks = [run.path.name for run in folder.runs if SECRETS.search(run.path.read_text(errors="replace"))]
-    yield verdict("no log holds a secret", f"what looks like a key or password is in {', '.join(leaks)}" if leaks else "")
+    yield verdict(
+        "no log holds a secret", f"what looks like a key or password is in {', '.join(leaks)}" if leaks else ""
+    )
 
 
 def close(said: object, found: float | None, digits: int) -> bool:
@@ -141,10 +153,14 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
         yield Verdict("n/a", rule, "there are no readable logs, or no script")
         return
     facts, wrong = figures(folder), []
-    totals = {row.get("artifact_bytes") for row in facts["seed_results"].values()}  # some give the largest, some that of the first seed
+    totals = {
+        row.get("artifact_bytes") for row in facts["seed_results"].values()
+    }  # some give the largest, some that of the first seed
     for key, value in said.items():
         if key == "val_loss" and close(value, facts["val_bpb"], 3) and not close(value, facts["val_loss"], 3):
-            wrong.append(f"val_loss is {value}, which is the bits per byte: val_loss is nats a token, {facts['val_loss']:.5f}")
+            wrong.append(
+                f"val_loss is {value}, which is the bits per byte: val_loss is nats a token, {facts['val_loss']:.5f}"
+            )
         elif key in ("val_loss", "val_bpb") and not close(value, facts[key], 4):
             wrong.append(f"{key} is {value}, the logs' mean is {facts[key]:.5f} ({facts['eval_method']})")
         elif key in ("val_loss_std", "val_bpb_std") and key in facts and not close(value, facts[key], 4):
@@ -157,7 +173,11 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
             wrong.append(f"bytes_code is {value}, train_gpt.py has {len(folder.code)}")
         elif key == "seed_results" and isinstance(value, (dict, list)):
             wrong += seed_faults(value, facts["seed_results"])
-    yield verdict(rule, "; ".join(wrong), f"val_bpb {facts['val_bpb']:.5f}, val_loss {facts['val_loss']:.5f} over {len(members)} seeds")
+    yield verdict(
+        rule,
+        "; ".join(wrong),
+        f"val_bpb {facts['val_bpb']:.5f}, val_loss {facts['val_loss']:.5f} over {len(members)} seeds",
+    )
 
 
 def seeds_of(said: object) -> list[str]:
@@ -182,7 +202,11 @@ def figures(folder: Folder) -> dict:
 
 def seed_faults(said: object, found: dict) -> list[str]:
     """What seed_results has otherwise than the logs; it may be an object by seed or a list of objects."""
-    listed = said if isinstance(said, list) else [{"seed": seed, **row} for seed, row in said.items() if isinstance(row, dict)]
+    listed = (
+        said
+        if isinstance(said, list)
+        else [{"seed": seed, **row} for seed, row in said.items() if isinstance(row, dict)]
+    )
     rows = {str(row.get("seed")): row for row in listed if isinstance(row, dict)}
     wrong = [f"seed_results has seed {seed}, of which there is no log" for seed in rows if seed not in found]
     wrong += [f"seed_results leaves seed {seed} out" for seed in found if seed not in rows]
@@ -204,7 +228,11 @@ def one_configuration(folder: Folder) -> Iterator[Verdict]:
     scored = {(run.score.tokens, run.score.nbytes) for run in members}
     tokens, nbytes = next(iter(scored), (None, None))
     said = f"{tokens:,} tokens, {nbytes:,} bytes" if tokens and nbytes else "the logs do not tell how much"
-    yield verdict("all seeds scored the same text", f"tokens and bytes are {sorted(map(str, scored))}" if len(scored) > 1 else "", said)
+    yield verdict(
+        "all seeds scored the same text",
+        f"tokens and bytes are {sorted(map(str, scored))}" if len(scored) > 1 else "",
+        said,
+    )
     rule = "train_gpt.py is the script that the logs show"
     shown = [run for run in members if run.source is not None]
     if not shown or folder.source is None:
@@ -218,7 +246,11 @@ def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:
     """Bytes, seconds, machine."""
     members, code = folder.runs, len(folder.code or b"")
     rule = "code as it lies there and artifact are at most 16,000,000 bytes, decimal"
-    sizes = {f"seed {run.seed}": run.model_bytes for run in members} if artifact is None else {artifact.name: artifact.stat().st_size}
+    sizes = (
+        {f"seed {run.seed}": run.model_bytes for run in members}
+        if artifact is None
+        else {artifact.name: artifact.stat().st_size}
+    )
     if not sizes or None in sizes.values():
         yield Verdict("n/a", rule, "the logs do not tell the artifact's size")
     else:
@@ -233,14 +265,22 @@ def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:
             yield Verdict("n/a", rule, f"the logs do not tell it ({', '.join(unknown) or 'there are none'})")
         else:
             stopped = [str(run.seed) for run in members if run.resumed and what == "training"]
-            rest = f"; seed {' '.join(stopped)} was stopped and resumed: what it lost by that is not counted" if stopped else ""
+            rest = (
+                f"; seed {' '.join(stopped)} was stopped and resumed: what it lost by that is not counted"
+                if stopped
+                else ""
+            )
             fault = "; ".join(f"seed {seed}: {time:.2f} s" for seed, time in over.items())
             yield verdict(rule, fault, f"{max(times.values()):.1f} s at most{rest}")
     rule, found = 'training and evaluation ran "on 8xH100s"', make_record.hardware(members) if members else ""
     if folder.non_record:
         yield Verdict("n/a", rule, f"a non-record; it ran on {found}")
     elif any(run.device is None or run.ranks is None for run in members) or not members:
-        yield Verdict("n/a", rule, f"the logs do not tell the machine; submission.json says {folder.submission.get('hardware', 'nothing')}")
+        yield Verdict(
+            "n/a",
+            rule,
+            f"the logs do not tell the machine; submission.json says {folder.submission.get('hardware', 'nothing')}",
+        )
     else:
         yield verdict(rule, "" if make_record.on_8xh100(members) else f"they ran on {found}", found)
 
@@ -269,9 +309,14 @@ def script(folder: Folder) -> Iterator[Verdict]:
         return
     yield Verdict("ok", rules[0], "")
     yield starts(folder, rules[1])
-    runs_text = any(isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("exec", "eval") for node in ast.walk(tree))
+    runs_text = any(
+        isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("exec", "eval") for node in ast.walk(tree)
+    )
     if runs_text and len(tree.body) < 8:
-        yield from (Verdict("n/a", rule, "it runs code that another packer has put into it, which was not read") for rule in rules[2:])
+        yield from (
+            Verdict("n/a", rule, "it runs code that another packer has put into it, which was not read")
+            for rule in rules[2:]
+        )
     else:
         yield from packages(folder, tree)
 
@@ -290,7 +335,11 @@ def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
 
     def unlisted(found: set[str]) -> str:
         # triton comes with torch; "importing FlashAttention, etc. is completely fine"
-        own = {name for name in found if name not in sys.stdlib_module_names and name != "triton" and not name.startswith("flash_attn")}
+        own = {
+            name
+            for name in found
+            if name not in sys.stdlib_module_names and name != "triton" and not name.startswith("flash_attn")
+        }
         return ", ".join(sorted(name for name in own if name.lower() not in allowed))
 
     beyond, optional = unlisted(top), unlisted(every - top)
@@ -299,12 +348,18 @@ def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
     yield verdict(LISTED, f"{beyond} is not in {where}" if beyond else "", needed + rest)
     others = "; it starts other programs (subprocess)" if "subprocess" in every else ""
     net = ", ".join(sorted(every & NETWORK))
-    yield verdict(OFFLINE, f"it imports {net}" if net else "", f"no module for it is imported; --artifact tries it{others}")
+    yield verdict(
+        OFFLINE, f"it imports {net}" if net else "", f"no module for it is imported; --artifact tries it{others}"
+    )
 
 
 def environment(**variables: object) -> dict[str, str]:
     """A clean environment for the folder's script, with these variables."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+        if name in os.environ
+    }
     return kept | {"OMP_WAIT_POLICY": "PASSIVE"} | {name: str(value) for name, value in variables.items()}
 
 
@@ -324,7 +379,10 @@ def starts(folder: Folder, rule: str) -> Verdict:
     said = (result.stderr.strip() or result.stdout.strip()).splitlines()
     if missing := re.search(r"No module named '([\w.]+)'", result.stderr):
         return Verdict("n/a", rule, f"{missing[1]} is not installed here")
-    return verdict(rule, f"exit status {result.returncode}: {said[-1][:160] if said else 'nothing said'}" if result.returncode else "")
+    return verdict(
+        rule,
+        f"exit status {result.returncode}: {said[-1][:160] if said else 'nothing said'}" if result.returncode else "",
+    )
 
 
 def significance(folder: Folder, against: str) -> Iterator[Verdict]:
@@ -346,7 +404,12 @@ def legality(folder: Folder) -> Iterator[Verdict]:
     import legality as probes
 
     rule = "C1 causal, C2 normalised, C3 score before update, C4 once from left to right"
-    if folder.source is None or b"class Evaluator" not in folder.source or not folder.runs or not folder.runs[0].changed:
+    if (
+        folder.source is None
+        or b"class Evaluator" not in folder.source
+        or not folder.runs
+        or not folder.runs[0].changed
+    ):
         yield Verdict("n/a", rule, "its evaluation is not built as this project's, so that the probes do not fit")
         return
     specification = importlib.util.spec_from_loader("submitted", loader=None)
@@ -354,7 +417,9 @@ def legality(folder: Folder) -> Iterator[Verdict]:
     module.__file__ = str(folder.path / "train_gpt.py")
     sys.modules["submitted"] = module  # dataclasses look their module up
     exec(compile(folder.source, module.__file__, "exec"), module.__dict__)
-    yield verdict(rule, probes.suite(module, folder.runs[0].settings), "probed on a small model with the run's ways of evaluation")
+    yield verdict(
+        rule, probes.suite(module, folder.runs[0].settings), "probed on a small model with the run's ways of evaluation"
+    )
 
 
 GUARD = """
@@ -379,8 +444,12 @@ def rescore(folder: Folder, artifact: Path, data: Path, tokenizer: Path) -> Iter
         for shard in sorted(data.glob("fineweb_val_*.bin")):
             (place / "data" / shard.name).symlink_to(shard.resolve())
         (place / "train_gpt.py").write_bytes(folder.code)
-        variables = environment(EVAL_ONLY=artifact.resolve(), DATA_PATH="data", TOKENIZER_PATH=tokenizer.resolve(), RUN_ID="again")
-        result = subprocess.run([sys.executable, "-B", "-c", GUARD], cwd=place, env=variables, capture_output=True, text=True)
+        variables = environment(
+            EVAL_ONLY=artifact.resolve(), DATA_PATH="data", TOKENIZER_PATH=tokenizer.resolve(), RUN_ID="again"
+        )
+        result = subprocess.run(
+            [sys.executable, "-B", "-c", GUARD], cwd=place, env=variables, capture_output=True, text=True
+        )
         if result.returncode:
             yield Verdict("FAIL", rule, (result.stderr.strip().splitlines() or ["nothing said"])[-1][:300])
             return
@@ -420,14 +489,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", default="", help="logs or folder of the record to beat")
-    parser.add_argument("--legality", action="store_true", help="probe the evaluation for the four conditions (half a minute)")
+    parser.add_argument(
+        "--legality", action="store_true", help="probe the evaluation for the four conditions (half a minute)"
+    )
     parser.add_argument("--artifact", type=Path, help="count this file, and with the next two score it again")
     parser.add_argument("--data-path", type=Path, help="folder with the validation shards")
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards")
     arguments = parser.parse_args()
     try:
         found = check(
-            Folder(arguments.folder), arguments.against, arguments.legality, arguments.artifact, arguments.data_path, arguments.tokenizer
+            Folder(arguments.folder),
+            arguments.against,
+            arguments.legality,
+            arguments.artifact,
+            arguments.data_path,
+            arguments.tokenizer,
         )
     except UserError as error:
         sys.exit(f"error: {error}")

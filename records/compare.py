@@ -54,7 +54,10 @@ def paired(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
         return None
     found = stats.ttest_1samp(differences, 0.0, alternative="greater")
     return Test(
-        float(found.statistic), float(found.df), float(found.pvalue), math.sqrt(statistics.variance(differences) / len(differences))
+        float(found.statistic),
+        float(found.df),
+        float(found.pvalue),
+        math.sqrt(statistics.variance(differences) / len(differences)),
     )
 
 
@@ -63,10 +66,14 @@ def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
 
     Raises UserError if both have the tokens of the same kind but not the same number of them, or are scored otherwise.
     """
-    rate = [[run.score.loss / run.score.bpb for run in side] for side in (a, b)]  # nats a token for a bit a byte: the tokenizer's
+    rate = [
+        [run.score.loss / run.score.bpb for run in side] for side in (a, b)
+    ]  # nats a token for a bit a byte: the tokenizer's
     for side in rate:
         if max(side) / min(side) > 1.0001:
-            raise UserError("the logs of one side were scored on different texts or tokenizers: their losses are not of one kind")
+            raise UserError(
+                "the logs of one side were scored on different texts or tokenizers: their losses are not of one kind"
+            )
     scored = {run.score.tokens for run in (*a, *b)} - {None}
     if abs(rate[0][0] / rate[1][0] - 1) < 1e-4:
         if len(scored) > 1:
@@ -111,7 +118,10 @@ def verdict(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
         way = "better" if gain > 0 else "worse"
         return False, f"would not count: B is {way} by {abs(gain):.4f} nats, and at least {MARGIN} are asked for"
     if test is None:
-        return False, f"would not count yet: {gain:.4f} nats are enough, but {len(a)} and {len(b)} seeds cannot show it: run 3 of each"
+        return (
+            False,
+            f"would not count yet: {gain:.4f} nats are enough, but {len(a)} and {len(b)} seeds cannot show it: run 3 of each",
+        )
     if test.p >= LEVEL:
         enough = f"{gain:.4f} nats are enough, but p = {test.p:.4f} that they exceed {MARGIN} is not under {LEVEL}"
         return False, f"would not count yet: {enough}: run more seeds"
@@ -121,7 +131,11 @@ def verdict(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
 def unlike(a: Run, b: Run) -> str:
     """In what knobs, and whether in the script, two runs differ."""
     old, new = a.configuration, b.configuration
-    knobs = [f"{name} {old.get(name, 'not set')} -> {new.get(name, 'not set')}" for name in old | new if old.get(name) != new.get(name)]
+    knobs = [
+        f"{name} {old.get(name, 'not set')} -> {new.get(name, 'not set')}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    ]
     script = "; the script" if None not in (a.source, b.source) and a.source != b.source else ""
     return ("; ".join(knobs) or "no knob that the logs list") + script
 
@@ -136,12 +150,20 @@ def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -
     ]
     for margin, what in ((0.0, "better at all"), (MARGIN, f"better by more than {MARGIN} nats")):
         test = welch(of_a, of_b, margin)
-        found = f"t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.4g}" if test else "untested: it takes two unequal runs of each"
+        found = (
+            f"t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.4g}"
+            if test
+            else "untested: it takes two unequal runs of each"
+        )
         lines.append(f"Welch, one-sided, B {what}: {found}")
         if len(seeds) > 1 and (test := paired(*by_seed, margin)):
-            lines.append(f"  paired by seed ({' '.join(map(str, seeds))}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}")
+            lines.append(
+                f"  paired by seed ({' '.join(map(str, seeds))}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
+            )
     if (least := smallest(of_a, of_b, MARGIN)) is not None:
-        lines.append(f"the smallest gain that {len(a)} and {len(b)} seeds of these deviations could have shown: {least:.4f} nats")
+        lines.append(
+            f"the smallest gain that {len(a)} and {len(b)} seeds of these deviations could have shown: {least:.4f} nats"
+        )
     return lines
 
 
@@ -154,7 +176,8 @@ def report(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
     lines += [f"note: {remark}"] if remark else []
     lines.append(f"what differs: {unlike(a[0], b[0])}")
     nats, bits = (
-        statistics.fmean(y) - statistics.fmean(x) for x, y in ((of_a, of_b), [[run.score.bpb for run in side] for side in (a, b)])
+        statistics.fmean(y) - statistics.fmean(x)
+        for x, y in ((of_a, of_b), [[run.score.bpb for run in side] for side in (a, b)])
     )
     lines += [f"B - A: {nats:+.5f} nats a token, {bits:+.5f} bits a byte", *tests_of(a, b, of_a, of_b)]
     counts, why = verdict(a, b, speed)

@@ -61,7 +61,12 @@ def on_8xh100(members: list[Run]) -> bool:
 def hardware(members: list[Run]) -> str:
     """In words."""
     return " and ".join(
-        sorted({f"{run.ranks} x {run.device}" if "CPU" not in (run.device or "") or run.ranks != 1 else run.device for run in members})
+        sorted(
+            {
+                f"{run.ranks} x {run.device}" if "CPU" not in (run.device or "") or run.ranks != 1 else run.device
+                for run in members
+            }
+        )
     )
 
 
@@ -84,7 +89,9 @@ def seed_result(run: Run, code_bytes: int) -> dict:
 
 def summary(members: list[Run], code_bytes: int) -> dict:
     """What submission.json says that logs can tell. `val_loss` is nats a token, `val_bpb` bits a byte, both means over seeds."""
-    (loss, loss_std), (bpb, bpb_std) = (mean_std([getattr(run.score, kind) for run in members]) for kind in ("loss", "bpb"))
+    (loss, loss_std), (bpb, bpb_std) = (
+        mean_std([getattr(run.score, kind) for run in members]) for kind in ("loss", "bpb")
+    )
     totals, seconds = [total_bytes(run, code_bytes) for run in members], [run.train_seconds or 0.0 for run in members]
     return {
         "val_loss": round(loss, 8),
@@ -112,7 +119,9 @@ def launch(run: Run) -> str:
     """The command line that the log stands for."""
     knobs = [f"{name}={run.settings[name]}" for name in run.changed if name not in ("SEED", "RUN_ID")]
     knobs = [re.sub("=(True|False)$", lambda match: f"={int(match[1] == 'True')}", knob) for knob in knobs]
-    start = "python train_gpt.py" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks} train_gpt.py"
+    start = (
+        "python train_gpt.py" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks} train_gpt.py"
+    )
     lines, line = [], ""
     for word in [*knobs, "SEED=$SEED", start]:
         if line and len(line) + len(word) > 100:
@@ -138,15 +147,21 @@ def results_table(members: list[Run], facts: dict) -> str:
     lines = ["| seed | " + " | ".join(f"`{name}`" for name, _ in columns) + " |", "|" + "---|" * (len(columns) + 1)]
     rows = {str(run.seed): facts["seed_results"][str(run.seed)] for run in members}
     for seed, row in rows.items():
-        lines.append(f"| {seed} | " + " | ".join(format(row[name], form) if name in row else "" for name, form in columns) + " |")
+        lines.append(
+            f"| {seed} | " + " | ".join(format(row[name], form) if name in row else "" for name, form in columns) + " |"
+        )
     if len(rows) > 1:
         for title, which in (("**mean**", 0), ("**std**", 1)):
             stats = [
-                mean_std([row[name] for row in rows.values()])[which] if all(name in row for row in rows.values()) else None
+                mean_std([row[name] for row in rows.values()])[which]
+                if all(name in row for row in rows.values())
+                else None
                 for name, _ in columns
             ]
             lines.append(
-                f"| {title} | " + " | ".join("" if v is None else format(v, f) for v, (_, f) in zip(stats, columns, strict=True)) + " |"
+                f"| {title} | "
+                + " | ".join("" if v is None else format(v, f) for v, (_, f) in zip(stats, columns, strict=True))
+                + " |"
             )
     return "\n".join(lines)
 
@@ -157,7 +172,9 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: 
     spread = f", standard deviation {facts['val_bpb_std']:.5f}" if n > 1 else ""
     data = {name: first.settings.get(name, "not stated") for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")}
     scored = (
-        f"{first.score.tokens:,} targets of {first.score.nbytes:,} bytes" if first.score.tokens and first.score.nbytes else "not stated"
+        f"{first.score.tokens:,} targets of {first.score.nbytes:,} bytes"
+        if first.score.tokens and first.score.nbytes
+        else "not stated"
     )
     parts = [
         f"# {given['name']}",
@@ -197,7 +214,9 @@ def requirements(run: Run) -> str:
     """The packages that ran, pinned to the versions in the log."""
     skipped = {"python", "cuda"}
     # A local build tag such as +cpu or +cu130 names an index of packages rather than a version of the package.
-    return "".join(f"{name}=={version.split('+')[0]}\n" for name, version in run.versions.items() if name not in skipped)
+    return "".join(
+        f"{name}=={version.split('+')[0]}\n" for name, version in run.versions.items() if name not in skipped
+    )
 
 
 def make(members: list[Run], given: dict, track: str, root: Path, pack: bool, against: list[Run] | None) -> Path:
@@ -229,7 +248,9 @@ def make(members: list[Run], given: dict, track: str, root: Path, pack: bool, ag
         **{f"train_seed{run.seed}.log": run.path.read_bytes() for run in members},
     }
     if folder.exists():
-        raise UserError(f"{folder} is there already, and records are not changed once made: give another --name or --date")
+        raise UserError(
+            f"{folder} is there already, and records are not changed once made: give another --name or --date"
+        )
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -251,7 +272,9 @@ def main() -> None:
     parser.add_argument("--summary", default="", help="techniques; default: the knobs that were changed")
     parser.add_argument("--date", default="", help="YYYY-MM-DD; default: when the first run began")
     parser.add_argument("--against", default="", help="logs of the record to beat: adds the significance")
-    parser.add_argument("--pack", action="store_true", help="put the packed script in, and count it, whatever the runs counted")
+    parser.add_argument(
+        "--pack", action="store_true", help="put the packed script in, and count it, whatever the runs counted"
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent, help="folder of the tracks")
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}

@@ -56,14 +56,20 @@ def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
 
 def curve(points: list[Point], x: str, field: str) -> Curve:
     """One run's curve against "step" or "seconds"."""
-    pairs = [(getattr(point, x), point.fields[field]) for point in points if field in point.fields and getattr(point, x) is not None]
+    pairs = [
+        (getattr(point, x), point.fields[field])
+        for point in points
+        if field in point.fields and getattr(point, x) is not None
+    ]
     return np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
 
 
 def step_times(points: list[Point]) -> Curve:
     """Milliseconds a step between two lines of the log, against the later step; the first line may hold warm-up."""
     timed = [point for point in points if point.seconds is not None]
-    pairs = [(b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step)) for a, b in zip(timed, timed[1:], strict=False)]
+    pairs = [
+        (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step)) for a, b in zip(timed, timed[1:], strict=False)
+    ]
     return np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
 
 
@@ -139,7 +145,9 @@ def draw_scaling(members: list[Run], output: Path) -> None:
         times = step_times(run.train)[1]
         if run.ranks is None or not len(times) or "TRAIN_BATCH_TOKENS" not in run.settings:
             raise UserError(f"{run.path} does not tell ranks, times or TRAIN_BATCH_TOKENS: a log of train_gpt.py does")
-        speed.setdefault(run.ranks, []).append(1000 * int(run.settings["TRAIN_BATCH_TOKENS"]) / statistics.median(times))
+        speed.setdefault(run.ranks, []).append(
+            1000 * int(run.settings["TRAIN_BATCH_TOKENS"]) / statistics.median(times)
+        )
     ranks = sorted(speed)
     if len(ranks) < 2:
         raise UserError(f"all these runs had {ranks[0]} rank(s): give runs with different numbers of ranks")

@@ -20,12 +20,16 @@ from train_gpt import Hyperparameters, UserError
 
 RULER = "=" * 100  # between the source at the head of a log and the rest
 # What makes two runs different experiments. Published logs list other things in the same lines; they do not count.
-CONFIGURATION = {field.name.upper() for field in dataclasses.fields(Hyperparameters)} - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
+CONFIGURATION = {field.name.upper() for field in dataclasses.fields(Hyperparameters)} - {"SEED", "RUN_ID"} | {
+    "WORLD_SIZE"
+}
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?=train_loss|val_loss)(.*)")
 FIELD = re.compile(r"(\w+): ?" + NUMBER + r"(ms|m|s)?(?![\w.])")
-SCORE = re.compile(r"^([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)? val_loss[:=] ?" + NUMBER + r" val_bpb[:=] ?" + NUMBER + r"(.*)")
+SCORE = re.compile(
+    r"^([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)? val_loss[:=] ?" + NUMBER + r" val_bpb[:=] ?" + NUMBER + r"(.*)"
+)
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
 
@@ -83,7 +87,9 @@ class Run:
     def score_name(self) -> str | None:
         """Which score counts: test-time training, else sliding windows, else windows side by side, of the artifact."""
         counting = [
-            name for name in self.scores if not is_before_export(name) and "partial" not in name and "diagnostic" not in name.lower()
+            name
+            for name in self.scores
+            if not is_before_export(name) and "partial" not in name and "diagnostic" not in name.lower()
         ]
         return next((name for part in ("ttt", "sliding", "") for name in reversed(counting) if part in name), None)
 
@@ -91,7 +97,9 @@ class Run:
     def score(self) -> Score:
         """The score that counts. Raises UserError if the run did not come to it."""
         if self.score_name is None:
-            raise UserError(f"{self.path} has no final score: the run did not come to its end; start it again or leave the log out")
+            raise UserError(
+                f"{self.path} has no final score: the run did not come to its end; start it again or leave the log out"
+            )
         return self.scores[self.score_name]
 
     @property
@@ -102,7 +110,10 @@ class Run:
     @property
     def after_export(self) -> Score | None:
         """The artifact, in windows side by side."""
-        return next((score for name, score in self.scores.items() if "roundtrip" in name or name == "diagnostic quantized"), None)
+        return next(
+            (score for name, score in self.scores.items() if "roundtrip" in name or name == "diagnostic quantized"),
+            None,
+        )
 
     @property
     def step_ms(self) -> float | None:
@@ -120,7 +131,9 @@ def read_run(path: Path) -> Run:
     try:
         blob = path.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; give the text log of a run, logs/<RUN_ID>.txt") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}; give the text log of a run, logs/<RUN_ID>.txt"
+        ) from error
     if path.suffix in (".jsonl", ".json"):
         raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} beside it")
     head, ruler, rest = blob.partition(f"\n{RULER}\n".encode())
@@ -130,11 +143,16 @@ def read_run(path: Path) -> Run:
     train, val = _points(path, lines)
     scores = _scores(lines)
     if not train and not val and not scores:
-        raise UserError(f"{path} has neither steps nor scores: give the text log of a run, logs/<RUN_ID>.txt or train_seed<N>.log")
+        raise UserError(
+            f"{path} has neither steps nor scores: give the text log of a run, logs/<RUN_ID>.txt or train_seed<N>.log"
+        )
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
-    seconds += [float(value) / 1000 for value in re.findall(r"^(?:stopping_early|gptq): .*train_time: ?([\d.]+)ms", "\n".join(lines), re.M)]
+    seconds += [
+        float(value) / 1000
+        for value in re.findall(r"^(?:stopping_early|gptq): .*train_time: ?([\d.]+)ms", "\n".join(lines), re.M)
+    ]
     find = functools.partial(_find, "\n".join(lines))
     total = re.findall(r"^Total submission size([^:\n]*): (\d+) bytes", "\n".join(lines), re.M)
     model = re.findall(r"^Serialized model ([^:\n]+): (\d+) bytes", "\n".join(lines), re.M)
@@ -190,7 +208,9 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
         step, fields = int(match[1]), _fields(match[3])
         kind = "train_loss" if "train_loss" in fields else "val_loss"
         if step < last:
-            raise UserError(f"{path} holds several runs, one after the other (step {step} follows {last}): give a log of its own to each")
+            raise UserError(
+                f"{path} holds several runs, one after the other (step {step} follows {last}): give a log of its own to each"
+            )
         last = step
         found[kind][step] = Point(step, fields.get("train_time"), fields)
     return list(found["train_loss"].values()), list(found["val_loss"].values())
@@ -218,7 +238,9 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     for line in lines:
         if match := re.match(r"^  ([a-z]\w*): (.*)$", line):  # a list of hyperparameters
             found[match[1].upper()] = match[2]
-        elif not STEP.match(line) and not SCORE.match(line) and re.fullmatch(r"(\w+:\S+ )*\w+:\S+", line):  # pairs end to end
+        elif (
+            not STEP.match(line) and not SCORE.match(line) and re.fullmatch(r"(\w+:\S+ )*\w+:\S+", line)
+        ):  # pairs end to end
             found |= {key.upper(): value for key, value in (pair.split(":", 1) for pair in line.split())}
     return found, ()
 
@@ -249,17 +271,23 @@ def read_group(text: str) -> list[Run]:
         elif any(char in part for char in "*?["):
             found = [Path(name) for name in sorted(glob.glob(part)) if name.endswith((".txt", ".log"))]
         if not found:
-            raise UserError(f"there are no logs in {part}: give a folder of logs, a log, or a pattern such as 'logs/base_*.txt'")
+            raise UserError(
+                f"there are no logs in {part}: give a folder of logs, a log, or a pattern such as 'logs/base_*.txt'"
+            )
         paths += found
     runs = [read_run(path) for path in paths]
     for run in runs:
         run.score  # noqa: B018  raises for a run that has none
     if difference := differences(runs):
-        raise UserError(f"the logs of {text} are not of one configuration: {difference}; compare configurations, not mixtures of them")
+        raise UserError(
+            f"the logs of {text} are not of one configuration: {difference}; compare configurations, not mixtures of them"
+        )
     seeds = [run.seed for run in runs if run.seed is not None]
     for seed in set(seeds):
         if seeds.count(seed) > 1:
-            raise UserError(f"the logs of {text} have seed {seed} more than once: a run and its repetition are not two samples")
+            raise UserError(
+                f"the logs of {text} have seed {seed} more than once: a run and its repetition are not two samples"
+            )
     return runs
 
 
@@ -268,7 +296,9 @@ def differences(runs: list[Run]) -> str:
     for run in runs[1:]:
         a, b = runs[0].configuration, run.configuration
         unlike = [
-            f"{name}={a.get(name, 'not set')} and {b.get(name, 'not set')}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)
+            f"{name}={a.get(name, 'not set')} and {b.get(name, 'not set')}"
+            for name in sorted({*a, *b})
+            if a.get(name) != b.get(name)
         ]
         if unlike:
             return f"{runs[0].path.name} and {run.path.name} have {'; '.join(unlike[:4])}"
@@ -300,11 +330,17 @@ def table(runs: list[Run], names: list[str] | None = None) -> str:
     lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in columns)]
     rows = [[read(run) for *_, read in columns] for run in runs]
     for name, row in zip(names, rows, strict=True):
-        lines.append(f"{name:{width}}" + "".join(cell(value, size, form) for value, (_, size, form, _) in zip(row, columns, strict=True)))
+        lines.append(
+            f"{name:{width}}"
+            + "".join(cell(value, size, form) for value, (_, size, form, _) in zip(row, columns, strict=True))
+        )
     if len(runs) > 1:
         stats = [mean_std(list(column)) if None not in column else (None, None) for column in zip(*rows, strict=True)]
         for name, which in (("mean", 0), ("std", 1)):
             lines.append(
-                f"{name:{width}}" + "".join(cell(pair[which], size, form) for pair, (_, size, form, _) in zip(stats, columns, strict=True))
+                f"{name:{width}}"
+                + "".join(
+                    cell(pair[which], size, form) for pair, (_, size, form, _) in zip(stats, columns, strict=True)
+                )
             )
     return "\n".join([*lines, f"{'n':{width}}{len(runs):>7}"])

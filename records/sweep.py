@@ -29,7 +29,9 @@ def combinations(grid: str) -> list[dict[str, str]]:
     for part in grid.split():
         name, _, values = part.partition("=")
         if name.lower() not in Hyperparameters.__dataclass_fields__ or not values:
-            raise UserError(f"GRID has {part!r}, which is not KNOB=value,value: see python train_gpt.py --help for the knobs")
+            raise UserError(
+                f"GRID has {part!r}, which is not KNOB=value,value: see python train_gpt.py --help for the knobs"
+            )
         axes.append([(name, value) for value in values.split(",")])
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
@@ -55,10 +57,18 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
     except UserError:
         return None  # no log, or one that ends before the first step
     hp = Hyperparameters.from_env(environ)
-    if run.score_name is None or (hp.ttt_enabled and "ttt" not in run.score_name) or (run.total_bytes or 0) > SUBMISSION_CAP:
+    if (
+        run.score_name is None
+        or (hp.ttt_enabled and "ttt" not in run.score_name)
+        or (run.total_bytes or 0) > SUBMISSION_CAP
+    ):
         return None
     wanted = {name.upper(): str(value) for name, value in vars(hp).items()}
-    unlike = [f"{name}={run.settings.get(name)}, now {value}" for name, value in wanted.items() if run.settings.get(name) != value]
+    unlike = [
+        f"{name}={run.settings.get(name)}, now {value}"
+        for name, value in wanted.items()
+        if run.settings.get(name) != value
+    ]
     if run.source != source_code():
         unlike.append("another train_gpt.py")
     if unlike:
@@ -103,11 +113,16 @@ def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dic
     for values, members in groups.items():
         of_group = [(f"seed {v['SEED']}", done[v["RUN_ID"]]) for v in members if v["RUN_ID"] in done]
         lines.append(f"\n{values or 'as set'}")
-        lines.append(runs.table([run for _, run in of_group], [name for name, _ in of_group]) if of_group else "no run finished")
+        lines.append(
+            runs.table([run for _, run in of_group], [name for name, _ in of_group]) if of_group else "no run finished"
+        )
     lines += [f"\nfailed: {run_id}: {what}" for run_id, what in failed.items()]
     open_ = [v["RUN_ID"] for v in planned if v["RUN_ID"] not in done and v["RUN_ID"] not in failed]
     lines += [f"\nnot run yet: {' '.join(open_)}"] if open_ else []
-    lines += ["", "before: bpb of the averaged weights; after: of the artifact, windows side by side; score: the one that counts"]
+    lines += [
+        "",
+        "before: bpb of the averaged weights; after: of the artifact, windows side by side; score: the one that counts",
+    ]
     return "\n".join(lines)
 
 

@@ -26,7 +26,9 @@ TINY = {
 }  # fmt: skip
 
 
-def write_shard(path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None) -> None:
+def write_shard(
+    path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None
+) -> None:
     """A shard file, in which any field of the header can be wrong."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
@@ -113,7 +115,9 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
 
 def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
     """Start `arguments` (a script and its arguments) as a user would: with python, or under torchrun on several ranks."""
-    base = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
+    base = {
+        k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    }
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -124,7 +128,9 @@ def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 
     )  # fmt: skip
 
 
-def run(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 120) -> subprocess.CompletedProcess:
+def run(
+    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 120
+) -> subprocess.CompletedProcess:
     """`start`, and wait for the end."""
     process = start(arguments, environment, cwd, ranks)
     try:

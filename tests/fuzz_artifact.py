@@ -34,18 +34,20 @@ def mutate(blob: bytes, draw: random.Random) -> bytes:
     elif kind == 1:  # noise anywhere
         body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
     elif kind == 2:
-        del body[draw.randrange(len(body)):]
+        del body[draw.randrange(len(body)) :]
     elif kind == 3:  # bytes out or in
         place, count = draw.randrange(HEADER, len(body)), draw.randrange(1, 40)
-        body[place:place + (count if draw.random() < 0.5 else 0)] = draw.randbytes(count if draw.random() < 0.5 else 0)
+        body[place : place + (count if draw.random() < 0.5 else 0)] = draw.randbytes(
+            count if draw.random() < 0.5 else 0
+        )
     else:  # another header that is JSON
-        header = json.loads(body[HEADER:HEADER + length])
+        header = json.loads(body[HEADER : HEADER + length])
         forge(header, draw)
         text = json.dumps(header).encode()
         if kind == 7:  # or nearly is
             text = bytearray(text)
             text[draw.randrange(len(text))] = draw.randrange(256)
-        body[HEADER - 4:HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
+        body[HEADER - 4 : HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
     sealed = bytes(body) + hashlib.sha256(body).digest()
     return sealed if draw.random() < 0.9 else bytes(body) + blob[-32:]
 
@@ -92,7 +94,11 @@ def main() -> None:
             sentences[re.sub(r"[\d.]+|\(.*\)|'.*'", "#", str(error))[:70]] += 1
         slowest = max(slowest, time.perf_counter() - began)
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) / 1024
-    print(json.dumps({"files": files, **outcomes, "slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}))
+    print(
+        json.dumps(
+            {"files": files, **outcomes, "slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}
+        )
+    )
 
 
 if __name__ == "__main__":

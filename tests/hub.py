@@ -48,7 +48,11 @@ class Hub:
     def fetched(self) -> list[str]:
         """The paths whose content was asked for."""
         marker = f"/datasets/{self.repository}/resolve/"
-        return [path.removeprefix(marker).partition("/")[2] for method, path, _ in self.requests if method == "GET" and path.startswith(marker)]
+        return [
+            path.removeprefix(marker).partition("/")[2]
+            for method, path, _ in self.requests
+            if method == "GET" and path.startswith(marker)
+        ]
 
     def answer(self, request) -> None:
         url = urllib.parse.urlparse(request.path)
@@ -56,16 +60,33 @@ class Hub:
         self.requests.append((request.command, path, request.headers.get("Range", "")))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         if path.startswith(f"{api}/paths-info/"):
-            self.json(request, [self.info(name) for name in self.asked(body, request.headers) if (self.root / name).is_file()])
+            self.json(
+                request, [self.info(name) for name in self.asked(body, request.headers) if (self.root / name).is_file()]
+            )
         elif path == api or path.startswith(f"{api}/revision/"):
             names = sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
-            self.json(request, {"id": self.repository, "sha": self.commit, "siblings": [{"rfilename": name} for name in names], "tags": []})
+            self.json(
+                request,
+                {
+                    "id": self.repository,
+                    "sha": self.commit,
+                    "siblings": [{"rfilename": name} for name in names],
+                    "tags": [],
+                },
+            )
         elif path.startswith(f"{api}/tree/"):
-            self.json(request, [self.info(str(p.relative_to(self.root))) for p in sorted(self.root.rglob("*")) if p.is_file()])
+            self.json(
+                request, [self.info(str(p.relative_to(self.root))) for p in sorted(self.root.rglob("*")) if p.is_file()]
+            )
         elif path.startswith(files) and (self.root / path.removeprefix(files).partition("/")[2]).is_file():
             self.file(request, path.removeprefix(files).partition("/")[2])
         else:
-            self.json(request, {"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"})
+            self.json(
+                request,
+                {"error": "not found"},
+                404,
+                {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"},
+            )
 
     @staticmethod
     def asked(body: bytes, headers) -> list[str]:
@@ -75,7 +96,12 @@ class Hub:
 
     def info(self, name: str) -> dict:
         data = (self.root / name).read_bytes()
-        entry = {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()}
+        entry = {
+            "type": "file",
+            "path": name,
+            "size": len(data),
+            "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
+        }
         if name.endswith(".bin"):
             entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
         return entry
@@ -83,7 +109,11 @@ class Hub:
     def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
         data = json.dumps(content).encode()
         request.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        for name, value in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":

@@ -47,7 +47,9 @@ def truncation(evaluate: Evaluate, tokens: torch.Tensor, cuts: Iterable[int]) ->
     return ""
 
 
-def distribution(evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, targets: Iterable[int], tolerance: float = 1e-4) -> str:
+def distribution(
+    evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, targets: Iterable[int], tolerance: float = 1e-4
+) -> str:
     """C2: the probabilities that a target's place gives to every token of the vocabulary are over 0 and add up to 1."""
     for target in targets:
         stream, chances = tokens.clone(), []
@@ -158,7 +160,9 @@ SMALL = {"VOCAB_SIZE": 64, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NU
 
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
     """All probes on the ways of evaluation that a run with these knobs has, on a small model of random weights."""
-    knobs = {name: value for name, value in settings.items() if name.lower() in script.Hyperparameters.__dataclass_fields__}
+    knobs = {
+        name: value for name, value in settings.items() if name.lower() in script.Hyperparameters.__dataclass_fields__
+    }
     learning = {"TTT_ENABLED": "1"} if knobs.get("TTT_ENABLED") == "True" else None
     for way in ({"EVAL_STRIDE": 32, "TTT_ENABLED": "0"}, {"TTT_ENABLED": "0"}, learning):
         if way is None:
@@ -179,7 +183,9 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
 
 def probe_all(script: ModuleType, hp, evaluate: Evaluate, targets: int = 300) -> str:
     """The first fault that a probe finds in one way of evaluation."""
-    tokens = torch.randint(2, hp.vocab_size, (targets + 1,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    tokens = torch.randint(
+        2, hp.vocab_size, (targets + 1,), generator=torch.Generator().manual_seed(2), dtype=torch.int32
+    )
     boundary = torch.zeros(len(tokens), dtype=torch.bool)
     boundary[[0, 25, 110, 210]] = True
     tokens[boundary] = script.BOS

@@ -60,7 +60,10 @@ def test_shuffled_epochs_hold_every_row_once(one_rank):
     epochs = [[loader._permuted(epoch, i) for i in range(loader.blocks)] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
     assert epochs[0] != epochs[1] != list(range(loader.blocks))
-    for changes in ({"SHUFFLE_SEED": 6}, {"SHUFFLE_SEED": 5, "SEED": 2}):  # fault D4: seeds did not tell how much the order of data matters
+    for changes in (
+        {"SHUFFLE_SEED": 6},
+        {"SHUFFLE_SEED": 5, "SEED": 2},
+    ):  # fault D4: seeds did not tell how much the order of data matters
         _, (other,) = loaders(one_rank, 1, **changes)
         assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
 
@@ -69,8 +72,14 @@ def test_shuffled_epochs_hold_every_row_once(one_rank):
 def test_rows_are_announced_before_they_are_read(one_rank, monkeypatch):
     """A disk can then fetch them side by side."""
     calls, pread = [], os.pread
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, offset, count, what: calls.append(("announced", file, offset, count, what)))
-    monkeypatch.setattr(os, "pread", lambda file, count, offset: calls.append(("read", file, offset, count)) or pread(file, count, offset))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, offset, count, what: calls.append(("announced", file, offset, count, what))
+    )
+    monkeypatch.setattr(
+        os,
+        "pread",
+        lambda file, count, offset: calls.append(("read", file, offset, count)) or pread(file, count, offset),
+    )
     _, (loader,) = loaders(one_rank, 1)
     loader.batch(0)
     loader.close()
@@ -133,7 +142,14 @@ def test_bytes_by_the_rule_equal_the_text(data):
     """Every document's bytes are those of its text; a leading space after BOS is not charged (fault B29)."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
-    for text in ("plain words", "x", "two  spaces", "caf\u00e9 \u4e2d\u6587 \U0001f600", "tab\there", "return train_gpt(1.5)"):
+    for text in (
+        "plain words",
+        "x",
+        "two  spaces",
+        "caf\u00e9 \u4e2d\u6587 \U0001f600",
+        "tab\there",
+        "return train_gpt(1.5)",
+    ):
         tokens = np.array([train_gpt.BOS, *pieces.encode(text)], dtype=np.uint16)
         assert counter.count(tokens).sum() == len(pieces.decode(tokens[1:].tolist()).encode())
 
@@ -141,7 +157,10 @@ def test_bytes_by_the_rule_equal_the_text(data):
 def test_byte_pieces_count_one_and_boundaries_nothing(data):
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
-    byte, spaced = pieces.piece_to_id("<0xE4>"), next(i for i in range(VOCAB) if pieces.id_to_piece(i).startswith("\u2581") and len(pieces.id_to_piece(i)) == 3)
+    byte, spaced = (
+        pieces.piece_to_id("<0xE4>"),
+        next(i for i in range(VOCAB) if pieces.id_to_piece(i).startswith("\u2581") and len(pieces.id_to_piece(i)) == 3),
+    )
     assert counter.count(np.array([byte, byte])) == [1]
     assert counter.count(np.array([byte, spaced])) == [3] and counter.count(np.array([train_gpt.BOS, spaced])) == [2]
     assert counter.count(np.array([spaced, train_gpt.BOS])) == [0]
@@ -266,7 +285,16 @@ def test_a_validation_split_that_is_not_whole_is_named(tmp_path, data, one_rank)
         Validation(hp, runtime.device)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": [], "tokenizer": {"sha256": ""}}', b'{"files": {"fineweb_val_0.bin": 3}, "tokenizer": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"files": [], "tokenizer": {"sha256": ""}}',
+        b'{"files": {"fineweb_val_0.bin": 3}, "tokenizer": 3}',
+    ],
+)
 def test_a_broken_manifest_is_named(tmp_path, data, one_rank, content):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
     (tmp_path / "manifest.json").write_bytes(content)
@@ -304,11 +332,16 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
 
 def test_files_that_would_fill_the_memory_are_refused(tmp_path, data, one_rank, monkeypatch):
     """Sparse files of any length cost a stranger nothing: sizes are looked at before anything is read."""
-    for name, part in (("tokenizer.model", "TOKENIZER_PATH .* over the limit"), ("manifest.json", "the manifest .* over the limit")):
+    for name, part in (
+        ("tokenizer.model", "TOKENIZER_PATH .* over the limit"),
+        ("manifest.json", "the manifest .* over the limit"),
+    ):
         with open(tmp_path / name, "wb") as file:
             file.truncate(1 << 40)
         with pytest.raises(UserError, match=part):
-            train_gpt.check_manifest(str(tmp_path), "") if name == "manifest.json" else ByteCounter(str(tmp_path / name), VOCAB)
+            train_gpt.check_manifest(str(tmp_path), "") if name == "manifest.json" else ByteCounter(
+                str(tmp_path / name), VOCAB
+            )
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
     with pytest.raises(UserError, match="its header promises 2147483647 tokens"):
         TokenStream(str(tmp_path), "val", VOCAB)

@@ -24,7 +24,9 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
     def make(**changes) -> train_gpt.Training:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
         val = train_gpt.Validation(hp, runtime.device)
-        val.spans = {documents: val.spans(documents) for documents in (False, True)}.get  # made on the CPU, of what the tokens say
+        val.spans = {
+            documents: val.spans(documents) for documents in (False, True)
+        }.get  # made on the CPU, of what the tokens say
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
         return train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.ranks), val)
@@ -36,7 +38,9 @@ def on_device(*tensors: torch.Tensor) -> bool:
     return {tensor.device for tensor in tensors} == {META}
 
 
-@pytest.mark.parametrize("changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0, "TIE_EMBEDDINGS": 0, "REDUCE_DTYPE": "float32"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0, "TIE_EMBEDDINGS": 0, "REDUCE_DTYPE": "float32"}]
+)
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
     assert run.accumulation > 1
@@ -56,7 +60,11 @@ def test_export(elsewhere):
         if kind is not None:
             bits, clip = train_gpt.code_range(kind, run.hp)
             scale = train_gpt.row_scales(tensor, bits, clip)
-            codes = train_gpt.gptq(tensor, moments[kind.reads], scale, bits) if kind.reads else train_gpt.to_codes(tensor, scale, bits)
+            codes = (
+                train_gpt.gptq(tensor, moments[kind.reads], scale, bits)
+                if kind.reads
+                else train_gpt.to_codes(tensor, scale, bits)
+            )
             assert on_device(scale, codes)
             seen += 1
     assert seen == len(train_gpt.MATRICES) + 3

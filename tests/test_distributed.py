@@ -14,7 +14,11 @@ import torch
 from conftest import ROOT, made, run, start
 
 WORKER = Path(__file__).with_name("worker.py")
-SHAPE = {"NUM_LAYERS": 5, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}  # 5 rows of a bank: no W divides them
+SHAPE = {
+    "NUM_LAYERS": 5,
+    "TRAIN_BATCH_TOKENS": 12 * 32,
+    "MICRO_BATCH_TOKENS": 32,
+}  # 5 rows of a bank: no W divides them
 
 
 def ranks_run(mode, folder, environment, ranks):
@@ -47,13 +51,28 @@ def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_found):
             moved = (expected - start_weights[name]).norm()
             assert moved > 0 and (found[kind][name] - expected).norm() < 2e-4 * moved, name
     for reads, expected in one_rank_found["moments"].items():
-        assert expected.norm() > 0 and (found["moments"][reads] - expected).norm() < 1e-4 * expected.norm(), f"second moments of all ranks: {reads}"
+        assert expected.norm() > 0 and (found["moments"][reads] - expected).norm() < 1e-4 * expected.norm(), (
+            f"second moments of all ranks: {reads}"
+        )
 
 
-@pytest.mark.parametrize("ranks, changes", [(2, {}), (3, {}), (3, {"COMPUTE_DTYPE": "bfloat16"}), (2, {"COMPUTE_DTYPE": "bfloat16", "REDUCE_DTYPE": "float32"})])
+@pytest.mark.parametrize(
+    "ranks, changes",
+    [
+        (2, {}),
+        (3, {}),
+        (3, {"COMPUTE_DTYPE": "bfloat16"}),
+        (2, {"COMPUTE_DTYPE": "bfloat16", "REDUCE_DTYPE": "float32"}),
+    ],
+)
 def test_replicas_stay_equal_under_unequal_clocks(ranks, changes, env, tmp_path):
     """Fault B5: each rank took its learning rate from its own clock, and replicas drifted apart in the warmdown."""
-    ranks_run("clocks", tmp_path, env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=6, WARMDOWN_FRAC=1.0, **SHAPE, **changes), ranks)
+    ranks_run(
+        "clocks",
+        tmp_path,
+        env(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=6, WARMDOWN_FRAC=1.0, **SHAPE, **changes),
+        ranks,
+    )
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
     assert int(digests.pop().split()[1]) >= 10, "steps taken, with a rate that the clock decides from the first on"
@@ -103,7 +122,11 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(env, tmp_path):
     for rank in range(2):
         folder = tmp_path / str(rank)
         folder.mkdir()
-        ranks.append(start([ROOT / "train_gpt.py"], {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "RUN_ID": "run"}, folder))
+        ranks.append(
+            start(
+                [ROOT / "train_gpt.py"], {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "RUN_ID": "run"}, folder
+            )
+        )
     log, deadline = tmp_path / "0" / "logs" / "run.txt", time.monotonic() + 60
     while not (log.exists() and "\nstep:3/" in log.read_text()):
         assert time.monotonic() < deadline and ranks[0].poll() is None

@@ -30,7 +30,12 @@ def published(tmp_path_factory, data) -> Path:
     folder = root / "datasets" / "datasets" / NAME
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    for name, count in (("train_000000", 12_000_000), ("train_000001", 3000), ("train_000002", 4000), ("val_000000", 2000)):
+    for name, count in (
+        ("train_000000", 12_000_000),
+        ("train_000001", 3000),
+        ("train_000002", 4000),
+        ("val_000000", 2000),
+    ):
         shards.write_shard(folder / f"fineweb_{name}.bin", rng.integers(4, 400, count))
     (root / "datasets" / "tokenizers").mkdir()
     (root / "datasets" / "tokenizers" / "fineweb_1024_bpe.model").write_bytes((data / "tokenizer.model").read_bytes())
@@ -50,12 +55,23 @@ def hub(published):
 @pytest.fixture
 def command(hub, tmp_path):
     """A function that starts the script with a cache and a target of its own."""
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache"), "MATCHED_FINEWEB_REPO_ID": REPOSITORY}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(tmp_path / "cache"),
+        "MATCHED_FINEWEB_REPO_ID": REPOSITORY,
+    }
 
     def start(*arguments, **changes) -> subprocess.Popen:
         hub.requests.clear()
         line = [sys.executable, ROOT / "data" / "download_fineweb.py", "--target", tmp_path / "data", *arguments]
-        return subprocess.Popen(list(map(str, line)), env={**environment, **changes}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            list(map(str, line)),
+            env={**environment, **changes},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     return start
 
@@ -76,7 +92,9 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
     result = download("--train-shards", 1)
     assert result.returncode == 0 and "in place: 3 files, 3 of them fetched now" in result.stdout, result.stderr
     folder, hp = tmp_path / "data" / "datasets" / NAME, train_gpt.Hyperparameters()
-    assert (tmp_path / hp.data_path).samefile(folder) and (tmp_path / hp.tokenizer_path).is_file(), "where train_gpt.py looks"
+    assert (tmp_path / hp.data_path).samefile(folder) and (tmp_path / hp.tokenizer_path).is_file(), (
+        "where train_gpt.py looks"
+    )
     for path in folder.glob("*.bin"):
         assert path.read_bytes() == (published / "datasets" / "datasets" / NAME / path.name).read_bytes()
         assert path.stat().st_nlink == 2, "a hard link to the cache, not a copy"
@@ -84,9 +102,13 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
     result = download("--train-shards", 1)
     assert "0 of them fetched now" in result.stdout and hub.fetched() == []
     result = download("--train-shards", 2)
-    assert "1 of them fetched now" in result.stdout and [Path(path).name for path in hub.fetched()] == ["fineweb_train_000001.bin"]
+    assert "1 of them fetched now" in result.stdout and [Path(path).name for path in hub.fetched()] == [
+        "fineweb_train_000001.bin"
+    ]
     manifest = shards.read_manifest(folder)
-    assert sorted(manifest["files"]) == sorted(path.name for path in folder.glob("*.bin")) and len(manifest["files"]) == 3
+    assert (
+        sorted(manifest["files"]) == sorted(path.name for path in folder.glob("*.bin")) and len(manifest["files"]) == 3
+    )
 
 
 def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
@@ -99,7 +121,11 @@ def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
         file.seek(2000)
         file.write(b"\x05\x05")
     result = download("--check")
-    assert result.returncode == 1 and f"{shard} is not the file that manifest.json describes" in result.stderr and hub.requests == []
+    assert (
+        result.returncode == 1
+        and f"{shard} is not the file that manifest.json describes" in result.stderr
+        and hub.requests == []
+    )
     result = download("--train-shards", 2)
     assert result.returncode == 0 and "1 of them fetched now" in result.stdout
     assert set(map(os.path.basename, hub.fetched())) == {shard.name}
@@ -157,7 +183,9 @@ def test_no_network(download, hub):
     assert download("--train-shards", 1).returncode == 0
     hub.close()
     result = download("--train-shards", 1)
-    assert result.returncode == 0 and "the hub could not be asked" in result.stdout, "what is here is whole, and that is enough"
+    assert result.returncode == 0 and "the hub could not be asked" in result.stdout, (
+        "what is here is whole, and that is enough"
+    )
     result = download("--train-shards", 2)
     assert result.returncode == 1 and "check the network" in result.stderr and "Traceback" not in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
@@ -178,19 +206,28 @@ def test_errors_are_one_sentence(download, arguments, changes, part):
     assert result.returncode == 1 and last.startswith("error: ") and part in last and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("path", [f"datasets/datasets/{NAME}/fineweb_val_000000.bin", "datasets/tokenizers/fineweb_1024_bpe.model"])
+@pytest.mark.parametrize(
+    "path", [f"datasets/datasets/{NAME}/fineweb_val_000000.bin", "datasets/tokenizers/fineweb_1024_bpe.model"]
+)
 def test_wrong_content_is_not_accepted(download, hub, path):
     hub.corrupt = {path}
     result = download("--train-shards", 0)
-    assert result.returncode == 1 and f"{Path(path).name} has been fetched, but is not what the hub says" in result.stderr
+    assert (
+        result.returncode == 1 and f"{Path(path).name} has been fetched, but is not what the hub says" in result.stderr
+    )
 
 
 def test_too_little_disk(tmp_path, monkeypatch):
-    files = [download_fineweb.Wanted("a", tmp_path / "a", size=1000), download_fineweb.Wanted("b", tmp_path / "b", size=500)]
+    files = [
+        download_fineweb.Wanted("a", tmp_path / "a", size=1000),
+        download_fineweb.Wanted("b", tmp_path / "b", size=500),
+    ]
     usage = download_fineweb.shutil.disk_usage(tmp_path)
     download_fineweb.check_space(files, tmp_path / "not" / "yet", tmp_path)
     monkeypatch.setattr(download_fineweb.shutil, "disk_usage", lambda path: usage._replace(free=1499))
-    with pytest.raises(train_gpt.UserError, match=r"1,500 bytes are to be fetched, but the disk of .* has 1,499 left.*HF_HOME"):
+    with pytest.raises(
+        train_gpt.UserError, match=r"1,500 bytes are to be fetched, but the disk of .* has 1,499 left.*HF_HOME"
+    ):
         download_fineweb.check_space(files, tmp_path, tmp_path / "data")
 
 

@@ -32,7 +32,11 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
     whether a target is missing or counted twice.
     """
     hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride)
-    val.tokens, val.nbytes, val.targets = torch.arange(targets + 1, dtype=torch.int32), torch.ones(targets, dtype=torch.int16), targets
+    val.tokens, val.nbytes, val.targets = (
+        torch.arange(targets + 1, dtype=torch.int32),
+        torch.ones(targets, dtype=torch.int16),
+        targets,
+    )
     val.total_bytes = targets
     for bit in range(8):  # the loss of target number j is bit `bit` of j: eight sums tell the multiset apart
         total = 0.0
@@ -76,7 +80,9 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
 def test_score_does_not_depend_on_the_batch(setting):
     hp, runtime, val = setting()
     model = made(hp, runtime.attend, torch.float32, 0)
-    scores = [evaluate(model, val, dataclasses.replace(hp, val_batch_size=size), runtime, 8).nats for size in (32, 96, 1024)]
+    scores = [
+        evaluate(model, val, dataclasses.replace(hp, val_batch_size=size), runtime, 8).nats for size in (32, 96, 1024)
+    ]
     assert max(scores) - min(scores) < 1e-6
 
 
@@ -188,7 +194,12 @@ def test_documents_are_scored_as_if_each_were_alone(setting, stride):
                     total += -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])].item()
         evaluator = train_gpt.Evaluator(model, val, hp, runtime, stride, lambda text: None)
         evaluator.score(train_gpt.plan_windows(val.spans(True), 32, stride))
-    picked = [t for begin, end in zip(begins, begins[1:], strict=False) for t in range(begin, end) if t % 11 == 0 or end - begin < 40]
+    picked = [
+        t
+        for begin, end in zip(begins, begins[1:], strict=False)
+        for t in range(begin, end)
+        if t % 11 == 0 or end - begin < 40
+    ]
     assert evaluator.nats[picked].double().sum().item() == pytest.approx(total, rel=1e-5)
     assert together.targets == val.targets and together.nbytes == val.total_bytes
     assert together.nats == pytest.approx(evaluator.nats[:-1].double().mean().item(), rel=1e-9)
@@ -234,7 +245,10 @@ def test_progress_says_how_far_and_how_long(setting, monkeypatch):
     clock, said = iter(range(0, 10**6, 11)), []
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(clock))
     evaluate(lambda ids, targets, reduction, tail=0: torch.full(targets.shape, 2.0), val, hp, runtime, 8, said.append)
-    shares = [float(re.search(r"^evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s$", text).group(1)) for text in said]
+    shares = [
+        float(re.search(r"^evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s$", text).group(1))
+        for text in said
+    ]
     assert shares == sorted(shares) and len(shares) > 3 and shares[-1] == 100.0
 
 
@@ -270,18 +284,24 @@ def test_sgd_by_the_published_recipe(setting):
     untaught.score(windows.select((windows.scored >= chunk) & (windows.scored < 2 * chunk)))
     done = ~untaught.nats.isnan()
     assert done.sum() >= 2 * chunk
-    torch.testing.assert_close(taught.evaluator.nats[:-1][done[:-1]], untaught.nats[:-1][done[:-1]], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        taught.evaluator.nats[:-1][done[:-1]], untaught.nats[:-1][done[:-1]], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_frozen_blocks_stay_as_they_are(setting):
     taught, _ = learner(setting, TTT_CHUNK_TOKENS=64, TTT_LR=0.05, TTT_FREEZE_BLOCKS=2)
-    before = {name: p.clone() for name, p in matrices_of({n: p.detach() for n, p in taught.model.named_parameters()}).items()}
+    before = {
+        name: p.clone() for name, p in matrices_of({n: p.detach() for n, p in taught.model.named_parameters()}).items()
+    }
     taught.run()
     after = matrices_of({n: p.detach() for n, p in taught.model.named_parameters()})
     for name, tensor in after.items():
         if name.startswith("blocks"):
             assert torch.equal(tensor, before[name]) == (int(name.split(".")[1]) < 2), name
-    assert torch.equal(after["attn_scale"][:2], before["attn_scale"][:2]) and not torch.equal(after["attn_scale"][2], before["attn_scale"][2])
+    assert torch.equal(after["attn_scale"][:2], before["attn_scale"][:2]) and not torch.equal(
+        after["attn_scale"][2], before["attn_scale"][2]
+    )
     assert not torch.equal(after["tok_emb"], before["tok_emb"])
 
 
@@ -298,7 +318,11 @@ def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
     taught, lines = learner(setting, TTT_MODE=mode, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, EVAL_MAX_SECONDS=1e-9)
     score = taught.run()
     assert score.targets == taught.val.targets
-    assert len(lines) == 1 and "EVAL_MAX_SECONDS=1e-09 are over after" in lines[0] and "scored without further training" in lines[0]
+    assert (
+        len(lines) == 1
+        and "EVAL_MAX_SECONDS=1e-09 are over after" in lines[0]
+        and "scored without further training" in lines[0]
+    )
 
 
 def test_an_adapter_is_a_change_of_the_weights(one_rank):
@@ -331,8 +355,14 @@ def test_low_rank_training_by_hand(setting):
     taught, _ = learner(setting, TTT_MODE="lora", TTT_LORA_LR=0.02)
     hp, val, model = taught.hp, taught.val, taught.model
     taught._documents(np.array([[200, 221]]), 0.0, 1.0)
-    a = [train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][0].detach().requires_grad_() for name in train_gpt.LORA_KINDS]
-    b = [train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][1].detach().requires_grad_() for name in train_gpt.LORA_KINDS]
+    a = [
+        train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][0].detach().requires_grad_()
+        for name in train_gpt.LORA_KINDS
+    ]
+    b = [
+        train_gpt.new_adapter(hp, 1, torch.device("cpu"))[name][1].detach().requires_grad_()
+        for name in train_gpt.LORA_KINDS
+    ]
     adam = torch.optim.AdamW([*a, *b], lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
     adapter, tokens = dict(zip(train_gpt.LORA_KINDS, zip(a, b, strict=True), strict=True)), val.tokens.long()
     for first, stop in ((200, 208), (208, 216), (216, 221)):

@@ -132,9 +132,16 @@ def test_moments_are_of_what_each_matrix_reads(model, monkeypatch, one_rank):
     moments = train_gpt.Moments(model.hp, torch.device("cpu"))
     with torch.no_grad():
         model(ids, watch=moments)
-        wanted = {(kind.reads, layer): matrices[kind.name] for kind in train_gpt.MATRICES for layer, matrices in enumerate(model.matrices())}
+        wanted = {
+            (kind.reads, layer): matrices[kind.name]
+            for kind in train_gpt.MATRICES
+            for layer, matrices in enumerate(model.matrices())
+        }
         wanted |= {("final", 0): model.tok_emb, ("pair", 0): model.bigram_proj}
-    assert {(kind.reads, layer) for kind in train_gpt.MATRICES for layer in range(3)} | {("final", 0), ("pair", 0)} == set(wanted)
+    assert {(kind.reads, layer) for kind in train_gpt.MATRICES for layer in range(3)} | {
+        ("final", 0),
+        ("pair", 0),
+    } == set(wanted)
     for kind in train_gpt.MATRICES:
         for layer, matrices in enumerate(model.matrices()):
             (x,) = [x for x, w in products if torch.equal(w, matrices[kind.name])]
@@ -229,7 +236,9 @@ def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
     hp = hyperparameters(COMPRESSOR=compressor)
     weights = weights_of(model)
     twin = weights_of(loaded(train_gpt.pack_artifact(weights, hp), hp))
-    for (kind, name, original), (_, _, found) in zip(train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True):
+    for (kind, name, original), (_, _, found) in zip(
+        train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True
+    ):
         if kind is None:
             assert torch.equal(found, original.half().float()), name
         else:
@@ -280,7 +289,11 @@ def test_rewritten_header_alone_does_no_harm(model):
     assert rewritten(blob, lambda header: None) == blob
 
 
-OTHERS, IMPOSSIBLE, SHORTER = "its tensors are not those of its model", "is described in a way that is not possible", "it is shorter than its tensors"
+OTHERS, IMPOSSIBLE, SHORTER = (
+    "its tensors are not those of its model",
+    "is described in a way that is not possible",
+    "it is shorter than its tensors",
+)
 CHANGES = {
     "a tensor less": (OTHERS, lambda header: header["tensors"].pop()),
     "too large a tensor": (OTHERS, lambda header: header["tensors"][0].__setitem__(1, [1 << 40, 1 << 40, 8])),
@@ -295,9 +308,18 @@ CHANGES = {
     "not a tensor": ("TypeError", lambda header: header["tensors"].__setitem__(0, 7)),
     "no coder": ("or of an unknown coder", lambda header: header.__setitem__("coder", "pickle")),
     "a huge model": ("", lambda header: header["model"].__setitem__("model_dim", 1 << 50)),
-    "a large model": ("its model has over 67108864 weights", lambda header: header["model"].__setitem__("model_dim", 1 << 15)),
-    "a model of many layers": ("NUM_LAYERS=1000000000 is above", lambda header: header["model"].__setitem__("num_layers", 10**9)),
-    "a huge window": ("EVAL_SEQ_LEN=1000000000000 is above", lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12)),
+    "a large model": (
+        "its model has over 67108864 weights",
+        lambda header: header["model"].__setitem__("model_dim", 1 << 15),
+    ),
+    "a model of many layers": (
+        "NUM_LAYERS=1000000000 is above",
+        lambda header: header["model"].__setitem__("num_layers", 10**9),
+    ),
+    "a huge window": (
+        "EVAL_SEQ_LEN=1000000000000 is above",
+        lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12),
+    ),
     "a list for a number": ("is not a whole number", lambda header: header["model"].__setitem__("num_heads", [4])),
 }
 
@@ -306,7 +328,10 @@ CHANGES = {
 def test_contradictory_header_is_refused(model, change):
     message, act = CHANGES[change]
     blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), act)
-    with pytest.raises(UserError, match=rf"artifact a\.xz cannot be used: .*{message}"), train_gpt.reading_artifact("a.xz"):
+    with (
+        pytest.raises(UserError, match=rf"artifact a\.xz cannot be used: .*{message}"),
+        train_gpt.reading_artifact("a.xz"),
+    ):
         train_gpt.load_artifact(blob, model)
 
 
@@ -323,7 +348,9 @@ def test_tables_of_another_total_are_refused(monkeypatch):
 
 def test_artifact_of_the_future_is_refused(model):
     blob = train_gpt.pack_artifact(weights_of(model), model.hp)
-    with pytest.raises(ValueError, match=f"its format has version 9, but this script knows version {train_gpt.ARTIFACT_VERSION} only"):
+    with pytest.raises(
+        ValueError, match=f"its format has version 9, but this script knows version {train_gpt.ARTIFACT_VERSION} only"
+    ):
         train_gpt.open_artifact(sealed(blob[:8] + struct.pack("<H", 9) + blob[10:-32]))
 
 
@@ -354,7 +381,9 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
 
 def test_mutations_are_refused_with_a_sentence():
     """10,000 damaged, altered and hostile files, most with a right checksum: no crash, no hang, no great allocation."""
-    result = subprocess.run([sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"], capture_output=True, text=True, timeout=500)
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"], capture_output=True, text=True, timeout=500
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["files"] == 10000 and found["refused"] + found["loaded"] == 10000
@@ -376,7 +405,11 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
     facts = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
     blob = train_gpt.pack_artifact(weights_of(model), model.hp, facts=facts)
     environ = {"TOKENIZER_PATH": str(tokenizer)}
-    assert train_gpt.artifact_hyperparameters("a.xz", blob, environ).eval_stride == model.hp.eval_stride != Hyperparameters().eval_stride
+    assert (
+        train_gpt.artifact_hyperparameters("a.xz", blob, environ).eval_stride
+        == model.hp.eval_stride
+        != Hyperparameters().eval_stride
+    )
     assert train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"EVAL_STRIDE": "3"}).eval_stride == 3
     with pytest.raises(UserError, match="MODEL_DIM=64 is set, but EVAL_ONLY=a.xz was made with 32"):
         train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"MODEL_DIM": "64"})
@@ -396,7 +429,11 @@ def test_inspection(model, tmp_path):
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [entry.name]]
         if codes is not None:
             shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
-            assert shape == "x".join(map(str, codes.shape)) and (int(bits), float(clip), int(nbytes)) == (entry.bits, entry.clip, entry.nbytes)
+            assert shape == "x".join(map(str, codes.shape)) and (int(bits), float(clip), int(nbytes)) == (
+                entry.bits,
+                entry.clip,
+                entry.nbytes,
+            )
             assert float(entropy) == pytest.approx(train_gpt.order0_entropy(codes) / codes.size, abs=1e-4)
             assert float(coded) == pytest.approx(8 * entry.nbytes / codes.size, abs=1e-4)
     parts = [int(word.strip(",")) for word in text.splitlines()[-1].split() if word.strip(",").isdigit()]
@@ -412,7 +449,10 @@ def test_target_is_met_by_construction(model, gptq):
     moments = {}
     if gptq:
         sums = train_gpt.Moments(model.hp, torch.device("cpu")).sums
-        moments = {reads: torch.stack([(x := correlated(total.size(-1), 99, layer)).T @ x for layer in range(len(total))]) for reads, total in sums.items()}
+        moments = {
+            reads: torch.stack([(x := correlated(total.size(-1), 99, layer)).T @ x for layer in range(len(total))])
+            for reads, total in sums.items()
+        }
     free = len(train_gpt.pack_artifact(weights, model.hp, moments))
     said = []
     assert len(train_gpt.fit_artifact(weights, model.hp, moments, {}, math.inf, said.append)) == free and not said
@@ -453,7 +493,9 @@ def test_over_the_cap_is_an_error():
     train_gpt.check_limits(16_000_000, 600.0, hp)
     with pytest.raises(UserError, match="16000001 bytes, 1 over the limit"):
         train_gpt.check_limits(16_000_001, 1.0, hp)
-    with pytest.raises(UserError, match="training took 600.01 s, over the limit of 600: this run is no valid submission"):
+    with pytest.raises(
+        UserError, match="training took 600.01 s, over the limit of 600: this run is no valid submission"
+    ):
         train_gpt.check_limits(1, 600.01, hp)
     for asked, allowed, forbidden in ((10, 599, 601), (3600, 3599, 3601), (0, 10**9, None)):
         hp = Hyperparameters(max_wallclock_seconds=float(asked))

@@ -37,7 +37,13 @@ def test_the_published_run_is_one_set_of_variables():
     differing = {f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)}
     assert {name.upper() for name in differing} == set(published()) - set(command())
     assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
-    assert (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads) == (786_432, 2048, 512, 8, 4)
+    assert (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads) == (
+        786_432,
+        2048,
+        512,
+        8,
+        4,
+    )
     assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3.0, 30.0, 1024)
 
 
@@ -78,9 +84,13 @@ def test_odd_head_dimension_is_refused():
         Hyperparameters.from_env({"MODEL_DIM": "24", "NUM_HEADS": "8", "NUM_KV_HEADS": "4", "ROPE_DIMS": "0"})
 
 
-@pytest.mark.parametrize("wrong, right", [("NUM_LAYER", "NUM_LAYERS"), ("EMA_DECY", "EMA_DECAY"), ("ITERATION", "ITERATIONS")])
+@pytest.mark.parametrize(
+    "wrong, right", [("NUM_LAYER", "NUM_LAYERS"), ("EMA_DECY", "EMA_DECAY"), ("ITERATION", "ITERATIONS")]
+)
 def test_misspelt_knob_is_reported(wrong, right):
-    (sentence,) = train_gpt.misspelt_knobs({wrong: "9", "PATH": "/bin", "HOME": "/", "RANK": "0", right: "1", "LOGNAME": "me"})
+    (sentence,) = train_gpt.misspelt_knobs(
+        {wrong: "9", "PATH": "/bin", "HOME": "/", "RANK": "0", right: "1", "LOGNAME": "me"}
+    )
     assert wrong in sentence and right in sentence
 
 

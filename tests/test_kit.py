@@ -47,7 +47,9 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    assert report.decode(tokens, folder / "tokenizer.model") == expected and counter.count(tokens).sum() == len(expected)
+    assert report.decode(tokens, folder / "tokenizer.model") == expected and counter.count(tokens).sum() == len(
+        expected
+    )
     assert (tokens == train_gpt.BOS).sum() == len(held_out) and "made in" in line
     assert max(len(texts[name].encode()) for name in held_out) <= 1000, "no long file makes up the validation text"
 
@@ -73,8 +75,15 @@ def test_corpus_is_made_once(built, library):
 def demonstrated(built, tmp_path_factory):
     """A tiny run on the demonstration's data: (data, folder of the run)."""
     folder = tmp_path_factory.mktemp("run")
-    knobs = {**TINY, "DATA_PATH": built[0], "TOKENIZER_PATH": built[0] / "tokenizer.model", "VOCAB_SIZE": 1024, "RUN_ID": "demo",
-             "TRAIN_LOG_EVERY": 2, "VAL_LOSS_EVERY": 4}
+    knobs = {
+        **TINY,
+        "DATA_PATH": built[0],
+        "TOKENIZER_PATH": built[0] / "tokenizer.model",
+        "VOCAB_SIZE": 1024,
+        "RUN_ID": "demo",
+        "TRAIN_LOG_EVERY": 2,
+        "VAL_LOSS_EVERY": 4,
+    }
     result = run([ROOT / "train_gpt.py"], {k: str(v) for k, v in knobs.items()}, folder)
     assert result.returncode == 0, result.stderr
     return built[0], folder
@@ -82,11 +91,18 @@ def demonstrated(built, tmp_path_factory):
 
 def test_report(demonstrated):
     data, folder = demonstrated
-    result = run([ROOT / "demo" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"], {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
+    result = run(
+        [ROOT / "demo" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"],
+        {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"},
+        folder,
+    )
     assert result.returncode == 0, result.stderr
     rows = {row[0]: row[1] for row in report.table(report.read_events(folder / "logs" / "demo.jsonl"), data)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
-    assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout and "a sample, begun with 'def __init__(self,'" in result.stdout
+    assert (
+        f"{rows['artifact, sliding windows']:.4f}" in result.stdout
+        and "a sample, begun with 'def __init__(self,'" in result.stdout
+    )
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):

@@ -112,7 +112,9 @@ def test_a_look_ahead_is_caught(setting, way):
 
 def test_probabilities_that_do_not_add_up_are_caught(setting):
     evaluate, tokens, hp = setting("sliding")
-    assert legality.distribution(lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50)).startswith("C2")
+    assert legality.distribution(lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50)).startswith(
+        "C2"
+    )
 
 
 def test_scoring_twice_or_not_at_all_is_caught(setting):
@@ -143,7 +145,9 @@ def test_learning_before_scoring_is_caught(setting):
 
 
 def test_scoring_backwards_is_caught():
-    assert "after an update that followed later ones" in legality.order([("score", [5, 6]), ("learn", [5, 6]), ("score", [3])], 7)
+    assert "after an update that followed later ones" in legality.order(
+        [("score", [5, 6]), ("learn", [5, 6]), ("score", [3])], 7
+    )
     assert legality.order([("score", [0, 1]), ("learn", [0]), ("score", [2])], 3) == ""
 
 
@@ -153,11 +157,19 @@ def test_training_with_a_rate_of_zero_is_no_training(setting):
     (still, _, _), (lora, _, _) = setting("lora", TTT_LORA_LR=0), setting("lora")
     differ = lora(tokens) != still(tokens)
     for begin in (0, 25, 110, 210):
-        assert not differ[begin : begin + 8].any() and differ[begin + 8 : begin + 16].any(), "each document begins without changes"
+        assert not differ[begin : begin + 8].any() and differ[begin + 8 : begin + 16].any(), (
+            "each document begins without changes"
+        )
 
 
 def test_the_suite_tries_every_way_of_a_run():
-    settings = {"EVAL_DOCUMENTS": "False", "TTT_ENABLED": "False", "NUM_LAYERS": "11", "SHORT_SEQ_PARTS": "64", "RUN_ID": "x"}
+    settings = {
+        "EVAL_DOCUMENTS": "False",
+        "TTT_ENABLED": "False",
+        "NUM_LAYERS": "11",
+        "SHORT_SEQ_PARTS": "64",
+        "RUN_ID": "x",
+    }
     assert legality.suite(train_gpt, settings) == ""
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
     learning = settings | {"TTT_ENABLED": "True", "TTT_MODE": "sgd"}

@@ -52,7 +52,11 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             before = torch.zeros(hp.model_dim, dtype=torch.float64) if t == 0 or ids[b, t] == BOS else x[b, t - 1]
             smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
-    skips, half, gates = [], hp.num_layers // 2, 1 / (1 + torch.exp(1.5 - p["skip_scale"])) if hp.skip_gates else p["skip_scale"]
+    skips, half, gates = (
+        [],
+        hp.num_layers // 2,
+        1 / (1 + torch.exp(1.5 - p["skip_scale"])) if hp.skip_gates else p["skip_scale"],
+    )
     for i in range(hp.num_layers):
         if i >= half and skips:
             x = x + gates[i - half] * skips.pop()
@@ -235,13 +239,17 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
 def test_attention_kernel_is_chosen_and_a_missing_one_is_only_noted(hyperparameters):
     """Fault B18: #399 needs flash_attn_interface to be imported at all."""
     for wanted, chosen in (("auto", "flash"), ("math", "math"), ("fa3", "flash"), ("torch-fa4", "flash")):
-        name, attend, refused = train_gpt.choose_attention(hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False)
+        name, attend, refused = train_gpt.choose_attention(
+            hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False
+        )
         assert name == chosen
         assert len(refused) == (wanted not in ("auto", chosen)) and all(wanted in note for note in refused)
         for time in (6, train_gpt.WRITTEN_OUT, train_gpt.WRITTEN_OUT + 1):
             q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
             mask = torch.ones(time, time).tril().bool()
-            expected = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))), mask)
+            expected = F.scaled_dot_product_attention(
+                *(t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))), mask
+            )
             torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
 
 
@@ -257,13 +265,18 @@ def test_efficient_attention_gets_heads_without_groups(monkeypatch):
         train_gpt.load_attention("flash")
     ((q, k_given, v_given, how),) = given
     assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8) and how == {"is_causal": True, "enable_gqa": False}
-    assert all(torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2]) for head in range(4))
+    assert all(
+        torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2])
+        for head in range(4)
+    )
 
 
 def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch):
     """A build of the kernel with another signature must cost a note, not the run."""
     real = train_gpt.load_attention
-    monkeypatch.setattr(train_gpt, "load_attention", lambda name: (lambda q, k, v: (1, 2, 3, 4, 5)) if name == "flash" else real(name))
+    monkeypatch.setattr(
+        train_gpt, "load_attention", lambda name: (lambda q, k, v: (1, 2, 3, 4, 5)) if name == "flash" else real(name)
+    )
     name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
     assert name == "math" and "AttributeError" in refused[0]
 
@@ -279,8 +292,15 @@ def test_compiling_needs_what_it_needs(monkeypatch):
 
 def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):
     cpu = torch.device("cpu")
-    assert train_gpt.choose_dtype("float32", cpu) is torch.float32 and train_gpt.choose_dtype("bfloat16", cpu) is torch.bfloat16
-    for amx, avx, expected in ((True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)):
+    assert (
+        train_gpt.choose_dtype("float32", cpu) is torch.float32
+        and train_gpt.choose_dtype("bfloat16", cpu) is torch.bfloat16
+    )
+    for amx, avx, expected in (
+        (True, False, torch.bfloat16),
+        (False, True, torch.bfloat16),
+        (False, False, torch.float32),
+    ):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False)
         assert train_gpt.choose_dtype("auto", cpu) is expected

@@ -43,7 +43,9 @@ def advance(optimizers, *settings):
 def low_rank(shape, seed=0):
     """Three independent directions only."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape[:-1], 3, generator=generator) @ torch.randn(*shape[:-2], 3, shape[-1], generator=generator)
+    return torch.randn(*shape[:-1], 3, generator=generator) @ torch.randn(
+        *shape[:-2], 3, shape[-1], generator=generator
+    )
 
 
 BAND = {"quintic": (0.6, 1.3), "polar-express": (0.85, 1.15)}
@@ -56,13 +58,17 @@ def test_newton_schulz_brings_singular_values_near_one(shape, coefficients):
     g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     out = newton_schulz(g, torch.float32, 5, coefficients)
     assert out.shape == g.shape
-    torch.testing.assert_close(out, newton_schulz(g.double(), torch.float64, 5, coefficients).float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        out, newton_schulz(g.double(), torch.float64, 5, coefficients).float(), rtol=1e-3, atol=1e-4
+    )
     singular = torch.linalg.svdvals(out.double())
     directions = torch.linalg.svdvals(g.double()) / g.double().flatten(1).norm(dim=1)[:, None]
     low, high = BAND[coefficients]
     assert (singular[directions > 0.02] > low).all() and (singular < high).all()
     left, _, right = torch.linalg.svd(g.double(), full_matrices=False)
-    assert ((left.mT @ out.double() @ right.mT).diagonal(dim1=-2, dim2=-1) > 0).all(), "directions stay, only lengths change"
+    assert ((left.mT @ out.double() @ right.mT).diagonal(dim1=-2, dim2=-1) > 0).all(), (
+        "directions stay, only lengths change"
+    )
 
 
 @pytest.mark.parametrize("coefficients", train_gpt.NEWTON_SCHULZ)
@@ -100,7 +106,9 @@ def test_newton_schulz_rounds_less_than_the_published_form():
 def test_newton_schulz_does_not_mind_transposition():
     """What lets a bank hold down projections transposed beside up projections."""
     g = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(newton_schulz(g.mT.contiguous(), torch.float32), newton_schulz(g, torch.float32).mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        newton_schulz(g.mT.contiguous(), torch.float32), newton_schulz(g, torch.float32).mT, rtol=1e-4, atol=1e-5
+    )
 
 
 def reference_steps(hp, weights, gradients, settings):
@@ -145,7 +153,10 @@ def trained(hyperparameters, gradients, settings, **changes):
             view.copy_(gradient[name])
         advance(optimizers, *setting)
         assert not any(p.grad.any() for p in model.parameters()), "a step leaves zero gradients"
-    assert all(torch.equal(p.float(), w) for p, w in zip(weights_of(model).values(), (optimizers.weights()[n] for n in weights_of(model)), strict=True))
+    assert all(
+        torch.equal(p.float(), w)
+        for p, w in zip(weights_of(model).values(), (optimizers.weights()[n] for n in weights_of(model)), strict=True)
+    )
     return hp, before, by_matrix(optimizers.weights(), hp)
 
 
@@ -189,7 +200,9 @@ def test_up_and_down_have_updates_of_their_own_shape(hyperparameters):
     """A scale by the bank's shape would multiply the down projections' rate by sqrt(3)."""
     traits = row_traits("mlp_bank", hyperparameters(MLP_MULT=3))
     assert traits == [(False, 3**0.5)] * 3 + [(True, 1.0)] * 3
-    assert {scale for _, scale in row_traits("qo_bank", hyperparameters()) + row_traits("kv_bank", hyperparameters())} == {1.0}
+    assert {
+        scale for _, scale in row_traits("qo_bank", hyperparameters()) + row_traits("kv_bank", hyperparameters())
+    } == {1.0}
 
 
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
@@ -227,7 +240,9 @@ def test_small_gradients_are_not_clipped(hyperparameters):
 def test_every_parameter_has_one_owner(hyperparameters):
     """Fault B12: there two parameters belonged to no optimizer and only inflated the clip norm."""
     hp, model, optimizers = prepared(hyperparameters)
-    owned = [id(shard.bank) for shard in optimizers.banks.values()] + [id(p) for group in optimizers.adam.param_groups for p in group["params"]]
+    owned = [id(shard.bank) for shard in optimizers.banks.values()] + [
+        id(p) for group in optimizers.adam.param_groups for p in group["params"]
+    ]
     assert sorted(owned) == sorted(id(p) for p in model.parameters())
     model.stray = nn.Parameter(torch.zeros(3))
     with pytest.raises(AssertionError, match="stray"):
@@ -294,7 +309,9 @@ def test_tensors_are_all_state(hyperparameters):
         tensor.zero_()
         tensor.copy_(state[name])
     continued.publish()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)), "the banks are published"
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)), (
+        "the banks are published"
+    )
     for step in range(3, 5):
         for m, o in ((model, optimizers), (twin, continued)):
             set_gradients(m, step)

@@ -106,7 +106,11 @@ def test_sweep_does_not_repeat_what_is_done(swept, knobs, tmp_path):
 def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"}, folder)
-    assert result.returncode == 1 and "another configuration (ITERATIONS=12, now 10)" in result.stderr and "RUN_ID" in result.stderr
+    assert (
+        result.returncode == 1
+        and "another configuration (ITERATIONS=12, now 10)" in result.stderr
+        and "RUN_ID" in result.stderr
+    )
     changed = logs_of((folder, ""))[0]
     changed.write_text("# changed\n" + changed.read_text())
     assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
@@ -206,7 +210,10 @@ def written(folder: Path, text: str, name: str = "train_seed42.log") -> Path:
 def test_published_logs_are_read(tmp_path):
     found = runs.read_run(written(tmp_path, PUBLISHED))
     assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 7179, 600.128)
-    assert found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None) and found.score_name == "final_int6_sliding_window"
+    assert (
+        found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None)
+        and found.score_name == "final_int6_sliding_window"
+    )
     assert (found.before_export.bpb, found.after_export.bpb) == (1.1369, 1.14518023)
     assert (found.code_bytes, found.model_bytes, found.total_bytes) == (89458, 15887928, 15977386)
     assert (
@@ -222,20 +229,29 @@ def test_later_published_logs_are_read(tmp_path):
     found = runs.read_run(written(tmp_path, LATER))
     assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 4945, 599.592)
     assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
-    assert (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"]) == (1.06395844, 1.07254371, 1.0756)
+    assert (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"]) == (
+        1.06395844,
+        1.07254371,
+        1.0756,
+    )
     assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (31999, 15897259, 540.0)
     assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
 
 
 def test_scores_of_baselines_with_their_stride_in_the_middle(tmp_path):
     text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\nfinal_quant_roundtrip_exact val_loss:2.01 val_bpb:1.195\n"
-    found = runs.read_run(written(tmp_path, text + "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n"))
+    found = runs.read_run(
+        written(tmp_path, text + "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n")
+    )
     assert found.score.bpb == 1.16184369 and found.after_export.bpb == 1.195
 
 
 def test_our_log_is_read_whole(swept):
     path = logs_of(swept)[0]
-    found, events = runs.read_run(path), [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    found, events = (
+        runs.read_run(path),
+        [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()],
+    )
     last, artifact = events[-1], next(event for event in events if event["event"] == "artifact")
     assert found.source == (ROOT / "train_gpt.py").read_bytes() and found.ranks == 1 and found.device.startswith("CPU")
     assert found.started == events[0]["started"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
@@ -244,15 +260,32 @@ def test_our_log_is_read_whole(swept):
     )
     assert (found.model_bytes, found.code_bytes) == (artifact["model_bytes"], artifact["code_bytes"])
     assert found.settings["NUM_LAYERS"] == "3" and "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
-    assert [p.step for p in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and [p.step for p in found.val] == [0, 4, 8, 12]
-    assert found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0] and "constriction" in found.versions
+    assert [p.step for p in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and [p.step for p in found.val] == [
+        0,
+        4,
+        8,
+        12,
+    ]
+    assert (
+        found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0]
+        and "constriction" in found.versions
+    )
 
 
 def test_steps_that_a_resumed_run_did_not_come_to_again_do_not_count(tmp_path):
-    lines = [f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0))]
-    again = ["resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001", "step:2/9 train_loss:4.5 train_time:210ms"]
+    lines = [
+        f"step:{step}/9 train_loss:{loss} train_time:{step}00ms"
+        for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0))
+    ]
+    again = [
+        "resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001",
+        "step:2/9 train_loss:4.5 train_time:210ms",
+    ]
     found = runs.read_run(written(tmp_path, "\n".join([*lines, *again])))
-    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)] and (found.steps, found.resumed) == (2, 1)
+    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)] and (
+        found.steps,
+        found.resumed,
+    ) == (2, 1)
 
 
 def test_what_is_no_single_run_is_refused(tmp_path):
@@ -273,7 +306,9 @@ def test_what_is_no_single_run_is_refused(tmp_path):
 def group(folder: Path, values: dict[int, float], rate: float = 1.7, step: float = 83.0, text: str = PUBLISHED) -> list:
     """Published-looking logs with these losses by seed."""
     for seed, loss in values.items():
-        log = text.replace("seed:42", f"seed:{seed}").replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
+        log = text.replace("seed:42", f"seed:{seed}").replace(
+            "1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}"
+        )
         written(folder, log.replace("600128", f"{step * 7179 + 99 * seed:.0f}"), f"train_seed{seed}.log")
     return runs.read_group(str(folder))
 
@@ -323,7 +358,11 @@ def test_the_rule_for_speed(tmp_path):
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7), group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
     of_a, of_b, remark = compare.losses(a, b)
-    assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6) and of_b == [2.4, 2.41] and "other tokens" in remark
+    assert (
+        of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
+        and of_b == [2.4, 2.41]
+        and "other tokens" in remark
+    )
 
 
 def test_groups_that_are_none(tmp_path, swept):
@@ -379,7 +418,10 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     """(exit status, lines by verdict) of check_record.py."""
     result = run([CHECK, folder, *options], {}, folder.parent, timeout=300)
     assert "Traceback" not in result.stderr, result.stderr
-    lines = {status: [line for line in result.stdout.splitlines() if line.startswith(status)] for status in ("ok", "FAIL", "n/a")}
+    lines = {
+        status: [line for line in result.stdout.splitlines() if line.startswith(status)]
+        for status in ("ok", "FAIL", "n/a")
+    }
     assert sum(map(len, lines.values())) >= 10
     return result.returncode, lines
 
@@ -400,7 +442,11 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert said["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
     assert said["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
     assert said["val_bpb_std"] == pytest.approx(np.std([r.score.bpb for r in found], ddof=1), abs=1e-8)
-    assert said["seeds"] == [1, 2] and said["bytes_total"] == max(r.total_bytes for r in found) and said["github_id"] == "Ada"
+    assert (
+        said["seeds"] == [1, 2]
+        and said["bytes_total"] == max(r.total_bytes for r in found)
+        and said["github_id"] == "Ada"
+    )
     assert said["seed_results"]["2"]["val_loss"] == found[1].score.loss and said["compliance"]["three_seeds"] is False
     text = (folder / "README.md").read_text()
     assert (
@@ -415,10 +461,14 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
 def test_a_good_folder_passes(made, swept, data):
     folder = made()
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
-    status, lines = checked(folder, "--legality", "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model")
+    status, lines = checked(
+        folder, "--legality", "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
+    )
     assert status == 0 and not lines["FAIL"], lines
     assert [line for line in lines["n/a"] if "8xH100" in line and "a non-record" in line] and len(lines["n/a"]) == 2
-    assert any("C1 causal" in line for line in lines["ok"]) and any("gives the score again" in line for line in lines["ok"])
+    assert any("C1 causal" in line for line in lines["ok"]) and any(
+        "gives the score again" in line for line in lines["ok"]
+    )
     assert sorted(p.name for p in folder.iterdir() if p.suffix != ".log") == [
         "README.md",
         "requirements.txt",
@@ -430,9 +480,9 @@ def test_a_good_folder_passes(made, swept, data):
 def test_a_packed_folder_passes(made):
     folder = made("--pack")
     source = (ROOT / "train_gpt.py").read_bytes()
-    assert (folder / "train_gpt.readable.py").read_bytes() == source and (folder / "train_gpt.py").read_bytes() == train_gpt.pack_code(
-        source
-    )
+    assert (folder / "train_gpt.readable.py").read_bytes() == source and (
+        folder / "train_gpt.py"
+    ).read_bytes() == train_gpt.pack_code(source)
     assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(train_gpt.pack_code(source))
     status, lines = checked(folder)
     assert status == 0, lines
@@ -440,7 +490,9 @@ def test_a_packed_folder_passes(made):
 
 def as_record(text: str) -> str:
     """The log as it would be on the challenge's machine."""
-    return re.sub(r"^runtime: ranks:1 device:.*?(?= compute)", "runtime: ranks:8 device:NVIDIA H100 80GB HBM3", text, flags=re.M)
+    return re.sub(
+        r"^runtime: ranks:1 device:.*?(?= compute)", "runtime: ranks:8 device:NVIDIA H100 80GB HBM3", text, flags=re.M
+    )
 
 
 def test_a_record_needs_its_machine_and_its_significance(made, tmp_path):
@@ -539,9 +591,11 @@ def test_a_rescore_that_cheats_is_caught(made, swept, data):
     for line, part in (("import socket; socket.create_connection(('localhost', 9))", "makes a network call"),
                        ("open('/nowhere/fineweb_train_000000.bin')", "opens training data")):  # fmt: skip
         folder = made(change=lambda text: text)
-        edit("train_gpt.py", r"^        evaluate_only\(|^            evaluate_only\(", f"            {line}\n            evaluate_only(")(
-            folder
-        )
+        edit(
+            "train_gpt.py",
+            r"^        evaluate_only\(|^            evaluate_only\(",
+            f"            {line}\n            evaluate_only(",
+        )(folder)
         assert any(part in text for text in checked(folder, *options)[1]["FAIL"])
         shutil.rmtree(folder)
 
@@ -553,7 +607,9 @@ def test_make_refuses(made, swept, tmp_path):
     assert again.returncode == 1 and f"{folder} is there already" in again.stderr
     paths, given = logs_of(swept), dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
     make = lambda *found: make_record.make([runs.read_run(path) for path in found], given, "t", tmp_path, False, None)  # noqa: E731
-    altered, other = (written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt") for n, path in enumerate(paths))
+    altered, other = (
+        written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt") for n, path in enumerate(paths)
+    )
     for found, part in (((paths[0], paths[0]), "each must tell a seed of its own"), ((paths[0], logs_of(swept, "0.005")[1]), "MATRIX_LR=0.025 and 0.005"),
                         ((altered,), "the log was altered"), ((paths[0], other), "begin with different scripts"), ((written(tmp_path, PUBLISHED),), "does not begin with the script")):  # fmt: skip
         with pytest.raises(UserError, match=part):
@@ -574,13 +630,20 @@ def test_published_folders_get_sane_messages(tmp_path, log, said, parts):
     script = "import glob\nimport numpy as np\nfrom flash_attn_interface import flash_attn_func\nimport torch\n"
     written(folder, script + "#" * (code - len(script)), "train_gpt.py")
     written(folder, "# A published record\n" + "text " * 60, "README.md")
-    written(folder, json.dumps({"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **said}), "submission.json")
+    written(
+        folder,
+        json.dumps({"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **said}),
+        "submission.json",
+    )
     status, lines = checked(folder)
     text = "\n".join(line for kind in lines.values() for line in kind)
     for part in parts:
         assert part in text, text
     assert "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script" in text
-    assert "flash_attn_interface is not installed here" in text and "ok    train_gpt.py imports what requirements.txt lists" in text
+    assert (
+        "flash_attn_interface is not installed here" in text
+        and "ok    train_gpt.py imports what requirements.txt lists" in text
+    )
     slow = "FAIL  training takes at most 10 minutes: seed 42: 600.13 s"
     assert (slow in text) == (log is not LATER), "fault B20: the published system overran its clock"
     assert status == (1 if lines["FAIL"] else 0)
@@ -610,14 +673,22 @@ def test_ablations_compare_with_the_base(knobs, data, tmp_path):
     assert first.stdout.count("== ") == 8 and "== " not in second.stdout and first.stdout.endswith(second.stdout)
     found = json.loads(second.stdout.splitlines()[-1])
     for title, suffix in (("score", ""), ("on other", "_also")):
-        scores = {name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb for seed in (1, 2)] for name in ("base", "still")}
+        scores = {
+            name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb for seed in (1, 2)]
+            for name in ("base", "still")
+        }
         base, still = found[title]
         assert (base["variant"], base["difference"], still["variant"], still["n"]) == ("base", 0, "still", 2)
-        assert still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"])) and still["difference"] > 0.01
+        assert (
+            still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"]))
+            and still["difference"] > 0.01
+        )
         welch = scipy.stats.ttest_ind(scores["base"], scores["still"], equal_var=False, alternative="greater")
         assert still["p"] > 0.5 and still["p"] == pytest.approx(welch.pvalue)
         assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
-    assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"]) and found["score"][0] != found["on other"][0]
+    assert (
+        all(19_000 < line["bytes"] <= 20_000 for line in found["score"]) and found["score"][0] != found["on other"][0]
+    )
 
 
 def test_screenings_tell_factors_apart():
@@ -629,7 +700,9 @@ def test_screenings_tell_factors_apart():
         scores = (np.array(plan)[:, :factors] @ true + 7).tolist()
         assert ablate.effects(plan, scores) == pytest.approx([*true.tolist(), *[0] * (len(plan) - 1 - factors)])
     nothing = rng.normal(scale=0.01, size=40).tolist()
-    assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), "two real effects are no noise"
+    assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), (
+        "two real effects are no noise"
+    )
     # Median size 3, so what is under 2.5 * 1.5 * 3 counts: 1.5 times the median of 1, 2, 3 and 10.
     assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (pytest.approx(3.75), "Lenth's method")
     assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (pytest.approx(3**0.5), "3 spare columns")
@@ -645,10 +718,14 @@ def test_screenings(knobs, tmp_path):
     assert first.returncode == second.returncode == 0, first.stderr
     assert first.stdout.count("== ") == 4 and first.stdout.endswith(second.stdout)
     found = json.loads(second.stdout.splitlines()[-1])
-    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), "which knows of the other two only by what does not add up"
+    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), (
+        "which knows of the other two only by what does not add up"
+    )
     done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
     scores = [one.score.bpb for one in done]
-    assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2)
+    assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(
+        sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2
+    )
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
     assert list(lines) == sorted(lines, key=found["effects"].get), "the best first"
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
@@ -664,10 +741,15 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
         started[run_id] = (chosen, environ["SEED"])
         noise = np.random.default_rng(int(environ["SEED"])).normal(scale=0.01)
         score = SimpleNamespace(bpb=2 - 0.1 * ("a" in chosen) + 0.2 * ("h" in chosen) + noise)
-        return SimpleNamespace(score=score, score_name="made up", device="none", model_bytes=100, step_ms=2.0 if "b" in chosen else 1.0)
+        return SimpleNamespace(
+            score=score, score_name="made up", device="none", model_bytes=100, step_ms=2.0 if "b" in chosen else 1.0
+        )
 
     monkeypatch.setattr(ablate, "finish", finish)
-    ablate.screen({"base": {}, **{name: {name.upper(): "1"} for name in names}}, argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]))
+    ablate.screen(
+        {"base": {}, **{name: {name.upper(): "1"} for name in names}},
+        argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]),
+    )
     assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
     assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
     assert all(started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0] for n in range(12))
@@ -676,11 +758,18 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
     scores = np.array(found["scores"]).reshape(2, 12)
     once = [ablate.effects(ablate.design(8), half.tolist()) for half in scores]
     both = np.mean(once, axis=0)
-    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist()) and np.ptp(once, axis=0).min() > 1e-4
+    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist()) and np.ptp(
+        once, axis=0
+    ).min() > 1e-4
     error = np.sqrt(np.mean(both[8:] ** 2))
-    assert found["standard_error"] == pytest.approx(error) and f"of 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
+    assert (
+        found["standard_error"] == pytest.approx(error)
+        and f"of 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
+    )
     assert [*cells] == sorted(names, key=found["effects"].get)
-    assert {name: float(cells[name][2]) for name in names} == pytest.approx({name: found["effects"][name] / error for name in names}, abs=0.006)
+    assert {name: float(cells[name][2]) for name in names} == pytest.approx(
+        {name: found["effects"][name] / error for name in names}, abs=0.006
+    )
     assert [cells[name][3] for name in "ab"] == ["1.000", "2.000"] and cells["b"][4] == "+0"
 
 
@@ -701,7 +790,9 @@ def test_ablations_name_a_mistake(tmp_path):
 def test_runs_of_one_configuration_are_one_curve(swept):
     members = [runs.read_run(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)]
     found = plot.groups(members)
-    assert list(found) == ["t_MATRIX_LR=0.005 (2 seeds)", "t_MATRIX_LR=0.025 (2 seeds)"] and [len(group) for group in found.values()] == [
+    assert list(found) == ["t_MATRIX_LR=0.005 (2 seeds)", "t_MATRIX_LR=0.025 (2 seeds)"] and [
+        len(group) for group in found.values()
+    ] == [
         2,
         2,
     ]
@@ -735,6 +826,10 @@ def test_scaling_is_drawn_of_different_ranks(swept, tmp_path):
 
 
 def test_plot_errors(tmp_path):
-    for options, part in ((["x.txt"], "cannot read x.txt"), (["--artifact", "x.xz"], "x.xz"), ([], "give either logs or --artifact")):
+    for options, part in (
+        (["x.txt"], "cannot read x.txt"),
+        (["--artifact", "x.xz"], "x.xz"),
+        ([], "give either logs or --artifact"),
+    ):
         result = run([ROOT / "records" / "plot.py", *options], {}, tmp_path)
         assert result.returncode and part in result.stderr and "Traceback" not in result.stderr

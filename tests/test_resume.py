@@ -20,7 +20,14 @@ from conftest import ROOT, TINY, VOCAB, published, run, start, write_shard
 from train_gpt import Hyperparameters, Ranks, UserError
 
 FAULTS = Path(__file__).with_name("faults.py")
-KNOBS = {"RUN_ID": "r", "CHECKPOINT_EVERY": 3, "TRAIN_LOG_EVERY": 1, "RESUME": "auto", "EVAL_STRIDE": 32, "GPTQ_BATCHES": 0}
+KNOBS = {
+    "RUN_ID": "r",
+    "CHECKPOINT_EVERY": 3,
+    "TRAIN_LOG_EVERY": 1,
+    "RESUME": "auto",
+    "EVAL_STRIDE": 32,
+    "GPTQ_BATCHES": 0,
+}
 
 
 def faulty(fault, step, environment, folder, ranks=1, rank=0):
@@ -35,7 +42,9 @@ def losses(folder) -> dict[int, str]:
 
 def exact(folder) -> dict[str, str]:
     """The final scores, all digits."""
-    return dict(re.findall(r"^(final_\w+_exact) (val_loss:\S+ val_bpb:\S+)", (folder / "logs" / "r.txt").read_text(), re.M))
+    return dict(
+        re.findall(r"^(final_\w+_exact) (val_loss:\S+ val_bpb:\S+)", (folder / "logs" / "r.txt").read_text(), re.M)
+    )
 
 
 def kept(folder) -> list[str]:
@@ -76,7 +85,11 @@ def stopped(knobs, tmp_path):
 def test_checkpoints_do_not_change_the_run(undisturbed, knobs, tmp_path):
     plain = {name: value for name, value in knobs.items() if name not in ("CHECKPOINT_EVERY", "RESUME")}
     assert faulty("none", 0, plain, tmp_path).returncode == 0
-    assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed) and len(losses(tmp_path)) == 12
+    assert (
+        losses(tmp_path) == losses(undisturbed)
+        and exact(tmp_path) == exact(undisturbed)
+        and len(losses(tmp_path)) == 12
+    )
     assert not (tmp_path / "checkpoints").exists() and kept(undisturbed) == ["step_00000009", "step_00000012"]
 
 
@@ -86,19 +99,27 @@ def test_a_stopped_run_goes_on_bit_for_bit(fault, status, undisturbed, knobs, tm
     assert first.returncode == status, first.stderr
     if fault != "kill":  # ends after its step, with a checkpoint of it
         name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
-        assert last_line(first) == f"error: stopped by {name} after step 8; start it again with RESUME=auto to go on from checkpoints/r/step_00000008"
+        assert (
+            last_line(first)
+            == f"error: stopped by {name} after step 8; start it again with RESUME=auto to go on from checkpoints/r/step_00000008"
+        )
     again = faulty("none", 0, knobs, tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"resumed: step:{6 if fault == 'kill' else 8} " in again.stdout
     assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
-    assert (tmp_path / "logs" / "r.txt").read_text().startswith((ROOT / "train_gpt.py").read_text()), "the log goes on, it does not begin anew"
+    assert (tmp_path / "logs" / "r.txt").read_text().startswith((ROOT / "train_gpt.py").read_text()), (
+        "the log goes on, it does not begin anew"
+    )
     assert not list(tmp_path.rglob("*.partial")) and len(kept(tmp_path)) == 2
 
 
 def test_other_numbers_of_ranks_go_on(undisturbed, knobs, tmp_path):
     """2 -> 1 -> 4 ranks: rows of the banks are dealt out anew; sums in another order are all that differs."""
     assert faulty("term", 4, knobs, tmp_path, ranks=2, rank=1).returncode != 0
-    assert [p.name for p in sorted((tmp_path / "checkpoints/r").rglob("*.json"))] == ["rank0-of-2.json", "rank1-of-2.json"] * 2
+    assert [p.name for p in sorted((tmp_path / "checkpoints/r").rglob("*.json"))] == [
+        "rank0-of-2.json",
+        "rank1-of-2.json",
+    ] * 2
     assert faulty("term", 7, knobs, tmp_path).returncode == 143
     last = faulty("none", 0, knobs, tmp_path, ranks=4)
     assert last.returncode == 0 and "resumed: step:8 " in last.stdout, last.stderr
@@ -106,7 +127,9 @@ def test_other_numbers_of_ranks_go_on(undisturbed, knobs, tmp_path):
     for step, loss in losses(undisturbed).items():
         assert float(losses(tmp_path)[step]) == pytest.approx(float(loss), abs=3e-4)
     for name, score in exact(undisturbed).items():
-        assert float(exact(tmp_path)[name].split(":")[1].split()[0]) == pytest.approx(float(score.split(":")[1].split()[0]), abs=3e-4)
+        assert float(exact(tmp_path)[name].split(":")[1].split()[0]) == pytest.approx(
+            float(score.split(":")[1].split()[0]), abs=3e-4
+        )
 
 
 @pytest.mark.parametrize("before, after", [(1, 3), (3, 2), (2, 16), (16, 1)])
@@ -139,7 +162,17 @@ def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
     """A rank of two is killed; torchrun --max-restarts starts both again, and they go on, bit for bit."""
     (tmp_path / "calm").mkdir()
     assert faulty("none", 0, knobs, tmp_path / "calm", ranks=2).returncode == 0
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", FAULTS, "kill", 7, 1]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+        FAULTS,
+        "kill",
+        7,
+        1,
+    ]
     result = run(command, knobs, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "killed").exists() and "resumed: step:6 " in result.stdout
@@ -147,7 +180,11 @@ def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
 
 
 def test_a_launcher_of_several_nodes_needs_a_variable(monkeypatch):
-    for name, value in {"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "TORCHELASTIC_MAX_RESTARTS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GROUP_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         train_gpt.meeting(Ranks(0, 2))
@@ -163,7 +200,13 @@ def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs)
 
 
 def test_the_wall_clock_counts_what_was_used_before(knobs, tmp_path):
-    capped = {**knobs, "MAX_WALLCLOCK_SECONDS": "3", "ITERATIONS": "100000", "CHECKPOINT_EVERY": "1s", "TRAIN_LOG_EVERY": "10"}
+    capped = {
+        **knobs,
+        "MAX_WALLCLOCK_SECONDS": "3",
+        "ITERATIONS": "100000",
+        "CHECKPOINT_EVERY": "1s",
+        "TRAIN_LOG_EVERY": "10",
+    }
     process = start([FAULTS, "none", 0], capped, tmp_path)
     while not list(tmp_path.glob("checkpoints/r/*/rank0-of-1.json")):
         assert process.poll() is None
@@ -175,8 +218,15 @@ def test_the_wall_clock_counts_what_was_used_before(knobs, tmp_path):
     before = float(re.search(r"^resumed: step:\d+ train_time:(\d+)ms", result.stdout, re.M)[1])
     after = float(re.search(r"^stopping_early: wallclock_cap train_time:(\d+)ms", result.stdout, re.M)[1])
     assert 1000 <= before < after <= 3000
-    steps = [(int(s), int(ms)) for s, ms in re.findall(r"^step:(\d+)/\d+ train_loss:\S+ train_time:(\d+)ms", (tmp_path / "logs/r.txt").read_text(), re.M)]
-    assert all(b[1] > a[1] for a, b in zip(steps, steps[1:], strict=False) if b[0] > a[0]), "time goes on across the stop"
+    steps = [
+        (int(s), int(ms))
+        for s, ms in re.findall(
+            r"^step:(\d+)/\d+ train_loss:\S+ train_time:(\d+)ms", (tmp_path / "logs/r.txt").read_text(), re.M
+        )
+    ]
+    assert all(b[1] > a[1] for a, b in zip(steps, steps[1:], strict=False) if b[0] > a[0]), (
+        "time goes on across the stop"
+    )
 
 
 def test_tools_read_the_log_of_a_resumed_run(stopped, knobs):
@@ -185,7 +235,12 @@ def test_tools_read_the_log_of_a_resumed_run(stopped, knobs):
 
     assert faulty("none", 0, knobs, stopped).returncode == 0
     found = runs.read_run(stopped / "logs" / "r.txt")
-    assert [point.step for point in found.train] == list(range(1, 13)) and found.steps == 12 and found.score and found.resumed == 1
+    assert (
+        [point.step for point in found.train] == list(range(1, 13))
+        and found.steps == 12
+        and found.score
+        and found.resumed == 1
+    )
 
 
 # What may not be mixed up
@@ -194,15 +249,22 @@ def test_tools_read_the_log_of_a_resumed_run(stopped, knobs):
 def test_a_changed_experiment_is_refused(stopped, knobs):
     changed = faulty("none", 0, {**knobs, "MATRIX_LR": "0.01", "SEED": "5"}, stopped)
     assert changed.returncode == 1
-    assert "step_00000006 is of another run, with MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337" in last_line(changed)
+    assert "step_00000006 is of another run, with MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337" in last_line(
+        changed
+    )
     assert "only these may change:" in last_line(changed) and " VAL_LOSS_EVERY" in last_line(changed)
-    allowed = faulty("none", 0, {**knobs, "VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}, stopped)
+    allowed = faulty(
+        "none", 0, {**knobs, "VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}, stopped
+    )
     assert allowed.returncode == 0 and "step:14/14 train_loss" in allowed.stdout, allowed.stderr
 
 
 def test_what_may_change_is_declared_and_leaves_the_model_alone():
     assert set(Hyperparameters.__dataclass_fields__) > train_gpt.MAY_CHANGE
-    assert not train_gpt.MAY_CHANGE & (set(train_gpt.MODEL_KNOBS) | {"seed", "matrix_lr", "train_seq_len", "train_batch_tokens", "shuffle_seed", "ema_decay"})
+    assert not train_gpt.MAY_CHANGE & (
+        set(train_gpt.MODEL_KNOBS)
+        | {"seed", "matrix_lr", "train_seq_len", "train_batch_tokens", "shuffle_seed", "ema_decay"}
+    )
 
 
 def test_an_earlier_run_is_not_written_over(stopped, knobs):
@@ -261,7 +323,10 @@ def test_a_damaged_checkpoint_is_passed_over(kind, part, stopped, undisturbed, k
     damage(stopped, kind)
     result = faulty("none", 0, knobs, stopped)
     assert result.returncode == 0, result.stderr
-    assert re.search(rf"note: checkpoint checkpoints/r/step_00000006 passed over: .*({part})", result.stdout) and "resumed: step:3 " in result.stdout
+    assert (
+        re.search(rf"note: checkpoint checkpoints/r/step_00000006 passed over: .*({part})", result.stdout)
+        and "resumed: step:3 " in result.stdout
+    )
     assert losses(stopped) == losses(undisturbed) and exact(stopped) == exact(undisturbed)
 
 
@@ -285,7 +350,11 @@ def forged(folder: Path, change) -> str:
     header, tensors = json.loads(file.with_suffix(".json").read_text()), safetensors.torch.load_file(file)
     change(header, tensors)
     blob = header.pop("blob", None) or safetensors.torch.save(tensors)
-    header = {"bytes": len(blob), "sha256": train_gpt.hashlib.sha256(blob).hexdigest(), **{k: v for k, v in header.items() if k not in ("bytes", "sha256")}}
+    header = {
+        "bytes": len(blob),
+        "sha256": train_gpt.hashlib.sha256(blob).hexdigest(),
+        **{k: v for k, v in header.items() if k not in ("bytes", "sha256")},
+    }
     file.write_bytes(blob)
     file.with_suffix(".json").write_text(json.dumps(header))
     return str(file.parent)
@@ -313,7 +382,10 @@ def test_a_forged_checkpoint_ends_with_a_sentence(change, part, stopped, knobs):
 
 def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     """Files over a limit are refused, which only the checkpoints are."""
-    limit = max((undisturbed / "logs" / "r.txt").stat().st_size, (undisturbed / "final_model.int6.xz").stat().st_size) + 20_000
+    limit = (
+        max((undisturbed / "logs" / "r.txt").stat().st_size, (undisturbed / "final_model.int6.xz").stat().st_size)
+        + 20_000
+    )
     size = (undisturbed / "checkpoints/r/step_00000012/rank0-of-1.safetensors").stat().st_size
     assert size > limit, "the test needs checkpoints larger than the log"
     code = f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
@@ -325,7 +397,9 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
 
 def test_a_folder_that_cannot_be_written(knobs, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    assert re.search(r"cannot write checkpoints/r: (File exists|Not a directory)", last_line(faulty("none", 0, knobs, tmp_path)))
+    assert re.search(
+        r"cannot write checkpoints/r: (File exists|Not a directory)", last_line(faulty("none", 0, knobs, tmp_path))
+    )
 
 
 def test_a_shard_that_vanishes(knobs, data, tmp_path):
@@ -357,7 +431,9 @@ def test_weights_that_are_not_finite_are_not_kept(knobs, tmp_path):
     """The step before the checkpoint spoils the weights, which its own loss does not show yet."""
     assert "the last good checkpoint is checkpoints/r/step_00000003" in last_line(faulty("nan", 5, knobs, tmp_path))
     assert kept(tmp_path) == ["step_00000003"]
-    assert "the last good checkpoint is checkpoints/r/step_00000003" in last_line(faulty("nan", 3, knobs, tmp_path)), "also when begun from it"
+    assert "the last good checkpoint is checkpoints/r/step_00000003" in last_line(faulty("nan", 3, knobs, tmp_path)), (
+        "also when begun from it"
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -375,8 +451,13 @@ def test_a_step_that_is_left_out_changes_nothing(one_rank, tmp_path):
     before = {name: tensor.clone() for name, tensor in training.optimizers.tensors().items()}
     training.optimizers.banks["qo_bank"].grad[0, 0, 0] = float("inf")
     report = training.train_step(1, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
-    assert report[0].isnan() and all(torch.equal(tensor, before[name]) for name, tensor in training.optimizers.tensors().items())
-    assert not training.optimizers.flat.any() and training.train_step(2, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))[0].isfinite()
+    assert report[0].isnan() and all(
+        torch.equal(tensor, before[name]) for name, tensor in training.optimizers.tensors().items()
+    )
+    assert (
+        not training.optimizers.flat.any()
+        and training.train_step(2, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))[0].isfinite()
+    )
 
 
 # Clocks
@@ -385,8 +466,12 @@ def test_a_step_that_is_left_out_changes_nothing(one_rank, tmp_path):
 def test_a_clock_that_jumps_ends_the_run_in_order(knobs, tmp_path):
     """A machine that slept: the time counts, the run stops at once, has all its scores, and is no valid submission."""
     result = faulty("jump", 7, {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}, tmp_path)
-    assert result.returncode == 1 and re.match(r"error: training took 100\d\.\d\d s, over the limit of 600: this run is no valid", last_line(result))
-    assert re.search(r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/", result.stdout, re.M) and exact(tmp_path)
+    assert result.returncode == 1 and re.match(
+        r"error: training took 100\d\.\d\d s, over the limit of 600: this run is no valid", last_line(result)
+    )
+    assert re.search(r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/", result.stdout, re.M) and exact(
+        tmp_path
+    )
 
 
 def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
@@ -442,7 +527,9 @@ def trace(one_rank, tmp_path, **changes) -> list[float]:
     tokens = np.where(rng.random(40_000) < 0.02, train_gpt.BOS, 2 + np.cumsum(steps) % (VOCAB - 2))
     tmp_path.mkdir(exist_ok=True)
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    hp, runtime = one_rank(**{"DATA_PATH": tmp_path, "ITERATIONS": 20, "LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "WARMDOWN_ITERS": 8} | changes)
+    hp, runtime = one_rank(
+        **{"DATA_PATH": tmp_path, "ITERATIONS": 20, "LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "WARMDOWN_ITERS": 8} | changes
+    )
     training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, Ranks(1, 2)), None)
     return [float(training.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))[0]) for step in range(20)]
 
@@ -454,7 +541,11 @@ def test_golden_trace(one_rank, tmp_path, configuration):
     if not torch.__version__.startswith("2.13.0"):
         pytest.skip("the trace belongs to torch 2.13.0")
     scale = {*TINY, "QAT_THRESHOLD"}  # what the tiny run has to have otherwise
-    changes = {name: value for name, value in published().items() if name not in scale} if configuration == "published" else {}
+    changes = (
+        {name: value for name, value in published().items() if name not in scale}
+        if configuration == "published"
+        else {}
+    )
     assert trace(one_rank, tmp_path, **changes) == pytest.approx(GOLDEN[configuration], rel=2e-5)
 
 
@@ -481,7 +572,12 @@ def test_deterministic_runs_are_equal_bit_for_bit(one_rank, tmp_path):
 
 def test_logs_hold_no_secrets(undisturbed, knobs, tmp_path):
     """Only declared knobs are written down: of other variables at most the name, if it is nearly a knob."""
-    result = faulty("none", 0, {**knobs, "HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret", "MATRIX_LRS": "verysecret"}, tmp_path)
+    result = faulty(
+        "none",
+        0,
+        {**knobs, "HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret", "MATRIX_LRS": "verysecret"},
+        tmp_path,
+    )
     assert result.returncode == 0 and "MATRIX_LRS is set but is not a knob" in result.stdout
     for path in [*(tmp_path / "logs").iterdir(), *tmp_path.glob("checkpoints/r/*/*"), tmp_path / "final_model.int6.xz"]:
         assert b"verysecret" not in path.read_bytes(), path
@@ -495,6 +591,8 @@ def test_nothing_is_left_running():
 
 def test_checkpoints_need_their_package(hyperparameters, monkeypatch, tmp_path):
     find = train_gpt.importlib.util.find_spec
-    monkeypatch.setattr(train_gpt.importlib.util, "find_spec", lambda name: None if name == "safetensors" else find(name))
+    monkeypatch.setattr(
+        train_gpt.importlib.util, "find_spec", lambda name: None if name == "safetensors" else find(name)
+    )
     with pytest.raises(UserError, match="need the package safetensors"):
         train_gpt.train_and_score(hyperparameters(CHECKPOINT_EVERY="5", RUN_ID="r"))

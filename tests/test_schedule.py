@@ -50,14 +50,24 @@ def test_warmdown_fraction_is_the_same_on_any_machine():
 def test_short_sequences_come_first():
     """For a part of the run by whichever of steps and wall clock is further."""
     hp = Hyperparameters.from_env({"SHORT_SEQ_PARTS": "4", "SHORT_SEQ_FRAC": "0.25", "ITERATIONS": "1000"})
-    for step, seconds, length in ((0, 0, 512), (100, 149, 512), (100, 151, 2048), (249, 10, 512), (250, 10, 2048), (999, 599, 2048)):
+    for step, seconds, length in (
+        (0, 0, 512),
+        (100, 149, 512),
+        (100, 151, 2048),
+        (249, 10, 512),
+        (250, 10, 2048),
+        (999, 599, 2048),
+    ):
         assert schedule(hp, step, seconds, 0.1).seq_len == length
     assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).seq_len == 2048
 
 
 def test_late_qat_has_whole_sequences():
     """The warm-up compiles short sequences, and QAT, but not both at once: a graph too many would be compiled in the run."""
-    for knobs in ({"QAT_THRESHOLD": "0.7", "WARMDOWN_FRAC": "1"}, {"QAT_THRESHOLD": "0.2", "WARMDOWN_FRAC": "1", "SHORT_SEQ_FRAC": "0.9"}):
+    for knobs in (
+        {"QAT_THRESHOLD": "0.7", "WARMDOWN_FRAC": "1"},
+        {"QAT_THRESHOLD": "0.2", "WARMDOWN_FRAC": "1", "SHORT_SEQ_FRAC": "0.9"},
+    ):
         hp = Hyperparameters.from_env({"ITERATIONS": "1000", "MAX_WALLCLOCK_SECONDS": "0", **knobs})
         pairs = {(moment.seq_len, moment.qat) for moment in (schedule(hp, step, 0.0, 0.0) for step in range(1000))}
         assert pairs == {(512, False), (2048, True)}
@@ -129,4 +139,6 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1)
     model = made(hp, None, torch.float32, 0)
     before = model.qo_bank.detach().clone()
-    assert WeightAverage([p.detach() for p in model.parameters()], hp).apply() == "the last weights" and torch.equal(before, model.qo_bank)
+    assert WeightAverage([p.detach() for p in model.parameters()], hp).apply() == "the last weights" and torch.equal(
+        before, model.qo_bank
+    )

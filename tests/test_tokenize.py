@@ -81,7 +81,9 @@ def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
     texts = [text for text in ADVERSARIAL.values() if text[:1] not in (" ", "\u2581")]
     tokens, documents = encoder.encode([Record("", text) for text in texts])
     alone = [encoder.encode([Record("", text)]) for text in texts]
-    assert (tokens == np.concatenate([part.tokens for part in alone])).all() and documents == [part.documents[0] for part in alone]
+    assert (tokens == np.concatenate([part.tokens for part in alone])).all() and documents == [
+        part.documents[0] for part in alone
+    ]
     counter = train_gpt.ByteCounter(str(model), encoder.pieces.vocab_size())
     assert counter.count(tokens).sum() == sum(document.size for document in documents)
 
@@ -113,10 +115,14 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     encoder = tokenize_text.Encoder(str(tmp_path / "t.model"), Reading())
     assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
     if vocab_size > 300:
-        assert max(len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i)) > 3, "it has learnt words"
+        assert max(len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i)) > 3, (
+            "it has learnt words"
+        )
 
 
-@pytest.mark.parametrize("vocab_size, part", [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces can be trained")])
+@pytest.mark.parametrize(
+    "vocab_size, part", [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces can be trained")]
+)
 def test_vocabularies_that_cannot_be(vocab_size, part):
     with pytest.raises(UserError, match=part):
         tokenize_text.train_tokenizer(["a few words only"], vocab_size)
@@ -134,10 +140,19 @@ def sources(tmp_path) -> dict[str, list]:
     (tmp_path / "folder" / "deep").mkdir(parents=True)
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / "folder" / ("deep" if i % 2 else "") / f"{i:04d}.txt").write_text(text)
-    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS)) + "\n")
+    (tmp_path / "docs.jsonl").write_text(
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS)) + "\n"
+    )
     (tmp_path / "all.txt").write_text("\n%%\n".join(DOCUMENTS))
-    parquet.write_table(pyarrow.table({"id": list(range(len(DOCUMENTS))), "text": DOCUMENTS}), tmp_path / "docs.parquet")
-    return {"jsonl": [tmp_path / "docs.jsonl"], "txt": [tmp_path / "all.txt"], "parquet": [tmp_path / "docs.parquet"], "folder": [tmp_path / "folder"]}
+    parquet.write_table(
+        pyarrow.table({"id": list(range(len(DOCUMENTS))), "text": DOCUMENTS}), tmp_path / "docs.parquet"
+    )
+    return {
+        "jsonl": [tmp_path / "docs.jsonl"],
+        "txt": [tmp_path / "all.txt"],
+        "parquet": [tmp_path / "docs.parquet"],
+        "folder": [tmp_path / "folder"],
+    }
 
 
 def documents_of(paths: list[Path], reading: Reading) -> list[str]:
@@ -154,7 +169,9 @@ def test_every_form_gives_the_same_documents(sources, kind, monkeypatch):
 
 def build(sources, out, **options):
     force = options.pop("force", False)
-    return tokenize_text.build(sources["jsonl"], out, Options(**{"vocab_size": 400, "val_docs": 5, **options}), Reading(), force=force)
+    return tokenize_text.build(
+        sources["jsonl"], out, Options(**{"vocab_size": 400, "val_docs": 5, **options}), Reading(), force=force
+    )
 
 
 def decoded(folder: Path, split: str) -> list[str]:
@@ -166,10 +183,16 @@ def test_shards_hold_the_documents(sources, tmp_path):
     tally = build(sources, tmp_path / "out", shard_tokens=1000)
     assert decoded(tmp_path / "out", "val") == DOCUMENTS[:5] and decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
     manifest = shards.read_manifest(tmp_path / "out")
-    assert manifest["splits"] == tally.splits and tally.splits["val"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:5])
+    assert manifest["splits"] == tally.splits and tally.splits["val"]["bytes"] == sum(
+        len(text.encode()) for text in DOCUMENTS[:5]
+    )
     counts = [entry["tokens"] for name, entry in sorted(manifest["files"].items()) if "train" in name]
     assert len(counts) > 3 and set(counts[:-1]) == {1000} and sum(counts) == tally.splits["train"]["tokens"]
-    assert shards.problems(tmp_path / "out", manifest) == [] and {p.name for p in (tmp_path / "out").iterdir()} == {*manifest["files"], "manifest.json", "tokenizer.model"}
+    assert shards.problems(tmp_path / "out", manifest) == [] and {p.name for p in (tmp_path / "out").iterdir()} == {
+        *manifest["files"],
+        "manifest.json",
+        "tokenizer.model",
+    }
     train_gpt.check_manifest(str(tmp_path / "out"), str(tmp_path / "out" / "tokenizer.model"))
 
 
@@ -231,20 +254,46 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
         build(sources, out)
     with pytest.raises(UserError, match="no document was left for train"):
         build(sources, out, val_docs=10_000, tokenizer=out / "tokenizer.model", force=True)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and [p.name for p in out.parent.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and [
+        p.name for p in out.parent.iterdir()
+    ] == ["out"]
     build(sources, out, force=True)
-    assert len(list(out.glob("*.bin"))) == 2 and [p.name for p in out.parent.iterdir()] == ["out"], "no shard of before is left"
+    assert len(list(out.glob("*.bin"))) == 2 and [p.name for p in out.parent.iterdir()] == ["out"], (
+        "no shard of before is left"
+    )
 
 
 def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "data" / "tokenize_text.py", *map(str, arguments)], input=stdin, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, ROOT / "data" / "tokenize_text.py", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_standard_input_and_what_is_printed(tmp_path):
     text = "\n\n".join([*DOCUMENTS, "", "caf\u00e9 \u2581"])
-    result = run_tool("-", "--out", tmp_path / "out", "--vocab-size", 400, "--val-docs", 5, "--separator", r"\n\n", "--workers", 1, stdin=text)
+    result = run_tool(
+        "-",
+        "--out",
+        tmp_path / "out",
+        "--vocab-size",
+        400,
+        "--val-docs",
+        5,
+        "--separator",
+        r"\n\n",
+        "--workers",
+        1,
+        stdin=text,
+    )
     assert result.returncode == 0, result.stderr
-    assert "val: 5 documents" in result.stdout and "1 empty ones" in result.stdout and "normaliser: 1 documents, 2 bytes fewer" in result.stdout
+    assert (
+        "val: 5 documents" in result.stdout
+        and "1 empty ones" in result.stdout
+        and "normaliser: 1 documents, 2 bytes fewer" in result.stdout
+    )
     assert f"DATA_PATH={tmp_path}/out TOKENIZER_PATH={tmp_path}/out/tokenizer.model VOCAB_SIZE=400" in result.stdout
     assert [p.name for p in tmp_path.iterdir()] == ["out"], "the copy of standard input is gone"
 
@@ -260,7 +309,10 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=part):
-        files, options = tokenize_text.find_files([tmp_path / name]), Options(tokenizer=tmp_path / "t.model", val_docs=1)
+        files, options = (
+            tokenize_text.find_files([tmp_path / name]),
+            Options(tokenizer=tmp_path / "t.model", val_docs=1),
+        )
         tokenize_text.build(files, tmp_path / "out", options, Reading())
     assert not (tmp_path / "out").exists()
 
@@ -284,13 +336,22 @@ def test_foreign_tokenizers(sources, tmp_path):
     with pytest.raises(UserError, match="noise.model is not a SentencePiece model"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "noise.model")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_prefix=str(tmp_path / "t"), vocab_size=400, model_type="bpe", byte_fallback=True, bos_id=2, eos_id=1, minloglevel=2
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        bos_id=2,
+        eos_id=1,
+        minloglevel=2,
     )
     with pytest.raises(UserError, match="token 2 as BOS, but .* starts with token 1"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model")
 
 
-@pytest.mark.parametrize("arguments", [["--vocab-size", 100], ["--vocab-size", 70000], ["--vocab-size", 400, "--val-fraction", 2]])
+@pytest.mark.parametrize(
+    "arguments", [["--vocab-size", 100], ["--vocab-size", 70000], ["--vocab-size", 400, "--val-fraction", 2]]
+)
 def test_arguments_out_of_bounds(arguments, tmp_path):
     side = [] if "--val-fraction" in arguments else ["--val-docs", 1]
     result = run_tool("-", "--out", tmp_path / "out", *arguments, *side)
@@ -315,8 +376,15 @@ def test_inspection_of_good_shards(sources, tmp_path, capsys):
     assert inspect_shards.inspect(tmp_path / "out", None, 2) == []
     text = capsys.readouterr().out
     for split, counts in tally.splits.items():
-        assert f"{counts['tokens']:,} tokens, {counts['documents']:,} documents" in text and f", {counts['bytes']:,} bytes" in text, split
-    assert "sha256 right" in text and "documents of train that are also in val: 0" in text and f"{DOCUMENTS[0][:20]!r}"[1:-1] in text
+        assert (
+            f"{counts['tokens']:,} tokens, {counts['documents']:,} documents" in text
+            and f", {counts['bytes']:,} bytes" in text
+        ), split
+    assert (
+        "sha256 right" in text
+        and "documents of train that are also in val: 0" in text
+        and f"{DOCUMENTS[0][:20]!r}"[1:-1] in text
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 7, 10, 11, 19])
@@ -338,18 +406,27 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
 
     def wrong_after(**changes) -> str:
         for path, content in good.items():
-            path.write_bytes(changes.get(path.name.split(".")[0].split("_")[1] if "_" in path.name else "model", content))
+            path.write_bytes(
+                changes.get(path.name.split(".")[0].split("_")[1] if "_" in path.name else "model", content)
+            )
         return "; ".join(inspect_shards.inspect(out, None, 1))
 
     assert wrong_after() == ""
-    assert "train_000000.bin is not the file that manifest.json describes" in wrong_after(train=good[train][:-2] + b"\x06\x00")
-    assert "1 training documents that are also in validation" in wrong_after(train=with_tokens(good[train], [BOS, *first_document(val)]))
+    assert "train_000000.bin is not the file that manifest.json describes" in wrong_after(
+        train=good[train][:-2] + b"\x06\x00"
+    )
+    assert "1 training documents that are also in validation" in wrong_after(
+        train=with_tokens(good[train], [BOS, *first_document(val)])
+    )
     assert "holds token 401, but the tokenizer has 400" in wrong_after(train=with_tokens(good[train], [BOS, 401]))
     assert "not the tokenizer that made the shards" in wrong_after(model=tokenizer_bytes("nmt_nfkc", 400))
     assert "does not begin with BOS" in wrong_after(val=good[val][:1024] + b"\x09\x00" + good[val][1026:])
     wrong_after()
     (out / "fineweb_train_000007.bin").write_bytes(good[val])
-    assert "000007.bin is not in manifest.json" in wrong_after() and "5 training documents that are also in validation" in wrong_after()
+    assert (
+        "000007.bin is not in manifest.json" in wrong_after()
+        and "5 training documents that are also in validation" in wrong_after()
+    )
     (out / "fineweb_train_000007.bin").rename(out / "fineweb_val_000001.bin")
     val.unlink()
     assert "val_000000.bin is in manifest.json but not there" in "; ".join(inspect_shards.inspect(out, None, 1))
@@ -368,7 +445,9 @@ def first_document(path: Path) -> list[int]:
 
 
 def test_inspection_of_nothing(tmp_path):
-    result = subprocess.run([sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path], capture_output=True, text=True
+    )
     assert result.returncode == 1 and f"{tmp_path} holds no fineweb_train_*.bin" in result.stderr
 
 

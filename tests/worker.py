@@ -33,7 +33,9 @@ def main() -> None:
         return train_gpt.main()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
-        run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.ranks, folder), train_gpt.Validation(hp, runtime.device))
+        run = train_gpt.Training(
+            hp, runtime, train_gpt.Log(hp, runtime.ranks, folder), train_gpt.Validation(hp, runtime.device)
+        )
         with contextlib.closing(run.loader):
             if mode == "clocks":
                 honest = time.perf_counter
@@ -47,7 +49,10 @@ def main() -> None:
                 _, moments = run.finish()
                 averages = run.optimizers.weights()
                 if rank == 0:
-                    torch.save({"weights": weights, "averages": averages, "moments": moments}, folder / f"found{runtime.ranks.size}.pt")
+                    torch.save(
+                        {"weights": weights, "averages": averages, "moments": moments},
+                        folder / f"found{runtime.ranks.size}.pt",
+                    )
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]  # none where there is no /proc
     assert not any("gloo" in name for name in threads), "the process group outlives its end, and may abort the process"
 
