@@ -35,7 +35,7 @@ set_up() {
 
 train() {  # with these options of python, one run, or as many as SEEDS and GRID ask for
     if [ -n "${SEEDS:-}${GRID:-}" ]; then
-        "$PYTHON" records/sweep.py -- "$PYTHON" "$@" train_gpt.py
+        "$PYTHON" tools/sweep.py -- "$PYTHON" "$@" train_gpt.py
     else
         "$PYTHON" "$@" train_gpt.py
     fi
@@ -56,7 +56,7 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
     local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data
     # OpenMP threads that spin while they wait made bf16 work ten times slower whenever anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
-    "$PYTHON" demo/corpus.py "$data"
+    "$PYTHON" data/demo_corpus.py "$data"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
     knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model" MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
     knobs NUM_LAYERS=6 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4
@@ -71,8 +71,8 @@ demonstration() {  # on a CPU: a model of 4 million parameters, on text that is 
         train
     fi
     if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
-    "$PYTHON" demo/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"
-    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" records/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
+    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"
+    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
     return 0
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kill small runs at random moments and let them go on, until so many kills are survived.
 
-    python demo/corpus.py demo_data                      # the data, once
+    python data/demo_corpus.py demo_data                      # the data, once
     python bench/soak.py demo_data --kills 100
 
 One run is left alone. Then runs of the same configuration are killed (SIGKILL, of all their processes) again and

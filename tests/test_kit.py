@@ -9,10 +9,10 @@ import pytest
 import train_gpt
 from conftest import ROOT, TINY, run
 
-for folder in ("demo", "data"):
+for folder in ("tools", "data"):
     sys.path.insert(0, str(ROOT / folder))
 
-import corpus
+import demo_corpus
 import report
 
 
@@ -35,17 +35,17 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "data"
-    first = corpus.build(folder, library, val_bytes=4000)
+    first = demo_corpus.build(folder, library, val_bytes=4000)
     return folder, first
 
 
 def test_corpus_is_exact_and_split_by_document(built, library):
     folder, line = built
-    texts = corpus.documents(library)
+    texts = demo_corpus.documents(library)
     assert "m07.py" in texts and not {"latin.py", "test/t.py"} & set(texts)
-    held_out = corpus.held_out(texts, 4000)
+    held_out = demo_corpus.held_out(texts, 4000)
     expected = b"".join(texts[name].encode() for name in held_out)
-    counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), corpus.VOCAB_SIZE)
+    counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
     assert report.decode(tokens, folder / "tokenizer.model") == expected and counter.count(tokens).sum() == len(
         expected
@@ -61,14 +61,14 @@ def test_spaces_within_a_piece_are_bytes_each(built):
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(built[0] / "tokenizer.model"))
     run_of_four = pieces.piece_to_id("\u2581" * 4)
     assert run_of_four != pieces.unk_id(), "the tokenizer has learnt indentation"
-    counter = train_gpt.ByteCounter(str(built[0] / "tokenizer.model"), corpus.VOCAB_SIZE)
+    counter = train_gpt.ByteCounter(str(built[0] / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     assert counter.count(np.array([pieces.piece_to_id("\n"), run_of_four])) == [4]
 
 
 def test_corpus_is_made_once(built, library):
-    assert corpus.build(built[0], library, val_bytes=4000).startswith("already there")
+    assert demo_corpus.build(built[0], library, val_bytes=4000).startswith("already there")
     (library / "m00.py").write_text("changed = 1\n")
-    assert corpus.build(built[0], library, val_bytes=4000).startswith("made in")
+    assert demo_corpus.build(built[0], library, val_bytes=4000).startswith("made in")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def demonstrated(built, tmp_path_factory):
 def test_report(demonstrated):
     data, folder = demonstrated
     result = run(
-        [ROOT / "demo" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"],
+        [ROOT / "tools" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"],
         {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"},
         folder,
     )
@@ -110,7 +110,7 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
     lines = (folder / "logs" / "demo.jsonl").read_text().splitlines()
     (tmp_path / "cut.jsonl").write_text("\n".join(lines[:3]))
     for log, part in (("cut.jsonl", "did not come to its end"), ("none.jsonl", "cannot read")):
-        result = run([ROOT / "demo" / "report.py", data, tmp_path / log, "x.xz"], {}, tmp_path)
+        result = run([ROOT / "tools" / "report.py", data, tmp_path / log, "x.xz"], {}, tmp_path)
         assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
 
 

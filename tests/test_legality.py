@@ -1,12 +1,17 @@
 """The probes of legality.py on the real evaluators and on test-time training, and on leaky ones, which they must catch."""
 
+import sys
+
 import pytest
 import torch
 
-import legality
 import train_gpt
-from conftest import made
+from conftest import ROOT, made
 from train_gpt import BOS, ScoreFirst, Validation
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import legality
 
 WAYS = {
     "plain": {"EVAL_STRIDE": 32},

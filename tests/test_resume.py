@@ -230,7 +230,7 @@ def test_the_wall_clock_counts_what_was_used_before(knobs, tmp_path):
 
 
 def test_tools_read_the_log_of_a_resumed_run(stopped, knobs):
-    sys.path.insert(0, str(ROOT / "records"))
+    sys.path.insert(0, str(ROOT / "tools"))
     import runs
 
     assert faulty("none", 0, knobs, stopped).returncode == 0

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Make a submission folder from the logs of its seeds.
 
-    python records/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada logs/run_seed*.txt
+    python tools/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada logs/run_seed*.txt
 
 writes records/<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the very script that ran, from the
 head of the logs), train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. What
-only you know, README.md asks for: look for "to fill". Then records/check_record.py says what a reviewer would.
+only you know, README.md asks for: look for "to fill". Then tools/check_record.py says what a reviewer would.
 """
 
 import argparse
@@ -285,7 +285,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"error: {error}")
     print(
-        f"made: {folder}\nnow fill in what README.md asks for, and look at it as a reviewer would: python records/check_record.py {folder}"
+        f"made: {folder}\nnow fill in what README.md asks for, and look at it as a reviewer would: python tools/check_record.py {folder}"
     )
 
 

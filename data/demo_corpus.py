@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the demonstration's data from text that every machine has: Python's own library sources and documentation.
 
-    python demo/corpus.py demo_data
+    python data/demo_corpus.py demo_data
 
 One file of the standard library, or one topic of its documentation, is one document. Some of them, chosen by a hash of
 their names, are held out for validation. data/tokenize_text.py does the rest: a SentencePiece BPE tokenizer of 1,024
@@ -64,7 +64,7 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
     """Make everything in `folder`, unless it is there. Returns a line that says what there is. Raises UserError."""
     texts = documents(library)
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()).hexdigest()
-    made_by = {"tool": "demo/corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
+    made_by = {"tool": "data/demo_corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
     manifest = shards.read_manifest(folder)
     if manifest and manifest["made_by"] == made_by:
         return f"already there: {json.dumps(manifest['splits'])}"

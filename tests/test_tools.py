@@ -18,7 +18,7 @@ import scipy.stats
 import train_gpt
 from conftest import ROOT, TINY, run, start
 
-sys.path[:0] = [str(ROOT / "records"), str(ROOT / "bench")]
+sys.path.insert(0, str(ROOT / "tools"))
 
 import ablate
 import check_record
@@ -29,8 +29,8 @@ import runs
 import sweep
 from train_gpt import UserError
 
-SWEEP = [ROOT / "records" / "sweep.py", "--", sys.executable, ROOT / "train_gpt.py"]
-CHECK = ROOT / "records" / "check_record.py"
+SWEEP = [ROOT / "tools" / "sweep.py", "--", sys.executable, ROOT / "train_gpt.py"]
+CHECK = ROOT / "tools" / "check_record.py"
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +338,7 @@ def test_welch_is_the_textbook_one(tmp_path):
 def test_the_rule_for_records(tmp_path, losses, counts, part):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
     assert compare.verdict(a, b, speed=False)[0] is counts
-    result = run([ROOT / "records" / "compare.py", tmp_path / "a", tmp_path / "b"], {}, tmp_path)
+    result = run([ROOT / "tools" / "compare.py", tmp_path / "a", tmp_path / "b"], {}, tmp_path)
     assert result.returncode == (0 if counts else 3) and part in result.stdout
     assert ("paired by seed (1 2 3)" in result.stdout) == (len(losses) == 3)
 
@@ -405,7 +405,7 @@ def made(swept, tmp_path):
             *options,
             *sources,
         ]
-        result = run([ROOT / "records" / "make_record.py", *arguments], {}, tmp_path)
+        result = run([ROOT / "tools" / "make_record.py", *arguments], {}, tmp_path)
         assert result.returncode == 0, result.stderr
         folder = next((tmp_path / "records" / track).iterdir())
         (folder / "README.md").write_text(re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text()))
@@ -602,7 +602,7 @@ def test_a_rescore_that_cheats_is_caught(made, swept, data):
 
 def test_make_refuses(made, swept, tmp_path):
     folder = made()
-    again = run([ROOT / "records" / "make_record.py", "--track", "non_record_16mb", "--name", "A tiny, first one", "--author", "Ada", "--root",
+    again = run([ROOT / "tools" / "make_record.py", "--track", "non_record_16mb", "--name", "A tiny, first one", "--author", "Ada", "--root",
                  tmp_path / "records", *logs_of(swept)], {}, tmp_path)  # fmt: skip
     assert again.returncode == 1 and f"{folder} is there already" in again.stderr
     paths, given = logs_of(swept), dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
@@ -665,7 +665,7 @@ def test_ablations_compare_with_the_base(knobs, data, tmp_path):
     """Two seeds of a base and of a variant, the same bytes for both, also scored on other data; nothing is run twice."""
     shutil.copytree(data, tmp_path / "other")
     (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
-    command = [ROOT / "bench" / "ablate.py", "--steps", 6, "--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other", "--folder", tmp_path / "a",
+    command = [ROOT / "tools" / "ablate.py", "--steps", 6, "--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other", "--folder", tmp_path / "a",
                "still: MATRIX_LR=0.001 SCALAR_LR=0.001"]  # fmt: skip
     environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
     first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
@@ -711,7 +711,7 @@ def test_screenings_tell_factors_apart():
 
 def test_screenings(knobs, tmp_path):
     """Three switches in four runs; the one that spoils the rate stands out, and what is finished is not run again."""
-    command = [ROOT / "bench" / "ablate.py", "--screen", "--steps", 6, "--seeds", 1, "--folder", tmp_path / "a",
+    command = [ROOT / "tools" / "ablate.py", "--screen", "--steps", 6, "--seeds", 1, "--folder", tmp_path / "a",
                "still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]  # fmt: skip
     environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
     first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
@@ -775,12 +775,12 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
 
 def test_ablations_name_a_mistake(tmp_path):
     for text in ("x: MATRIX_LRR=1", ": SEED=1", "x: MATRIX_LR="):
-        result = run([ROOT / "bench" / "ablate.py", "--steps", 6, text], {}, tmp_path)
+        result = run([ROOT / "tools" / "ablate.py", "--steps", 6, text], {}, tmp_path)
         assert result.returncode == 1 and "is no variant: write" in result.stderr
     for options, part in ((["a: SEED=1", "a: SEED=2"], "two variants have one name"), (["base: SEED=1"], 'called "base"'), (["--screen"], "give it some"),
                           (["--screen", "--also", "x", "a: SEED=1"], "without --also"),
                           (["--screen", "a: SEED=1", "b: SEED=2"], "to one of them, not SEED to several")):  # fmt: skip
-        result = run([ROOT / "bench" / "ablate.py", "--steps", 6, *options], {}, tmp_path)
+        result = run([ROOT / "tools" / "ablate.py", "--steps", 6, *options], {}, tmp_path)
         assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
 
 
@@ -807,7 +807,7 @@ def test_plots_are_drawn(swept, tmp_path):
     published = written(tmp_path, PUBLISHED)
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
     for name, options in (("runs", [*logs_of(swept), published]), ("bytes", ["--artifact", artifact])):
-        result = run([ROOT / "records" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path)
+        result = run([ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path)
         assert result.returncode == 0 and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), result.stderr
     assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
 
@@ -831,5 +831,5 @@ def test_plot_errors(tmp_path):
         (["--artifact", "x.xz"], "x.xz"),
         ([], "give either logs or --artifact"),
     ):
-        result = run([ROOT / "records" / "plot.py", *options], {}, tmp_path)
+        result = run([ROOT / "tools" / "plot.py", *options], {}, tmp_path)
         assert result.returncode and part in result.stderr and "Traceback" not in result.stderr

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Draw runs from their logs, and what an artifact's bytes are spent on.
 
-    python records/plot.py logs/base_seed*.txt logs/new_seed*.txt -o runs.png     # loss, score, rate, speed
-    python records/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png # tokens a second against ranks
-    python records/plot.py --artifact final_model.int6.xz -o bytes.png              # bytes of each kind of tensor
+    python tools/plot.py logs/base_seed*.txt logs/new_seed*.txt -o runs.png     # loss, score, rate, speed
+    python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png # tokens a second against ranks
+    python tools/plot.py --artifact final_model.int6.xz -o bytes.png              # bytes of each kind of tensor
 
 Runs of one configuration are one curve, the mean of their seeds, in a band from the lowest to the highest.
 """

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the script for several seeds and settings, one after the other, and say what came out.
 
-    SEEDS="1337 42 2025" GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" python records/sweep.py -- python train_gpt.py
+    SEEDS="1337 42 2025" GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" python tools/sweep.py -- python train_gpt.py
 
 (./run.sh does that when SEEDS or GRID is set.) Every combination of GRID is run with every seed, with a log of its own:
 logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt; the artifact is kept beside it. A run whose log has its final

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A fair ruler: a base and variants of it, several seeds, at equal steps or equal wall clock, and at equal bytes.
 
-    DATA_PATH=... TOKENIZER_PATH=... python bench/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
-    ... python bench/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
-    ... python bench/ablate.py --screen --steps 200 --seeds 1 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "decay: MUON_WD=0.09"
+    DATA_PATH=... TOKENIZER_PATH=... python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
+    ... python tools/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
+    ... python tools/ablate.py --screen --steps 200 --seeds 1 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "decay: MUON_WD=0.09"
 
 A variant is a name and the knobs in which it differs from the base, which is the small model below with what the
 environment sets. `--bytes` is the artifact's size for all (TARGET_BYTES makes the steps of codes coarser until it fits,
@@ -28,7 +28,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "records")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import compare
 import runs

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Look at a submission folder as a reviewer does: one line a rule, and exit status 1 if one is broken.
 
-    python records/check_record.py records/10min_16mb/2026-11-21_mine
-    python records/check_record.py FOLDER --against RECORD_TO_BEAT --legality
-    python records/check_record.py FOLDER --artifact final_model.int6.xz --data-path DATA --tokenizer MODEL     # score it again
+    python tools/check_record.py records/10min_16mb/2026-11-21_mine
+    python tools/check_record.py FOLDER --against RECORD_TO_BEAT --legality
+    python tools/check_record.py FOLDER --artifact final_model.int6.xz --data-path DATA --tokenizer MODEL     # score it again
 
 ok    the rule is kept, as far as the folder tells
 FAIL  it is broken
@@ -399,7 +399,7 @@ def significance(folder: Folder, against: str) -> Iterator[Verdict]:
 
 
 def legality(folder: Folder) -> Iterator[Verdict]:
-    """The probes of tests/legality.py on the folder's own evaluators, with a small model of random weights."""
+    """The probes of tools/legality.py on the folder's own evaluators, with a small model of random weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     import legality as probes
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Say what a demonstration run has reached, beside simpler ways to code the same text, and let the model write a little.
 
-python demo/report.py demo_data logs/demo.jsonl final_model.int6.xz
+python tools/report.py demo_data logs/demo.jsonl final_model.int6.xz
 """
 
 import argparse

@@ -9,7 +9,7 @@ C3  a target is scored before any update that saw it                  order (of 
 C4  one pass from left to right, every target scored exactly once     order, and complete
 
 `evaluator_of` makes such a function of a script built as train_gpt.py, `spied` tells what it does, and `suite` tries all
-probes on all its ways of evaluation; records/check_record.py runs that on the script of a submission.
+probes on all its ways of evaluation; tools/check_record.py runs that on the script of a submission.
 """
 
 import copy

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Is B better than A, is it significant, would it count as a record?
 
-    python records/compare.py "logs/base_seed*.txt" "logs/new_seed*.txt"
-    python records/compare.py records/10min_16mb/2026-03-23_someone/ records/10min_16mb/2026-11-21_mine/
+    python tools/compare.py "logs/base_seed*.txt" "logs/new_seed*.txt"
+    python tools/compare.py records/10min_16mb/2026-03-23_someone/ records/10min_16mb/2026-11-21_mine/
 
 Each side is a folder of logs, a log or a pattern, or several of them with commas between; published logs are read, too.
 The challenge asks that a record "beat the existing SOTA by at least 0.005 nats", shown "at p < 0.01"; a pure speed-up
