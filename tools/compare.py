@@ -1,34 +1,32 @@
 #!/usr/bin/env python3
-"""Is B better than A, is it significant, would it count as a record?
+"""Compare two groups of runs: is B better than A, is it significant, would it count as a record?
 
     python tools/compare.py "logs/base_seed*.txt" "logs/new_seed*.txt"
-    python tools/compare.py records/10min_16mb/2026-03-23_someone/ records/10min_16mb/2026-11-21_mine/
+    python tools/compare.py records/track_10min_16mb/2026-03-23_someone records/track_10min_16mb/2026-11-21_mine
 
-Each side is a folder of logs, a log or a pattern, or several of them with commas between; published logs are read, too.
-The challenge asks that a record "beat the existing SOTA by at least 0.005 nats", shown "at p < 0.01"; a pure speed-up
-(--speed) need not. The test is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947). The exit status is 0 if B would
-count, 3 if it would not, 1 if the two cannot be compared.
+Each side is a folder of logs, a log, a pattern, or several of these separated by commas. Published logs work too. The
+challenge asks that a record "beat the existing SOTA by at least 0.005 nats", shown "at p < 0.01". A pure speed-up
+(--speed) is exempt. The test is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947). The exit status is 0 if B would
+count, 3 if it would not, and 1 if the two cannot be compared.
 """
 
 import argparse
 import math
 import statistics
 import sys
-from pathlib import Path
 from typing import NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from scipy import stats
 
 import runs
 from runs import Run, UserError
 
-MARGIN, LEVEL = 0.005, 0.01  # nats, and p: the challenge's rule
+MARGIN = 0.005  # nats
+LEVEL = 0.01  # p
 
 
 class Test(NamedTuple):
-    """A one-sided test that A's mean exceeds B's by more than a margin."""
+    """A one-sided test of whether A's mean exceeds B's by more than a margin."""
 
     t: float
     df: float
@@ -37,99 +35,95 @@ class Test(NamedTuple):
 
 
 def welch(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
-    """Unequal variances; None where there is nothing to estimate them from: fewer than two values, or all of them equal."""
+    """The test with unequal variances, or None if the variances are unknown (a single value) or zero."""
     if min(len(a), len(b)) < 2:
         return None
-    variance = [statistics.variance(side) / len(side) for side in (a, b)]
-    if not sum(variance):
+    variance = sum(statistics.variance(side) / len(side) for side in (a, b))
+    if not variance:
         return None
     found = stats.ttest_ind([value - margin for value in a], b, equal_var=False, alternative="greater")
-    return Test(float(found.statistic), float(found.df), float(found.pvalue), math.sqrt(sum(variance)))
+    return Test(float(found.statistic), float(found.df), float(found.pvalue), math.sqrt(variance))
 
 
 def paired(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
-    """The same for pairs."""
+    """The paired test, or None as in `welch`."""
     differences = [x - y - margin for x, y in zip(a, b, strict=True)]
     if len(differences) < 2 or not statistics.variance(differences):
         return None
     found = stats.ttest_1samp(differences, 0.0, alternative="greater")
-    return Test(
-        float(found.statistic),
-        float(found.df),
-        float(found.pvalue),
-        math.sqrt(statistics.variance(differences) / len(differences)),
-    )
+    error = math.sqrt(statistics.variance(differences) / len(differences))
+    return Test(float(found.statistic), float(found.df), float(found.pvalue), error)
 
 
 def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
-    """Nats a token of both sides, and a remark. Where B has another tokenizer, A's bits per byte are expressed in B's nats.
+    """(A's nats per token, B's, a note). If the tokenizers differ, A's bits per byte are converted to B's tokens.
 
-    Raises UserError if both have the tokens of the same kind but not the same number of them, or are scored otherwise.
+    Raises UserError if the scores cannot be compared.
     """
-    rate = [
-        [run.score.loss / run.score.bpb for run in side] for side in (a, b)
-    ]  # nats a token for a bit a byte: the tokenizer's
-    for side in rate:
+    # Nats per token divided by bits per byte depends on the tokenizer and the text alone.
+    rates = [[run.score.loss / run.score.bpb for run in side] for side in (a, b)]
+    for side in rates:
         if max(side) / min(side) > 1.0001:
-            raise UserError(
-                "the logs of one side were scored on different texts or tokenizers: their losses are not of one kind"
-            )
+            raise UserError("the logs of one side were scored on different texts or tokenizers; compare one at a time")
+    rate_a, rate_b = rates[0][0], rates[1][0]
+    of_b = [run.score.loss for run in b]
+    if abs(rate_a / rate_b - 1) >= 1e-4:
+        note = "the tokenizers differ: A's bits per byte are converted to nats per token of B"
+        return [run.score.bpb * rate_b for run in a], of_b, note
     scored = {run.score.tokens for run in (*a, *b)} - {None}
-    if abs(rate[0][0] / rate[1][0] - 1) < 1e-4:
-        if len(scored) > 1:
-            raise UserError(
-                f"A and B were scored on {' and '.join(map(str, sorted(scored)))} tokens: score both on the whole validation split"
-            )
-        return [run.score.loss for run in a], [run.score.loss for run in b], ""
-    return (
-        [run.score.bpb * rate[1][0] for run in a],
-        [run.score.loss for run in b],
-        "A and B have other tokens: A's bits per byte are expressed in nats a token of B",
-    )
+    if len(scored) > 1:
+        counts = " and ".join(map(str, sorted(scored)))
+        raise UserError(f"A and B were scored on {counts} tokens: score both on the whole validation split")
+    return [run.score.loss for run in a], of_b, ""
 
 
 def smallest(a: list[float], b: list[float], margin: float) -> float | None:
-    """The smallest gain, in nats, that these numbers of seeds with these deviations would have shown at LEVEL."""
+    """The smallest gain in nats that would have been significant with these numbers of seeds and deviations."""
     test = welch(a, b)
     return None if test is None else margin + float(stats.t.ppf(1 - LEVEL, test.df)) * test.error
 
 
 def verdict(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
-    """Whether B would count, and why, in words."""
+    """(whether B would count, the reason)."""
     of_a, of_b, _ = losses(a, b)
-    gain = statistics.fmean(of_a) - statistics.fmean(of_b)
     if speed:
-        before, after = ([run.step_ms for run in side] for side in (a, b))
-        if None in (*before, *after):
-            return False, "would not count as a speed-up: not all logs tell milliseconds a step"
-        faster, worse = welch(before, after), welch(of_b, of_a)
-        ratio = statistics.fmean(after) / statistics.fmean(before)
-        if worse is not None and worse.p < LEVEL:
-            return False, f"would not count as a speed-up: the loss is worse by {-gain:.4f} nats (p = {worse.p:.4f})"
-        if faster is None or faster.p >= LEVEL:
-            certainty = "untested" if faster is None else f"p = {faster.p:.4f}"
-            return False, f"would not count as a speed-up: {ratio:.3f} of the time of a step, {certainty}"
-        return True, (
-            f"would count as a pure speed-up ({ratio:.3f} of the time of a step, p = {faster.p:.2g}): the rule of {MARGIN} nats is waived "
-            "if reviewers agree that the machine learning is unchanged"
-        )
+        return speed_verdict(a, b, of_a, of_b)
+    gain = statistics.fmean(of_a) - statistics.fmean(of_b)
     test = welch(of_a, of_b, MARGIN)
     if gain < MARGIN:
         way = "better" if gain > 0 else "worse"
-        return False, f"would not count: B is {way} by {abs(gain):.4f} nats, and at least {MARGIN} are asked for"
+        return False, f"would not count: B is {way} by {abs(gain):.4f} nats, and at least {MARGIN} are required"
     if test is None:
-        return (
-            False,
-            f"would not count yet: {gain:.4f} nats are enough, but {len(a)} and {len(b)} seeds cannot show it: run 3 of each",
-        )
+        seeds = f"{len(a)} and {len(b)} seeds cannot show it"
+        return False, f"would not count yet: {gain:.4f} nats are enough, but {seeds}: run 3 of each"
     if test.p >= LEVEL:
-        enough = f"{gain:.4f} nats are enough, but p = {test.p:.4f} that they exceed {MARGIN} is not under {LEVEL}"
+        enough = f"{gain:.4f} nats are enough, but p = {test.p:.4f} that they exceed {MARGIN} is not below {LEVEL}"
         return False, f"would not count yet: {enough}: run more seeds"
     return True, f"would count: B is better by {gain:.4f} nats, more than {MARGIN} at p = {test.p:.2g}"
 
 
+def speed_verdict(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -> tuple[bool, str]:
+    """(whether B would count as a pure speed-up, the reason)."""
+    before, after = ([run.step_ms for run in side] for side in (a, b))
+    if None in (*before, *after):
+        return False, "would not count as a speed-up: some logs lack the milliseconds per step"
+    worse = welch(of_b, of_a)
+    if worse is not None and worse.p < LEVEL:
+        loss = statistics.fmean(of_b) - statistics.fmean(of_a)
+        return False, f"would not count as a speed-up: the loss is worse by {loss:.4f} nats (p = {worse.p:.4f})"
+    faster = welch(before, after)
+    ratio = statistics.fmean(after) / statistics.fmean(before)
+    if faster is None or faster.p >= LEVEL:
+        certainty = "untested" if faster is None else f"p = {faster.p:.4f}"
+        return False, f"would not count as a speed-up: {ratio:.3f} times the time per step, {certainty}"
+    return True, (
+        f"would count as a pure speed-up ({ratio:.3f} times the time per step, p = {faster.p:.2g}): the rule of "
+        f"{MARGIN} nats is waived if reviewers agree that the machine learning is unchanged"
+    )
+
+
 def unlike(a: Run, b: Run) -> str:
-    """In what knobs, and whether in the script, two runs differ."""
+    """The knobs in which two runs differ, and whether their scripts do."""
     old, new = a.configuration, b.configuration
     knobs = [
         f"{name} {old.get(name, 'not set')} -> {new.get(name, 'not set')}"
@@ -137,58 +131,52 @@ def unlike(a: Run, b: Run) -> str:
         if old.get(name) != new.get(name)
     ]
     script = "; the script" if None not in (a.source, b.source) and a.source != b.source else ""
-    return ("; ".join(knobs) or "no knob that the logs list") + script
+    return ("; ".join(knobs) or "no logged knob") + script
 
 
 def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -> list[str]:
-    """Lines on all tests: better at all, and better by the challenge's margin; of groups, and of pairs where seeds match."""
-    lines = []
+    """A line per test: better at all and better by the margin, for the groups and for pairs with equal seeds."""
     seeds = sorted({run.seed for run in a} & {run.seed for run in b} - {None})
     by_seed = [
         [loss for seed in seeds for run, loss in zip(side, values, strict=True) if run.seed == seed]
         for side, values in ((a, of_a), (b, of_b))
     ]
+    lines = []
     for margin, what in ((0.0, "better at all"), (MARGIN, f"better by more than {MARGIN} nats")):
         test = welch(of_a, of_b, margin)
-        found = (
-            f"t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.4g}"
-            if test
-            else "untested: it takes two unequal runs of each"
-        )
+        found = "untested: needs two unequal runs of each"
+        if test:
+            found = f"t = {test.t:.2f}, df = {test.df:.1f}, p = {test.p:.4g}"
         lines.append(f"Welch, one-sided, B {what}: {found}")
         if len(seeds) > 1 and (test := paired(*by_seed, margin)):
-            lines.append(
-                f"  paired by seed ({' '.join(map(str, seeds))}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
-            )
+            names = " ".join(map(str, seeds))
+            lines.append(f"  paired by seed ({names}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}")
     if (least := smallest(of_a, of_b, MARGIN)) is not None:
-        lines.append(
-            f"the smallest gain that {len(a)} and {len(b)} seeds of these deviations could have shown: {least:.4f} nats"
-        )
+        lines.append(f"smallest gain that {len(a)} and {len(b)} seeds could have shown: {least:.4f} nats")
     return lines
 
 
 def report(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
-    """Whether B would count, and all that was found, for people."""
+    """(whether B would count, the whole report)."""
     lines = []
     for name, side in (("A", a), ("B", b)):
         lines += [f"{name}: {side[0].path.parent}, score {side[0].score_name}", runs.table(side), ""]
-    of_a, of_b, remark = losses(a, b)
-    lines += [f"note: {remark}"] if remark else []
+    of_a, of_b, note = losses(a, b)
+    if note:
+        lines.append(f"note: {note}")
     lines.append(f"what differs: {unlike(a[0], b[0])}")
-    nats, bits = (
-        statistics.fmean(y) - statistics.fmean(x)
-        for x, y in ((of_a, of_b), [[run.score.bpb for run in side] for side in (a, b)])
-    )
-    lines += [f"B - A: {nats:+.5f} nats a token, {bits:+.5f} bits a byte", *tests_of(a, b, of_a, of_b)]
+    nats = statistics.fmean(of_b) - statistics.fmean(of_a)
+    bits = statistics.fmean(run.score.bpb for run in b) - statistics.fmean(run.score.bpb for run in a)
+    lines += [f"B - A: {nats:+.5f} nats per token, {bits:+.5f} bits per byte", *tests_of(a, b, of_a, of_b)]
     counts, why = verdict(a, b, speed)
     return counts, "\n".join([*lines, "", f"B {why}"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("a", help="logs of the base, or of the record to beat")
-    parser.add_argument("b", help="logs of what is to be better")
-    parser.add_argument("--speed", action="store_true", help="B claims to be the same machine learning, only faster")
+    parser.add_argument("a", help="logs of the baseline or of the record to beat")
+    parser.add_argument("b", help="logs of the candidate")
+    parser.add_argument("--speed", action="store_true", help="B claims the same machine learning, only faster")
     arguments = parser.parse_args()
     try:
         counts, text = report(runs.read_group(arguments.a), runs.read_group(arguments.b), arguments.speed)

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Make a submission folder from the logs of its seeds.
 
-    python tools/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada logs/run_seed*.txt
+    python tools/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada \\
+        logs/run_seed*.txt
 
-writes records/<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the very script that ran, from the
-head of the logs), train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. What
-only you know, README.md asks for: look for "to fill". Then tools/check_record.py says what a reviewer would.
+writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the script that ran),
+train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. README.md marks what
+you have to write yourself with "to fill". Then check the folder with tools/check_record.py.
+
+The logs begin with the readable script. If a packed script ran (tools/pack_code.py), the folder gets the packed one as
+train_gpt.py and the readable one beside it; give the file that ran with --script if packing here gives another size.
 """
 
 import argparse
@@ -15,63 +19,82 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import compare
+import pack_code
 import runs
 import train_gpt
 from runs import Run, UserError, mean_std
 
-CAP, SECONDS = train_gpt.SUBMISSION_CAP, 600.0
+CAP = train_gpt.SUBMISSION_CAP
+SECONDS = 600.0  # the challenge's limit for training, and for evaluation
 READABLE = "train_gpt.readable.py"
 
 
-def script_of(members: list[Run]) -> bytes:
-    """The one script that all these logs begin with. Raises UserError if there is none, or if it was not what was counted."""
+def source_of(members: list[Run]) -> bytes:
+    """The readable script with which all these logs begin. Raises UserError if a log does not begin with it."""
     for run in members:
         if run.source is None:
             raise UserError(
-                f"{run.path} does not begin with the script that ran: give logs/<RUN_ID>.txt of train_gpt.py, not what the console said"
+                f"{run.path} does not begin with the script that ran: "
+                "give the logs/<RUN_ID>.txt that train_gpt.py wrote, not its console output"
             )
-    source = members[0].source
-    if members[0].code_bytes not in (len(source), len(train_gpt.pack_code(source))):
+    return members[0].source
+
+
+def code_of(members: list[Run], script: Path | None) -> bytes:
+    """The script file that ran: `script` if given, else the source in the logs, readable or packed.
+
+    Raises UserError if the file does not have the source and the size in the logs.
+    """
+    source = source_of(members)
+    sizes = {run.code_bytes for run in members}
+    if len(sizes) > 1 or None in sizes:
+        raise UserError(f"the logs have code sizes {sorted(map(str, sizes))}: all seeds must run the same script file")
+    (size,) = sizes
+    if script is None:
+        for code in (source, pack_code.pack(source)):
+            if len(code) == size:
+                return code
         raise UserError(
-            f"{members[0].path} counts {members[0].code_bytes} bytes of code, but the script in it has {len(source)}: the log was altered"
+            f"{members[0].path} counts {size} bytes of code, but the script in it has {len(source)}: "
+            "give the file that ran with --script, or the log was altered"
         )
-    return source
-
-
-def is_packed(members: list[Run]) -> bool:
-    """Whether the runs counted the packed script."""
-    return members[0].settings.get("PACK_CODE") == "True"
+    try:
+        code = script.read_bytes()
+        same = pack_code.readable_source(code) == source
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read --script {script}: {error}") from error
+    if not same or len(code) != size:
+        raise UserError(f"--script {script} is not the script that ran: its source or its size is not the logs'")
+    return code
 
 
 def total_bytes(run: Run, code_bytes: int) -> int:
-    """Artifact and code, with code of that size."""
+    """Bytes of artifact and code."""
     if run.model_bytes is None:
-        raise UserError(f"{run.path} does not tell the size of its artifact: the run did not come to its end")
+        raise UserError(f"{run.path} does not contain the size of its artifact: the run did not finish")
     return run.model_bytes + code_bytes
 
 
 def on_8xh100(members: list[Run]) -> bool:
-    """Whether all ran on the challenge's machine, as far as their logs tell."""
+    """Whether all logs show the challenge's machine."""
     return all(run.ranks == 8 and "H100" in (run.device or "") for run in members)
 
 
 def hardware(members: list[Run]) -> str:
-    """In words."""
-    return " and ".join(
-        sorted(
-            {
-                f"{run.ranks} x {run.device}" if "CPU" not in (run.device or "") or run.ranks != 1 else run.device
-                for run in members
-            }
-        )
-    )
+    """A description of the machines."""
+    found = set()
+    for run in members:
+        one_cpu = "CPU" in (run.device or "") and run.ranks == 1
+        found.add(run.device if one_cpu else f"{run.ranks} x {run.device}")
+    return " and ".join(sorted(found))
 
 
 def seed_result(run: Run, code_bytes: int) -> dict:
-    """One seed's figures, under the names that merged submissions use."""
+    """The results of one seed, under the names that merged submissions use."""
     found = {
         "val_loss": run.score.loss,
         "val_bpb": run.score.bpb,
@@ -88,15 +111,24 @@ def seed_result(run: Run, code_bytes: int) -> dict:
 
 
 def summary(members: list[Run], code_bytes: int) -> dict:
-    """What submission.json says that logs can tell. `val_loss` is nats a token, `val_bpb` bits a byte, both means over seeds."""
-    (loss, loss_std), (bpb, bpb_std) = (
-        mean_std([getattr(run.score, kind) for run in members]) for kind in ("loss", "bpb")
-    )
-    totals, seconds = [total_bytes(run, code_bytes) for run in members], [run.train_seconds or 0.0 for run in members]
-    return {
-        "val_loss": round(loss, 8),
-        "val_bpb": round(bpb, 8),
-        **({"val_loss_std": round(loss_std, 8), "val_bpb_std": round(bpb_std, 8)} if bpb_std is not None else {}),
+    """The part of submission.json that follows from the logs. `val_loss` is in nats per token, `val_bpb` in bits per
+    byte; both are means over seeds."""
+    loss, loss_std = mean_std([run.score.loss for run in members])
+    bpb, bpb_std = mean_std([run.score.bpb for run in members])
+    totals = [total_bytes(run, code_bytes) for run in members]
+    compliance = {
+        "train_under_600s": max(run.train_seconds or 0.0 for run in members) <= SECONDS,
+        "artifact_under_16mb": max(totals) <= CAP,
+        "eval_under_600s": max(run.score.seconds or 0.0 for run in members) <= SECONDS,
+        "three_seeds": len(members) >= 3,
+        "hardware_8xh100": on_8xh100(members),
+    }
+    if "ttt" in members[0].score_name:
+        compliance["score_first_ttt"] = True
+    found = {"val_loss": round(loss, 8), "val_bpb": round(bpb, 8)}
+    if bpb_std is not None:
+        found |= {"val_loss_std": round(loss_std, 8), "val_bpb_std": round(bpb_std, 8)}
+    return found | {
         "seeds": [run.seed for run in members],
         "seed_results": {str(run.seed): seed_result(run, code_bytes) for run in members},
         "bytes_total": max(totals),
@@ -104,153 +136,155 @@ def summary(members: list[Run], code_bytes: int) -> dict:
         "hardware": hardware(members),
         "pytorch_version": members[0].versions.get("torch", "not stated"),
         "eval_method": members[0].score_name,
-        "compliance": {
-            "train_under_600s": max(seconds) <= SECONDS,
-            "artifact_under_16mb": max(totals) <= CAP,
-            "eval_under_600s": max(run.score.seconds or 0.0 for run in members) <= SECONDS,
-            "three_seeds": len(members) >= 3,
-            "hardware_8xh100": on_8xh100(members),
-            **({"score_first_ttt": True} if "ttt" in members[0].score_name else {}),
-        },
+        "compliance": compliance,
     }
 
 
 def launch(run: Run) -> str:
-    """The command line that the log stands for."""
-    knobs = [f"{name}={run.settings[name]}" for name in run.changed if name not in ("SEED", "RUN_ID")]
-    knobs = [re.sub("=(True|False)$", lambda match: f"={int(match[1] == 'True')}", knob) for knob in knobs]
-    start = (
-        "python train_gpt.py" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks} train_gpt.py"
-    )
-    lines, line = [], ""
-    for word in [*knobs, "SEED=$SEED", start]:
-        if line and len(line) + len(word) > 100:
-            lines.append(line)
-            line = ""
-        line += word + " "
-    return " \\\n".join(text.rstrip() for text in [*lines, line])
+    """The command line that started the run."""
+    switches = {"True": "1", "False": "0"}
+    changed = {name: run.settings[name] for name in run.changed if name not in ("SEED", "RUN_ID")}
+    words = [f"{name}={switches.get(value, value)}" for name, value in changed.items()]
+    start = "python" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks}"
+    lines = [""]
+    for word in [*words, "SEED=$SEED", f"{start} train_gpt.py"]:
+        if lines[-1] and len(lines[-1]) + len(word) > 100:
+            lines.append("")
+        lines[-1] += word + " "
+    return " \\\n".join(line.rstrip() for line in lines)
 
 
-def results_table(members: list[Run], facts: dict) -> str:
-    """The results, one line a seed, in Markdown."""
-    columns = (
-        ("val_bpb", ".5f"),
-        ("val_loss", ".5f"),
-        ("pre_quant_val_bpb", ".5f"),
-        ("roundtrip_val_bpb", ".5f"),
-        ("steps", ".0f"),
-        ("step_avg_ms", ".2f"),
-        ("train_time_s", ".1f"),
-        ("eval_time_s", ".1f"),
-        ("artifact_bytes", ",.0f"),
-    )
-    lines = ["| seed | " + " | ".join(f"`{name}`" for name, _ in columns) + " |", "|" + "---|" * (len(columns) + 1)]
-    rows = {str(run.seed): facts["seed_results"][str(run.seed)] for run in members}
-    for seed, row in rows.items():
-        lines.append(
-            f"| {seed} | " + " | ".join(format(row[name], form) if name in row else "" for name, form in columns) + " |"
-        )
+RESULT_COLUMNS = {
+    "val_bpb": ".5f",
+    "val_loss": ".5f",
+    "pre_quant_val_bpb": ".5f",
+    "roundtrip_val_bpb": ".5f",
+    "steps": ".0f",
+    "step_avg_ms": ".2f",
+    "train_time_s": ".1f",
+    "eval_time_s": ".1f",
+    "artifact_bytes": ",.0f",
+}
+
+
+def results_table(facts: dict) -> str:
+    """The results in Markdown, one line per seed, then mean and standard deviation."""
+
+    def line(title: str, row: dict[str, float | None]) -> str:
+        cells = ("" if row.get(name) is None else format(row[name], form) for name, form in RESULT_COLUMNS.items())
+        return f"| {title} | " + " | ".join(cells) + " |"
+
+    rows = facts["seed_results"]
+    lines = ["| seed | " + " | ".join(f"`{name}`" for name in RESULT_COLUMNS) + " |"]
+    lines.append("|" + "---|" * (len(RESULT_COLUMNS) + 1))
+    lines += [line(seed, row) for seed, row in rows.items()]
     if len(rows) > 1:
-        for title, which in (("**mean**", 0), ("**std**", 1)):
-            stats = [
-                mean_std([row[name] for row in rows.values()])[which]
-                if all(name in row for row in rows.values())
-                else None
-                for name, _ in columns
-            ]
-            lines.append(
-                f"| {title} | "
-                + " | ".join("" if v is None else format(v, f) for v, (_, f) in zip(stats, columns, strict=True))
-                + " |"
-            )
+        known = [name for name in RESULT_COLUMNS if all(name in row for row in rows.values())]
+        stats = {name: mean_std([row[name] for row in rows.values()]) for name in known}
+        lines.append(line("**mean**", {name: mean for name, (mean, _) in stats.items()}))
+        lines.append(line("**std**", {name: std for name, (_, std) in stats.items()}))
     return "\n".join(lines)
 
 
 def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: str) -> str:
-    """README.md: everything from the logs; three sections for the author."""
-    first, n = members[0], len(members)
+    """README.md: the figures from the logs, and three sections for the author to write."""
+    first = members[0]
+    n = len(members)
     spread = f", standard deviation {facts['val_bpb_std']:.5f}" if n > 1 else ""
-    data = {name: first.settings.get(name, "not stated") for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")}
-    scored = (
-        f"{first.score.tokens:,} targets of {first.score.nbytes:,} bytes"
-        if first.score.tokens and first.score.nbytes
-        else "not stated"
-    )
+    seeds = "1 seed" if n == 1 else f"{n} seeds"
+    data = [
+        f"`{name}={first.settings.get(name, 'not stated')}`" for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
+    ]
+    scored = "not stated"
+    if first.score.tokens and first.score.nbytes:
+        scored = f"{first.score.tokens:,} targets of {first.score.nbytes:,} bytes"
     parts = [
         f"# {given['name']}",
-        f"**val_bpb {facts['val_bpb']:.5f}** (mean of {n} seed{'s' if n > 1 else ''}{spread}; `{facts['eval_method']}`), "
-        f"{facts['bytes_total']:,} of {CAP:,} bytes at most, on {facts['hardware']}.",
+        f"**val_bpb {facts['val_bpb']:.5f}** (mean of {seeds}{spread}; `{facts['eval_method']}`), "
+        f"{facts['bytes_total']:,} of {CAP:,} bytes, on {facts['hardware']}.",
         given["blurb"],
     ]
     if not facts["compliance"]["hardware_8xh100"]:
         parts.append(
-            f"This is not a record: it ran on {facts['hardware']}, and the challenge asks for 8 x H100. Its wall clock and its score "
-            "are this machine's."
+            f"This is not a record: it ran on {facts['hardware']}, and the challenge asks for 8 x H100. "
+            "Times and scores are those of this machine."
         )
-    parts += ["## Results", results_table(members, facts)]
+    parts += ["## Results", results_table(facts)]
     if against:
         parts += ["## Significance", f"```\n{against}\n```"]
+    versions = [f"- {name} {version}" for name, version in first.versions.items()]
+    script = f"packed; `{READABLE}` is its readable source" if packed else "byte for byte"
     parts += [
         "## Environment",
-        "\n".join(f"- {name} {version}" for name, version in first.versions.items()) + f"\n- {facts['hardware']}",
+        "\n".join([*versions, f"- {facts['hardware']}"]),
         "## Command",
         f"For each seed of {' '.join(map(str, facts['seeds']))}:\n\n```\n{launch(first)}\n```",
         "## Data",
-        f"`DATA_PATH={data['DATA_PATH']}`, `TOKENIZER_PATH={data['TOKENIZER_PATH']}`, `VOCAB_SIZE={data['VOCAB_SIZE']}`. Scored: {scored}.",
+        f"{', '.join(data)}. Scored: {scored}.",
         "## Fixes",
-        '(to fill: what was wrong before, or "none")',
+        '(to fill: bugs fixed, or "none")',
         "## Simplifications",
-        '(to fill: what was taken away, or "none")',
+        '(to fill: what was removed, or "none")',
         "## Additions",
-        '(to fill: what is new, with its gain, or "none")',
+        '(to fill: what is new and its gain, or "none")',
         "## Files",
-        f"`train_gpt.py` is the script that ran, {'packed; `' + READABLE + '` is the same, readable' if packed else 'byte for byte'}. "
-        "`train_seed<N>.log` are the whole logs, `submission.json` their figures, `requirements.txt` the packages that ran.",
+        f"`train_gpt.py` is the script that ran, {script}. `train_seed<N>.log` are the complete logs, "
+        "`submission.json` their figures, `requirements.txt` the packages that ran.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def requirements(run: Run) -> str:
     """The packages that ran, pinned to the versions in the log."""
-    skipped = {"python", "cuda"}
-    # A local build tag such as +cpu or +cu130 names an index of packages rather than a version of the package.
-    return "".join(
-        f"{name}=={version.split('+')[0]}\n" for name, version in run.versions.items() if name not in skipped
-    )
+    # A local build tag such as +cpu or +cu130 names a package index, not a version.
+    versions = {name: version.split("+")[0] for name, version in run.versions.items()}
+    return "".join(f"{name}=={version}\n" for name, version in versions.items() if name not in ("python", "cuda"))
 
 
-def make(members: list[Run], given: dict, track: str, root: Path, pack: bool, against: list[Run] | None) -> Path:
-    """Write the folder and return it. Raises UserError if it is there already, or the logs do not belong together."""
+def about(given: dict, track: str, date: str, run: Run) -> dict:
+    """The part of submission.json that the logs do not contain."""
+    elsewhere = {"SEED", "RUN_ID", "DATA_PATH", "TOKENIZER_PATH"}
+    changed = " ".join(f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere)
+    found = {key: given[key] for key in ("author", "github_id", "name", "blurb")}
+    summary_text = given["summary"] or f"train_gpt.py with {changed or 'its defaults'}"
+    return found | {"date": date, "track": track, "technique_summary": summary_text}
+
+
+def make(
+    members: list[Run], given: dict, track: str, root: Path, script: Path | None, against: list[Run] | None
+) -> Path:
+    """Write the folder and return its path. Raises UserError if it exists or the logs do not belong together."""
     if difference := runs.differences(members):
-        raise UserError(f"the logs are not of one configuration: {difference}; a record has one")
+        raise UserError(f"the logs mix configurations: {difference}; a record has one configuration")
     seeds = [run.seed for run in members]
     if None in seeds or len(set(seeds)) < len(seeds):
-        raise UserError(f"the logs have seeds {seeds}: each must tell a seed of its own")
+        raise UserError(f"the logs have seeds {seeds}: each log needs its own seed")
     members = sorted(members, key=lambda run: run.seed)
     if members[0].started is None and not given["date"]:
-        raise UserError(f"{members[0].path} does not tell when it began: give --date YYYY-MM-DD")
+        raise UserError(f"{members[0].path} does not contain its start time: give --date YYYY-MM-DD")
     date = given["date"] or members[0].started[:10]
-    source, packed = script_of(members), pack or is_packed(members)
-    code = train_gpt.pack_code(source) if packed else source
+    code, source = code_of(members, script), source_of(members)
     facts = summary(members, len(code))
-    folder = root / track / f"{date}_{re.sub('[^A-Za-z0-9.]+', '_', given['name']).strip('_')}"
-    about = {key: given[key] for key in ("author", "github_id", "name", "blurb")} | {"date": date, "track": track}
-    elsewhere = {"SEED", "RUN_ID", "DATA_PATH", "TOKENIZER_PATH"}
-    changed = " ".join(f"{name}={members[0].settings[name]}" for name in members[0].changed if name not in elsewhere)
-    about["technique_summary"] = given["summary"] or f"train_gpt.py with {changed or 'its defaults'}"
+    submission = about(given, track, date, members[0]) | facts
     text = compare.report(against, members, speed=False)[1] if against else ""
     files = {
         "train_gpt.py": code,
-        "submission.json": (json.dumps(about | facts, indent=2, ensure_ascii=False) + "\n").encode(),
-        "README.md": readme(given, members, facts, packed, text).encode(),
+        "submission.json": (json.dumps(submission, indent=2, ensure_ascii=False) + "\n").encode(),
+        "README.md": readme(given, members, facts, code != source, text).encode(),
         "requirements.txt": requirements(members[0]).encode(),
-        **({READABLE: source} if packed else {}),
-        **{f"train_seed{run.seed}.log": run.path.read_bytes() for run in members},
     }
+    if code != source:
+        files[READABLE] = source
+    files |= {f"train_seed{run.seed}.log": run.path.read_bytes() for run in members}
+    folder = root / f"track_{track}" / f"{date}_{re.sub('[^A-Za-z0-9.]+', '_', given['name']).strip('_')}"
+    write_folder(folder, files)
+    return folder
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """Write a new folder with these files, completely or not at all. Raises UserError if it exists."""
     if folder.exists():
-        raise UserError(
-            f"{folder} is there already, and records are not changed once made: give another --name or --date"
-        )
+        raise UserError(f"{folder} exists already, and records never change: give another --name or --date")
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -258,35 +292,31 @@ def make(members: list[Run], given: dict, track: str, root: Path, pack: bool, ag
         for name, content in files.items():
             train_gpt.write_atomic(partial / name, content)
         partial.rename(folder)
-    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", type=Path, help="one text log a seed")
+    parser.add_argument("logs", nargs="+", type=Path, help="one text log per seed")
     parser.add_argument("--track", required=True, help="10min_16mb, non_record_16mb, ...")
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
     parser.add_argument("--github-id", default="", help="default: the author")
-    parser.add_argument("--blurb", default="", help="what it is, in a sentence or two")
-    parser.add_argument("--summary", default="", help="techniques; default: the knobs that were changed")
-    parser.add_argument("--date", default="", help="YYYY-MM-DD; default: when the first run began")
-    parser.add_argument("--against", default="", help="logs of the record to beat: adds the significance")
-    parser.add_argument(
-        "--pack", action="store_true", help="put the packed script in, and count it, whatever the runs counted"
-    )
-    parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent, help="folder of the tracks")
+    parser.add_argument("--blurb", default="", help="a description in one or two sentences")
+    parser.add_argument("--summary", default="", help="techniques; default: the changed knobs")
+    parser.add_argument("--date", default="", help="YYYY-MM-DD; default: when the first run started")
+    parser.add_argument("--against", default="", help="logs of the record to beat; adds the significance")
+    parser.add_argument("--script", type=Path, help="the script file that ran, if it was packed elsewhere")
+    parser.add_argument("--root", type=Path, default=ROOT / "records", help="folder of the tracks; default: records")
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
+    track = arguments.track.removeprefix("track_")
     try:
         against = runs.read_group(arguments.against) if arguments.against else None
         members = [runs.read_run(path) for path in arguments.logs]
-        folder = make(members, given, arguments.track, arguments.root, arguments.pack, against)
+        folder = make(members, given, track, arguments.root, arguments.script, against)
     except UserError as error:
         sys.exit(f"error: {error}")
-    print(
-        f"made: {folder}\nnow fill in what README.md asks for, and look at it as a reviewer would: python tools/check_record.py {folder}"
-    )
+    print(f"made: {folder}\nnow fill in README.md, then run: python tools/check_record.py {folder}")
 
 
 if __name__ == "__main__":

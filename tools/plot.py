@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Draw runs from their logs, and what an artifact's bytes are spent on.
+"""Plot runs from their logs, or the bytes of an artifact.
 
-    python tools/plot.py logs/base_seed*.txt logs/new_seed*.txt -o runs.png     # loss, score, rate, speed
-    python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png # tokens a second against ranks
-    python tools/plot.py --artifact final_model.int6.xz -o bytes.png              # bytes of each kind of tensor
+    python tools/plot.py logs/base_seed*.txt logs/new_seed*.txt -o runs.png        # loss, score, learning rate, speed
+    python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png  # tokens per second against ranks
+    python tools/plot.py --artifact final_model.int6.xz -o bytes.png               # bytes of each tensor
 
-Runs of one configuration are one curve, the mean of their seeds, in a band from the lowest to the highest.
+Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the highest.
 """
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import runs
 import train_gpt
@@ -30,7 +31,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x and y, both (n,)
 
 
 def groups(members: list[Run]) -> dict[str, list[Run]]:
-    """Runs of one configuration and script together, under a name that tells them from the others."""
+    """Runs grouped by configuration and script, by title."""
     found: list[list[Run]] = []
     for run in members:
         for group in found:
@@ -43,19 +44,19 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
 
 
 def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
-    """A lone run has the name of its log, a group what the names of its logs begin with."""
+    """The title of a group: the name of its only log, or the common start of the names of its logs."""
     names = [run.path.stem for run in group]
-    prefix = names[0]
-    while not all(name.startswith(prefix) for name in names):
-        prefix = prefix[:-1]
-    prefix = prefix.rstrip("_-0123456789").removesuffix("seed").rstrip("_-") or names[0] if len(group) > 1 else names[0]
-    same = [other for other in all_groups if other is not group and other[0].path.stem == group[0].path.stem]
-    title = f"{group[0].path.parent.name}/{prefix}" if same else prefix
+    title = names[0]
+    if len(group) > 1:
+        prefix = os.path.commonprefix(names)
+        title = prefix.rstrip("_-0123456789").removesuffix("seed").rstrip("_-") or names[0]
+    if any(other is not group and other[0].path.stem == names[0] for other in all_groups):
+        title = f"{group[0].path.parent.name}/{title}"
     return title if len(group) == 1 else f"{title} ({len(group)} seeds)"
 
 
 def curve(points: list[Point], x: str, field: str) -> Curve:
-    """One run's curve against "step" or "seconds"."""
+    """One field of a run against `x`, "step" or "seconds"."""
     pairs = [
         (getattr(point, x), point.fields[field])
         for point in points
@@ -65,7 +66,7 @@ def curve(points: list[Point], x: str, field: str) -> Curve:
 
 
 def step_times(points: list[Point]) -> Curve:
-    """Milliseconds a step between two lines of the log, against the later step; the first line may hold warm-up."""
+    """Milliseconds per step between two logged steps, against the later one."""
     timed = [point for point in points if point.seconds is not None]
     pairs = [
         (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step)) for a, b in zip(timed, timed[1:], strict=False)
@@ -74,7 +75,7 @@ def step_times(points: list[Point]) -> Curve:
 
 
 def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """x (n,) and the curves (runs, n) at all x that lie within every run."""
+    """x (n,) and the curves (runs, n), interpolated at all x that every run covers."""
     begin, end = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     grid = np.unique(np.concatenate([x for x, _ in curves]))
     grid = grid[(grid >= begin) & (grid <= end)]
@@ -82,25 +83,19 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Curve], marker: str = "") -> None:
-    """One panel: a line and a band for each group; says so if the logs have nothing for it."""
+    """Draw one panel: a line and a band per group, or a note that the logs lack the data."""
     drawn = False
     for number, (name, members) in enumerate(found.items()):
         curves = [points for points in map(read, members) if len(points[0])]
         if not curves:
             continue
         x, y = together(curves)
-        # Times of several runs are interpolated between the lines of their logs: no marks as of measurements there.
-        axis.plot(
-            x,
-            y.mean(axis=0),
-            marker=marker if len(curves) == 1 or np.array_equal(x, curves[0][0]) else "",
-            ms=3.5,
-            lw=1.4,
-            color=f"C{number % 10}",
-            label=name,
-        )
+        measured = len(curves) == 1 or np.array_equal(x, curves[0][0])  # interpolated points get no marker
+        color = f"C{number % 10}"
+        style = {"marker": marker if measured else "", "ms": 3.5, "lw": 1.4}
+        axis.plot(x, y.mean(axis=0), color=color, label=name, **style)
         if len(curves) > 1:
-            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=f"C{number % 10}", alpha=0.2, lw=0)
+            axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.2, lw=0)
         drawn = True
     if not drawn:
         axis.text(0.5, 0.5, "not in these logs", transform=axis.transAxes, ha="center", va="center", color="gray")
@@ -108,7 +103,7 @@ def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Cur
 
 
 def limit(axis: plt.Axes, members: list[Run], field: str) -> None:
-    """Leave the first steps out of sight, where the loss falls from that of a random model and hides all else."""
+    """Scale the y axis to the run without its first 5 %, where the loss falls from that of a random model."""
     curves = [curve(run.train if field == "train_loss" else run.val, "step", field) for run in members]
     late = np.concatenate([y[x >= 0.05 * x[-1]] for x, y in curves if len(x)] or [np.array([])])
     if len(late):
@@ -118,20 +113,20 @@ def limit(axis: plt.Axes, members: list[Run], field: str) -> None:
 
 
 def draw_runs(members: list[Run], output: Path) -> None:
-    """Training loss and validation bits per byte against steps and seconds; learning rate and milliseconds a step."""
+    """Training loss and validation bits per byte against steps and seconds; learning rate and time per step."""
     found = groups(members)
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
         panel(axes[0][column], found, lambda run, x=x: curve(run.train, x, "train_loss"))
         panel(axes[1][column], found, lambda run, x=x: curve(run.val, x, "val_bpb"), marker="o")
-        axes[0][column].set(xlabel=label, ylabel="training loss (nats a token)")
+        axes[0][column].set(xlabel=label, ylabel="training loss (nats per token)")
         axes[1][column].set(xlabel=label, ylabel="validation (bits per byte)")
         limit(axes[0][column], members, "train_loss")
         limit(axes[1][column], members, "val_bpb")
     panel(axes[2][0], found, lambda run: curve(run.train, "step", "lr_scale"))
-    axes[2][0].set(xlabel="step", ylabel="learning rate (part of its peak)", ylim=(0, 1.08))
+    axes[2][0].set(xlabel="step", ylabel="learning rate (fraction of its peak)", ylim=(0, 1.08))
     panel(axes[2][1], found, lambda run: step_times(run.train))
-    axes[2][1].set(xlabel="step", ylabel="time of a step (ms)")
+    axes[2][1].set(xlabel="step", ylabel="time per step (ms)")
     axes[2][1].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False)
@@ -139,25 +134,24 @@ def draw_runs(members: list[Run], output: Path) -> None:
 
 
 def draw_scaling(members: list[Run], output: Path) -> None:
-    """Tokens a second against the number of ranks, beside proportional growth from the fewest ranks."""
+    """Tokens per second against the number of ranks, beside proportional growth from the fewest ranks."""
     speed: dict[int, list[float]] = {}
     for run in members:
         times = step_times(run.train)[1]
         if run.ranks is None or not len(times) or "TRAIN_BATCH_TOKENS" not in run.settings:
-            raise UserError(f"{run.path} does not tell ranks, times or TRAIN_BATCH_TOKENS: a log of train_gpt.py does")
-        speed.setdefault(run.ranks, []).append(
-            1000 * int(run.settings["TRAIN_BATCH_TOKENS"]) / statistics.median(times)
-        )
+            raise UserError(f"{run.path} lacks ranks, times or TRAIN_BATCH_TOKENS: give a log of train_gpt.py")
+        tokens = int(run.settings["TRAIN_BATCH_TOKENS"])
+        speed.setdefault(run.ranks, []).append(1000 * tokens / statistics.median(times))
     ranks = sorted(speed)
     if len(ranks) < 2:
-        raise UserError(f"all these runs had {ranks[0]} rank(s): give runs with different numbers of ranks")
+        raise UserError(f"all these runs have {ranks[0]} rank(s): give runs with different numbers of ranks")
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     base = statistics.fmean(speed[ranks[0]])
     axis.plot(ranks, [base * n / ranks[0] for n in ranks], ls="--", color="gray", label="proportional")
     axis.plot(ranks, [statistics.fmean(speed[n]) for n in ranks], marker="o", label="measured (mean of runs)")
     for n in ranks:
         axis.plot([n] * len(speed[n]), speed[n], ls="", marker="_", ms=12, color="C0")
-    axis.set(xlabel="ranks", ylabel="tokens a second", xticks=ranks, title=members[0].device or "")
+    axis.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, title=members[0].device or "")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
@@ -165,7 +159,7 @@ def draw_scaling(members: list[Run], output: Path) -> None:
 
 
 def byte_shares(path: str) -> dict[str, int]:
-    """Bytes of each part of an artifact, which add up to the file. Raises UserError as train_gpt.read_artifact."""
+    """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be read."""
     blob = train_gpt.read_artifact(path)
     with train_gpt.reading_artifact(path):
         _, _, entries, start = train_gpt.open_artifact(blob)
@@ -176,7 +170,7 @@ def byte_shares(path: str) -> dict[str, int]:
 
 
 def draw_bytes(path: str, output: Path) -> None:
-    """A bar for each part of the artifact."""
+    """Draw a bar for each part of the artifact."""
     shares = dict(sorted(byte_shares(path).items(), key=lambda item: item[1]))
     total = sum(shares.values())
     figure, axis = plt.subplots(figsize=(8, 0.4 * len(shares) + 1.3), layout="constrained")
@@ -191,8 +185,8 @@ def draw_bytes(path: str, output: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="*", type=Path, help="text logs of runs")
-    parser.add_argument("--scaling", action="store_true", help="draw speed against ranks instead")
-    parser.add_argument("--artifact", help="draw an artifact's bytes instead")
+    parser.add_argument("--scaling", action="store_true", help="plot speed against ranks")
+    parser.add_argument("--artifact", help="plot the bytes of an artifact")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"))
     arguments = parser.parse_args()
     if bool(arguments.logs) == bool(arguments.artifact):
@@ -203,7 +197,8 @@ def main() -> None:
                 draw_bytes(arguments.artifact, arguments.output)
             else:
                 members = [runs.read_run(path) for path in arguments.logs]
-                (draw_scaling if arguments.scaling else draw_runs)(members, arguments.output)
+                draw = draw_scaling if arguments.scaling else draw_runs
+                draw(members, arguments.output)
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"drawn: {arguments.output}")

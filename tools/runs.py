@@ -1,8 +1,8 @@
-"""Runs as their logs tell them: ours, and those of the published scripts of the challenge.
+"""Read the text logs of runs: ours and those of the challenge's published scripts.
 
-Everything the tools of this folder know about a run comes from its text log (logs/<RUN_ID>.txt, in a record's folder
-train_seed<N>.log) by `read_run`. Both dialects of the field are read: `step:200/9000 train_loss:2.43 train_time:16305ms`
-with `..._exact val_loss:... val_bpb:...` (#399 and what it descends from) and `200/9000 train_loss: 2.43 train_time: 0.3m`.
+The tools get everything they know about a run from its text log (logs/<RUN_ID>.txt, or train_seed<N>.log in a
+submission) through `read_run`. Two formats are understood: `step:200/9000 train_loss:2.43 train_time:16305ms` with
+`..._exact val_loss:... val_bpb:...` (#399 and its relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
 """
 
 import dataclasses
@@ -18,11 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from train_gpt import Hyperparameters, UserError
 
-RULER = "=" * 100  # between the source at the head of a log and the rest
-# What makes two runs different experiments. Published logs list other things in the same lines; they do not count.
-CONFIGURATION = {field.name.upper() for field in dataclasses.fields(Hyperparameters)} - {"SEED", "RUN_ID"} | {
-    "WORLD_SIZE"
-}
+RULER = "=" * 100  # separates the source at the top of a log from the rest
+# Runs that differ in one of these are different experiments. Published logs list other names too; those are ignored.
+KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
+CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?=train_loss|val_loss)(.*)")
@@ -34,17 +33,17 @@ SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
 
 class Point(NamedTuple):
-    """One line of a log about one step."""
+    """One logged step."""
 
     step: int
-    seconds: float | None  # of training; some logs do not tell
+    seconds: float | None  # of training; some logs do not contain it
     fields: dict[str, float]
 
 
 class Score(NamedTuple):
-    """A final score: nats a token, bits a byte, and how long it took, if the log tells."""
+    """A final score. `seconds`, `tokens` and `nbytes` are None if the log does not contain them."""
 
-    loss: float
+    loss: float  # nats per token
     bpb: float
     seconds: float | None
     tokens: int | None
@@ -53,12 +52,12 @@ class Score(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one log says; None where it says nothing."""
+    """The contents of one log. A field is None if the log does not contain it."""
 
     path: Path
-    source: bytes | None  # of the script, if the log begins with it
-    settings: dict[str, str]  # knobs by their names as variables; of published logs, whatever they list
-    changed: tuple[str, ...]  # knobs that differ from the defaults, where the log marks them
+    source: bytes | None  # readable source of the script
+    settings: dict[str, str]  # knobs by variable name; for published logs, everything they list
+    changed: tuple[str, ...]  # knobs that the log marks as different from the default
     started: str | None  # YYYY-MM-DDTHH:MM:SSZ
     versions: dict[str, str]
     device: str | None
@@ -67,8 +66,8 @@ class Run:
     val: list[Point]
     steps: int | None
     train_seconds: float | None
-    resumed: int  # how often it was stopped and went on
-    scores: dict[str, Score]  # by name, in the order of the log
+    resumed: int  # how many times the run was resumed
+    scores: dict[str, Score]  # by name, in log order
     model_bytes: int | None
     code_bytes: int | None
     total_bytes: int | None
@@ -80,83 +79,68 @@ class Run:
 
     @property
     def configuration(self) -> dict[str, str]:
-        """The knobs that make it another experiment."""
+        """The settings that define the experiment."""
         return {name: value for name, value in self.settings.items() if name in CONFIGURATION}
 
     @property
     def score_name(self) -> str | None:
-        """Which score counts: test-time training, else sliding windows, else windows side by side, of the artifact."""
-        counting = [
+        """The name of the score that counts: test-time training, else sliding window, else the round trip."""
+        names = [
             name
             for name in self.scores
             if not is_before_export(name) and "partial" not in name and "diagnostic" not in name.lower()
         ]
-        return next((name for part in ("ttt", "sliding", "") for name in reversed(counting) if part in name), None)
+        for part in ("ttt", "sliding", ""):
+            for name in reversed(names):
+                if part in name:
+                    return name
+        return None
 
     @property
     def score(self) -> Score:
-        """The score that counts. Raises UserError if the run did not come to it."""
+        """The score that counts. Raises UserError if the run did not finish."""
         if self.score_name is None:
-            raise UserError(
-                f"{self.path} has no final score: the run did not come to its end; start it again or leave the log out"
-            )
+            raise UserError(f"{self.path} has no final score: the run did not finish; run it again or leave it out")
         return self.scores[self.score_name]
 
     @property
     def before_export(self) -> Score | None:
-        """The weights before they were quantised."""
+        """The score of the weights before quantisation."""
         return next((score for name, score in self.scores.items() if is_before_export(name)), None)
 
     @property
     def after_export(self) -> Score | None:
-        """The artifact, in windows side by side."""
-        return next(
-            (score for name, score in self.scores.items() if "roundtrip" in name or name == "diagnostic quantized"),
-            None,
-        )
+        """The score of the artifact with non-overlapping windows."""
+        for name, score in self.scores.items():
+            if "roundtrip" in name or name == "diagnostic quantized":
+                return score
+        return None
 
     @property
     def step_ms(self) -> float | None:
-        """Mean milliseconds of a step."""
+        """Mean milliseconds per step."""
         return 1000 * self.train_seconds / self.steps if self.steps and self.train_seconds else None
 
 
 def is_before_export(name: str) -> bool:
-    """Whether a score is of weights that were not quantised yet."""
+    """Whether the score of this name is of weights before quantisation."""
     return any(part in name.lower() for part in ("average", "post_ema", "post-ema", "pre-quant", "prequant"))
 
 
 def read_run(path: Path) -> Run:
-    """The run of a text log. Raises UserError if there is none in it, or more than one."""
-    try:
-        blob = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}; give the text log of a run, logs/<RUN_ID>.txt"
-        ) from error
-    if path.suffix in (".jsonl", ".json"):
-        raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} beside it")
-    head, ruler, rest = blob.partition(f"\n{RULER}\n".encode())
-    source, lines = (head if ruler else None), (rest if ruler else blob).decode("utf-8", errors="replace").splitlines()
-    if RULER in lines:  # nanogpt's way: source, ruler, versions, ruler
-        lines = [line for line in lines if line != RULER]
+    """The run in a text log. Raises UserError if the log contains no run or several."""
+    source, lines = _read_lines(path)
+    text = "\n".join(lines)
     train, val = _points(path, lines)
     scores = _scores(lines)
     if not train and not val and not scores:
-        raise UserError(
-            f"{path} has neither steps nor scores: give the text log of a run, logs/<RUN_ID>.txt or train_seed<N>.log"
-        )
+        raise UserError(f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log")
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
-    seconds += [
-        float(value) / 1000
-        for value in re.findall(r"^(?:stopping_early|gptq): .*train_time: ?([\d.]+)ms", "\n".join(lines), re.M)
-    ]
-    find = functools.partial(_find, "\n".join(lines))
-    total = re.findall(r"^Total submission size([^:\n]*): (\d+) bytes", "\n".join(lines), re.M)
-    model = re.findall(r"^Serialized model ([^:\n]+): (\d+) bytes", "\n".join(lines), re.M)
-    code = re.findall(r"^Code size([^:\n]*): (\d+) bytes", "\n".join(lines), re.M)
+    ends = re.findall(r"^(?:stopping_early|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
+    seconds += [float(value) / 1000 for value in ends]
+    find = functools.partial(_find, text)
     return Run(
         path=path,
         source=source,
@@ -172,11 +156,26 @@ def read_run(path: Path) -> Run:
         steps=max(steps, default=None),
         train_seconds=max(seconds, default=None),
         scores=scores,
-        # Several sizes are the rule in published logs: the raw one first, then one for each coder; the last one counts.
-        model_bytes=_int(model[-1][1] if model else None),
-        code_bytes=_int(code[-1][1] if code else None),
-        total_bytes=_int(total[-1][1] if total else None),
+        model_bytes=_last_size(text, "Serialized model [^:\n]+"),
+        code_bytes=_last_size(text, "Code size[^:\n]*"),
+        total_bytes=_last_size(text, "Total submission size[^:\n]*"),
     )
+
+
+def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
+    """(source of the script if the log begins with it, the other lines)."""
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"cannot read {path}: {reason}; give the text log of a run, logs/<RUN_ID>.txt") from error
+    if path.suffix in (".jsonl", ".json"):
+        raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} instead")
+    head, ruler, rest = blob.partition(f"\n{RULER}\n".encode())
+    source, body = (head, rest) if ruler else (None, blob)
+    # nanogpt's logs have a second ruler, below the versions.
+    lines = [line for line in body.decode("utf-8", errors="replace").splitlines() if line != RULER]
+    return source, lines
 
 
 def _find(text: str, pattern: str) -> str | None:
@@ -188,13 +187,19 @@ def _int(text: str | None) -> int | None:
     return None if text is None else int(text)
 
 
+def _last_size(text: str, what: str) -> int | None:
+    """The size on the last of these lines: published logs give the raw size first, then one per coder."""
+    found = re.findall(rf"^{what}: (\d+) bytes", text, re.M)
+    return int(found[-1]) if found else None
+
+
 def _fields(text: str) -> dict[str, float]:
-    """The key:value pairs of a line; times in seconds."""
+    """The key:value pairs of a line, times in seconds."""
     return {key: round(float(value) * SECONDS[unit or None], 9) for key, value, unit in FIELD.findall(text)}
 
 
 def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
-    """Steps of training and of validation, in order. What a resumed run has done twice counts as it was done last."""
+    """Training steps and validation steps, in order. If a resumed run repeats a step, the last entry counts."""
     found: dict[str, dict[int, Point]] = {"train_loss": {}, "val_loss": {}}
     last = -1
     for line in lines:
@@ -205,24 +210,24 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
                     del points[later]
         if not (match := STEP.match(line)):
             continue
-        step, fields = int(match[1]), _fields(match[3])
-        kind = "train_loss" if "train_loss" in fields else "val_loss"
+        step = int(match[1])
+        fields = _fields(match[3])
         if step < last:
-            raise UserError(
-                f"{path} holds several runs, one after the other (step {step} follows {last}): give a log of its own to each"
-            )
+            raise UserError(f"{path} holds several runs (step {step} follows step {last}): give each run its own log")
         last = step
+        kind = "train_loss" if "train_loss" in fields else "val_loss"
         found[kind][step] = Point(step, fields.get("train_time"), fields)
     return list(found["train_loss"].values()), list(found["val_loss"].values())
 
 
 def _scores(lines: list[str]) -> dict[str, Score]:
-    """Final scores. A line for people and one with all digits are one score; both may know its time."""
+    """Final scores. A rounded line and an `_exact` line are one score; either may contain the time."""
     scores: dict[str, Score] = {}
     for line in lines:
         if match := SCORE.match(line):
             name, loss, bpb, rest = match.groups()
-            name, fields = name.strip(), _fields(rest)
+            name = name.strip()
+            fields = _fields(rest)
             seconds = fields.get("eval_time", scores[name].seconds if name in scores else None)
             tokens, nbytes = (int(fields[key]) if key in fields else None for key in ("val_tokens", "val_bytes"))
             scores[name] = Score(float(loss), float(bpb), seconds, tokens, nbytes)
@@ -230,7 +235,7 @@ def _scores(lines: list[str]) -> dict[str, Score]:
 
 
 def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Knobs, and which of them are marked as changed."""
+    """(knobs, names of those marked as changed)."""
     ours = [match.groups() for line in lines if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))]
     if ours:
         return {name: value for _, name, value in ours}, tuple(name for mark, name, _ in ours if mark == "*")
@@ -238,10 +243,12 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     for line in lines:
         if match := re.match(r"^  ([a-z]\w*): (.*)$", line):  # a list of hyperparameters
             found[match[1].upper()] = match[2]
-        elif (
-            not STEP.match(line) and not SCORE.match(line) and re.fullmatch(r"(\w+:\S+ )*\w+:\S+", line)
-        ):  # pairs end to end
-            found |= {key.upper(): value for key, value in (pair.split(":", 1) for pair in line.split())}
+        elif STEP.match(line) or SCORE.match(line):
+            continue
+        elif re.fullmatch(r"(\w+:\S+ )*\w+:\S+", line):  # "name:value name:value"
+            for pair in line.split():
+                key, _, value = pair.partition(":")
+                found[key.upper()] = value
     return found, ()
 
 
@@ -255,92 +262,87 @@ def _versions(lines: list[str]) -> dict[str, str]:
 
 
 def read_group(text: str) -> list[Run]:
-    """The runs of a group: a folder with logs in it, a log, or a pattern; several of them with commas between.
+    """The runs of a group: a folder of logs, a log, a pattern, or several of these separated by commas.
 
-    Raises UserError if there are none, if two have the same seed, or if they are not of one configuration.
+    Raises UserError if there are none, if a seed occurs twice, or if they have different configurations.
     """
-    paths: list[Path] = []
-    for part in text.split(","):
-        found = [Path(part)]
-        if Path(part).is_dir():
-            found = sorted(
-                path
-                for path in Path(part).iterdir()
-                if path.suffix == ".log" or (path.suffix == ".txt" and path.name != "requirements.txt")
-            )
-        elif any(char in part for char in "*?["):
-            found = [Path(name) for name in sorted(glob.glob(part)) if name.endswith((".txt", ".log"))]
-        if not found:
-            raise UserError(
-                f"there are no logs in {part}: give a folder of logs, a log, or a pattern such as 'logs/base_*.txt'"
-            )
-        paths += found
-    runs = [read_run(path) for path in paths]
-    for run in runs:
-        run.score  # noqa: B018  raises for a run that has none
-    if difference := differences(runs):
-        raise UserError(
-            f"the logs of {text} are not of one configuration: {difference}; compare configurations, not mixtures of them"
-        )
-    seeds = [run.seed for run in runs if run.seed is not None]
+    members = [read_run(path) for part in text.split(",") for path in _logs(part)]
+    for run in members:
+        run.score  # noqa: B018  raises if the run did not finish
+    if difference := differences(members):
+        raise UserError(f"the logs of {text} mix configurations: {difference}; give the logs of one configuration")
+    seeds = [run.seed for run in members if run.seed is not None]
     for seed in set(seeds):
         if seeds.count(seed) > 1:
-            raise UserError(
-                f"the logs of {text} have seed {seed} more than once: a run and its repetition are not two samples"
-            )
-    return runs
+            raise UserError(f"the logs of {text} have seed {seed} more than once; give one log per seed")
+    return members
 
 
-def differences(runs: list[Run]) -> str:
-    """What the runs do not have in common beside their seeds, in words; "" if nothing."""
-    for run in runs[1:]:
-        a, b = runs[0].configuration, run.configuration
+def _logs(part: str) -> list[Path]:
+    """The logs of a folder, pattern or path. Raises UserError if there are none."""
+    if Path(part).is_dir():
+        files = [path for path in sorted(Path(part).iterdir()) if path.name != "requirements.txt"]
+    elif any(char in part for char in "*?["):
+        files = [Path(name) for name in sorted(glob.glob(part))]
+    else:
+        return [Path(part)]
+    found = [path for path in files if path.suffix in (".log", ".txt")]
+    if not found:
+        raise UserError(f"there are no logs in {part}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'")
+    return found
+
+
+def differences(members: list[Run]) -> str:
+    """A description of how the runs differ beside their seeds, or "" if they do not."""
+    for run in members[1:]:
+        a, b = members[0].configuration, run.configuration
+        names = f"{members[0].path.name} and {run.path.name}"
         unlike = [
             f"{name}={a.get(name, 'not set')} and {b.get(name, 'not set')}"
             for name in sorted({*a, *b})
             if a.get(name) != b.get(name)
         ]
         if unlike:
-            return f"{runs[0].path.name} and {run.path.name} have {'; '.join(unlike[:4])}"
-        if runs[0].source is not None and run.source is not None and runs[0].source != run.source:
-            return f"{runs[0].path.name} and {run.path.name} begin with different scripts"
+            return f"{names} have {'; '.join(unlike[:4])}"
+        if None not in (members[0].source, run.source) and members[0].source != run.source:
+            return f"{names} begin with different scripts"
     return ""
 
 
 def mean_std(values: list[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation; that of one value is unknown."""
+    """(mean, sample standard deviation); the latter is None for a single value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def table(runs: list[Run], names: list[str] | None = None) -> str:
-    """One line a run, then mean and deviation: the columns that a competitor looks at."""
-    columns = [
-        ("steps", 7, ".0f", lambda run: run.steps),
-        ("ms/step", 9, ".2f", lambda run: run.step_ms),
-        ("before", 9, ".5f", lambda run: run.before_export and run.before_export.bpb),
-        ("after", 9, ".5f", lambda run: run.after_export and run.after_export.bpb),
-        ("score", 9, ".5f", lambda run: run.score.bpb),
-        ("bytes", 12, ",.0f", lambda run: run.total_bytes),
-        ("train s", 8, ".1f", lambda run: run.train_seconds),
-        ("eval s", 8, ".1f", lambda run: run.score.seconds),
-    ]
-    names = names or [run.path.stem for run in runs]
+COLUMNS = (  # title, width, format, how to read it
+    ("steps", 7, ".0f", lambda run: run.steps),
+    ("ms/step", 9, ".2f", lambda run: run.step_ms),
+    ("before", 9, ".5f", lambda run: run.before_export and run.before_export.bpb),
+    ("after", 9, ".5f", lambda run: run.after_export and run.after_export.bpb),
+    ("score", 9, ".5f", lambda run: run.score.bpb),
+    ("bytes", 12, ",.0f", lambda run: run.total_bytes),
+    ("train s", 8, ".1f", lambda run: run.train_seconds),
+    ("eval s", 8, ".1f", lambda run: run.score.seconds),
+)
+
+
+def table(members: list[Run], names: list[str] | None = None) -> str:
+    """One line per run, then their mean and standard deviation."""
+    names = names or [run.path.stem for run in members]
     width = max(map(len, (*names, "mean")))
-    cell = lambda value, size, form: f"{'-' if value is None else format(value, form):>{size}}"  # noqa: E731
-    lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in columns)]
-    rows = [[read(run) for *_, read in columns] for run in runs]
-    for name, row in zip(names, rows, strict=True):
-        lines.append(
-            f"{name:{width}}"
-            + "".join(cell(value, size, form) for value, (_, size, form, _) in zip(row, columns, strict=True))
-        )
-    if len(runs) > 1:
-        stats = [mean_std(list(column)) if None not in column else (None, None) for column in zip(*rows, strict=True)]
-        for name, which in (("mean", 0), ("std", 1)):
-            lines.append(
-                f"{name:{width}}"
-                + "".join(
-                    cell(pair[which], size, form) for pair, (_, size, form, _) in zip(stats, columns, strict=True)
-                )
-            )
-    return "\n".join([*lines, f"{'n':{width}}{len(runs):>7}"])
+
+    def line(name: str, row: list[float | None]) -> str:
+        cells = [
+            f"{'-' if value is None else format(value, form):>{size}}"
+            for value, (_, size, form, _) in zip(row, COLUMNS, strict=True)
+        ]
+        return f"{name:{width}}" + "".join(cells)
+
+    rows = [[read(run) for *_, read in COLUMNS] for run in members]
+    lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in COLUMNS)]
+    lines += [line(name, row) for name, row in zip(names, rows, strict=True)]
+    if len(members) > 1:
+        stats = [(None, None) if None in column else mean_std(list(column)) for column in zip(*rows, strict=True)]
+        lines.append(line("mean", [mean for mean, _ in stats]))
+        lines.append(line("std", [std for _, std in stats]))
+    return "\n".join([*lines, f"{'n':{width}}{len(members):>7}"])
