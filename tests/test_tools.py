@@ -1,6 +1,7 @@
-"""The tools of records/: sweeps, logs of both dialects, significance, submission folders and what a reviewer says of them."""
+"""tools/: sweeps, logs in both formats, significance, submission folders and their check, ablations, plots."""
 
 import argparse
+import bz2
 import json
 import math
 import re
@@ -24,6 +25,7 @@ import ablate
 import check_record
 import compare
 import make_record
+import pack_code
 import plot
 import runs
 import sweep
@@ -49,7 +51,7 @@ def knobs(data):
 
 @pytest.fixture(scope="module")
 def swept(knobs, tmp_path_factory):
-    """A finished sweep of two rates with two seeds: (folder, what it said)."""
+    """A finished sweep of two learning rates with two seeds: (folder, its output)."""
     folder = tmp_path_factory.mktemp("sweep")
     result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -64,22 +66,21 @@ def logs_of(swept, rate: str = "0.025") -> list[Path]:
 
 
 def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
-    folder, said = swept
+    folder, output = swept
     names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
-    assert sorted(p.name for p in (folder / "logs").iterdir()) == sorted(
-        f"{n}{suffix}" for n in names for suffix in (".txt", ".jsonl", ".int6.xz")
-    )
-    table = said[said.index("\nMATRIX_LR=0.025\n") :]
+    expected = sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz"))
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == expected
+    table = output[output.index("\nMATRIX_LR=0.025\n") :]
     found = [runs.read_run(path) for path in logs_of(swept)]
     for row in found:
         line = next(line for line in table.splitlines() if line.startswith(f"seed {row.seed} "))
-        assert f"{row.score.bpb:.5f}" in line and f"{row.total_bytes:,}" in line and f"{row.step_ms:.2f}" in line
+        assert f"{row.score.bpb:.5f}" in line
+        assert f"{row.total_bytes:,}" in line
+        assert f"{row.step_ms:.2f}" in line
     mean, std = np.mean([r.score.bpb for r in found]), np.std([r.score.bpb for r in found], ddof=1)
-    assert (
-        re.search(rf"^mean .* {mean:.5f} ", table, re.M)
-        and re.search(rf"^std .* {std:.5f} ", table, re.M)
-        and re.search(r"^n +2$", table, re.M)
-    )
+    assert re.search(rf"^mean .* {mean:.5f} ", table, re.M)
+    assert re.search(rf"^std .* {std:.5f} ", table, re.M)
+    assert re.search(r"^n +2$", table, re.M)
 
 
 def test_an_artifact_is_kept_for_each_run(swept):
@@ -96,28 +97,28 @@ def test_sweep_does_not_repeat_what_is_done(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     cut = folder / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
     whole = cut.read_text()
-    cut.write_text(whole[: whole.index("final_average_exact")])  # as a killed run leaves it
+    cut.write_text(whole[: whole.index("final_average_exact")])  # as if the run had been killed
     others = {p: p.stat().st_mtime_ns for p in folder.glob("logs/*.txt") if p != cut}
     result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
-    assert result.returncode == 0 and result.stdout.count("is done already") == 3, result.stderr
-    assert {p: p.stat().st_mtime_ns for p in others} == others and "final_int6_sliding_window_exact" in cut.read_text()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("is done already") == 3
+    assert {p: p.stat().st_mtime_ns for p in others} == others
+    assert "final_int6_sliding_window_exact" in cut.read_text()
 
 
 def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"}, folder)
-    assert (
-        result.returncode == 1
-        and "another configuration (ITERATIONS=12, now 10)" in result.stderr
-        and "RUN_ID" in result.stderr
-    )
+    assert result.returncode == 1
+    assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
+    assert "RUN_ID" in result.stderr
     changed = logs_of((folder, ""))[0]
     changed.write_text("# changed\n" + changed.read_text())
     assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
 
 
 def test_an_oversized_run_is_not_done(swept, knobs, monkeypatch):
-    """It ended with an error after its scores: the table of the next sweep must not take it for a result."""
+    """It ended with an error after its scores, so a sweep must not count it as a result."""
     monkeypatch.chdir(swept[0])
     variables = {**knobs, "MATRIX_LR": "0.025", "SEED": "1", "RUN_ID": "t_MATRIX_LR=0.025_seed1"}
     assert sweep.finished(variables, variables["RUN_ID"]).seed == 1
@@ -142,17 +143,24 @@ def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, knobs, tmp_path):
     while "it runs" not in said:
         said += process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # the terminal sends it to both
+    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # a terminal sends it to both
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "seed 1 " in out and re.search(r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out)
 
 
-def test_sweep_errors(env):
-    for variables, part in (({"GRID": "MATRIX_LRR=1"}, "GRID has 'MATRIX_LRR=1'"), ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
-                            ({"SEEDS": "1 1"}, "names a seed twice"), ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple")):  # fmt: skip
-        with pytest.raises(UserError, match=re.escape(part)):
-            sweep.plan({**env(), **variables})
+@pytest.mark.parametrize(
+    "variables, part",
+    [
+        ({"GRID": "MATRIX_LRR=1"}, "GRID has 'MATRIX_LRR=1'"),
+        ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
+        ({"SEEDS": "1 1"}, "names a seed twice"),
+        ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple"),
+    ],
+)
+def test_sweep_errors(env, variables, part):
+    with pytest.raises(UserError, match=re.escape(part)):
+        sweep.plan({**env(), **variables})
 
 
 # Logs
@@ -210,17 +218,13 @@ def written(folder: Path, text: str, name: str = "train_seed42.log") -> Path:
 def test_published_logs_are_read(tmp_path):
     found = runs.read_run(written(tmp_path, PUBLISHED))
     assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 7179, 600.128)
-    assert (
-        found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None)
-        and found.score_name == "final_int6_sliding_window"
-    )
+    assert found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None)
+    assert found.score_name == "final_int6_sliding_window"
     assert (found.before_export.bpb, found.after_export.bpb) == (1.1369, 1.14518023)
     assert (found.code_bytes, found.model_bytes, found.total_bytes) == (89458, 15887928, 15977386)
-    assert (
-        found.train[-1].seconds == pytest.approx(584.853)
-        and found.val[0].fields["val_bpb"] == 4.1046
-        and found.configuration["ITERATIONS"] == "9000"
-    )
+    assert found.train[-1].seconds == pytest.approx(584.853)
+    assert found.val[0].fields["val_bpb"] == 4.1046
+    assert found.configuration["ITERATIONS"] == "9000"
     learning = runs.read_run(written(tmp_path, PUBLISHED + LEGAL))
     assert learning.score == runs.Score(1.88976776, 1.11922988, 410.268, None, None)
 
@@ -229,73 +233,59 @@ def test_later_published_logs_are_read(tmp_path):
     found = runs.read_run(written(tmp_path, LATER))
     assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 4945, 599.592)
     assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
-    assert (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"]) == (
-        1.06395844,
-        1.07254371,
-        1.0756,
-    )
+    bits = (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"])
+    assert bits == (1.06395844, 1.07254371, 1.0756)
     assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (31999, 15897259, 540.0)
     assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
 
 
 def test_scores_of_baselines_with_their_stride_in_the_middle(tmp_path):
     text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\nfinal_quant_roundtrip_exact val_loss:2.01 val_bpb:1.195\n"
-    found = runs.read_run(
-        written(tmp_path, text + "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n")
-    )
-    assert found.score.bpb == 1.16184369 and found.after_export.bpb == 1.195
+    sliding = "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n"
+    found = runs.read_run(written(tmp_path, text + sliding))
+    assert found.score.bpb == 1.16184369
+    assert found.after_export.bpb == 1.195
 
 
 def test_our_log_is_read_whole(swept):
     path = logs_of(swept)[0]
-    found, events = (
-        runs.read_run(path),
-        [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()],
-    )
+    found = runs.read_run(path)
+    events = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
     last, artifact = events[-1], next(event for event in events if event["event"] == "artifact")
-    assert found.source == (ROOT / "train_gpt.py").read_bytes() and found.ranks == 1 and found.device.startswith("CPU")
-    assert found.started == events[0]["started"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
-    assert found.score == pytest.approx(
-        (last["val_loss"], last["val_bpb"], last["eval_seconds"], last["val_tokens"], last["val_bytes"]), abs=1e-3
-    )
+    assert found.source == (ROOT / "train_gpt.py").read_bytes()
+    assert found.ranks == 1
+    assert found.device.startswith("CPU")
+    assert found.started == events[0]["started"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
+    names = ("val_loss", "val_bpb", "eval_seconds", "val_tokens", "val_bytes")
+    assert found.score == pytest.approx(tuple(last[name] for name in names), abs=1e-3)
     assert (found.model_bytes, found.code_bytes) == (artifact["model_bytes"], artifact["code_bytes"])
-    assert found.settings["NUM_LAYERS"] == "3" and "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
-    assert [p.step for p in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12] and [p.step for p in found.val] == [
-        0,
-        4,
-        8,
-        12,
-    ]
-    assert (
-        found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0]
-        and "constriction" in found.versions
-    )
+    assert found.settings["NUM_LAYERS"] == "3"
+    assert "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
+    assert [point.step for point in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]
+    assert [point.step for point in found.val] == [0, 4, 8, 12]
+    assert found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0]
+    assert "constriction" in found.versions
 
 
-def test_steps_that_a_resumed_run_did_not_come_to_again_do_not_count(tmp_path):
-    lines = [
-        f"step:{step}/9 train_loss:{loss} train_time:{step}00ms"
-        for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0))
-    ]
-    again = [
-        "resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001",
-        "step:2/9 train_loss:4.5 train_time:210ms",
-    ]
-    found = runs.read_run(written(tmp_path, "\n".join([*lines, *again])))
-    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)] and (
-        found.steps,
-        found.resumed,
-    ) == (2, 1)
+def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
+    losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}
+    lines = [f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()]
+    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001")
+    lines.append("step:2/9 train_loss:4.5 train_time:210ms")
+    found = runs.read_run(written(tmp_path, "\n".join(lines)))
+    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)]
+    assert (found.steps, found.resumed) == (2, 1)
 
 
-def test_what_is_no_single_run_is_refused(tmp_path):
+def test_what_is_not_a_single_run_is_refused(tmp_path):
     for text, part in ((PUBLISHED + PUBLISHED, "holds several runs"), ("hello\n", "neither steps nor scores")):
         with pytest.raises(UserError, match=part):
             runs.read_run(written(tmp_path, text))
-    with pytest.raises(UserError, match="did not come to its end"):
+    with pytest.raises(UserError, match="did not finish"):
         _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
-    for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt beside it")):
-        (tmp_path / "x.jsonl").write_text("{}")
+    (tmp_path / "x.jsonl").write_text("{}")
+    for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
         with pytest.raises(UserError, match=part):
             runs.read_run(tmp_path / name)
 
@@ -304,12 +294,11 @@ def test_what_is_no_single_run_is_refused(tmp_path):
 
 
 def group(folder: Path, values: dict[int, float], rate: float = 1.7, step: float = 83.0, text: str = PUBLISHED) -> list:
-    """Published-looking logs with these losses by seed."""
+    """Logs that look published, with these losses by seed."""
     for seed, loss in values.items():
-        log = text.replace("seed:42", f"seed:{seed}").replace(
-            "1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}"
-        )
-        written(folder, log.replace("600128", f"{step * 7179 + 99 * seed:.0f}"), f"train_seed{seed}.log")
+        log = text.replace("seed:42", f"seed:{seed}").replace("600128", f"{step * 7179 + 99 * seed:.0f}")
+        log = log.replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
+        written(folder, log, f"train_seed{seed}.log")
     return runs.read_group(str(folder))
 
 
@@ -322,19 +311,21 @@ def test_welch_is_the_textbook_one(tmp_path):
     least = compare.smallest(a, b, 0.005)
     shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
     assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), "the smallest gain is just significant"
-    assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(0.5 - np.arctan(21) / np.pi), (
-        "t with one degree of freedom is Cauchy's"
-    )
+    cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
+    assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
     assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
 
 
-@pytest.mark.parametrize("losses, counts, part", [
-    ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
-    ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
-    ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
-    ({1: 1.880, 2: 1.9, 3: 1.886}, False, "run more seeds"),
-    ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "losses, counts, part",
+    [
+        ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
+        ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
+        ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "run more seeds"),
+        ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
+    ],
+)
 def test_the_rule_for_records(tmp_path, losses, counts, part):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
     assert compare.verdict(a, b, speed=False)[0] is counts
@@ -346,40 +337,37 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
 def test_the_rule_for_speed(tmp_path):
     a = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999})
     faster = group(tmp_path / "b", {1: 1.9, 2: 1.9002, 3: 1.9}, step=80.0)
-    assert (
-        compare.verdict(a, faster, speed=True) == (True, compare.verdict(a, faster, speed=True)[1])
-        and "waived" in compare.verdict(a, faster, True)[1]
-    )
-    assert not compare.verdict(a, faster, speed=False)[0] and not compare.verdict(faster, a, speed=True)[0]
+    counts, why = compare.verdict(a, faster, speed=True)
+    assert counts and "waived" in why
+    assert not compare.verdict(a, faster, speed=False)[0]
+    assert not compare.verdict(faster, a, speed=True)[0]
     worse = group(tmp_path / "c", {1: 1.91, 2: 1.9102, 3: 1.9101}, step=80.0)
     assert "the loss is worse by 0.0101" in compare.verdict(a, worse, speed=True)[1]
 
 
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7), group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
-    of_a, of_b, remark = compare.losses(a, b)
-    assert (
-        of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
-        and of_b == [2.4, 2.41]
-        and "other tokens" in remark
-    )
+    of_a, of_b, note = compare.losses(a, b)
+    assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
+    assert of_b == [2.4, 2.41]
+    assert "tokenizers differ" in note
 
 
-def test_groups_that_are_none(tmp_path, swept):
-    mixed = ",".join(str(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)[:1])
+def test_groups_that_cannot_be_compared(tmp_path, swept):
+    first = logs_of(swept)[0]
+    mixed = ",".join(str(logs_of(swept, rate)[0]) for rate in ("0.005", "0.025"))
     with pytest.raises(UserError, match=r"MATRIX_LR=0.005 and 0.025"):
         runs.read_group(mixed)
     with pytest.raises(UserError, match="seed 1 more than once"):
-        runs.read_group(f"{logs_of(swept)[0]},{logs_of(swept)[0]}")
+        runs.read_group(f"{first},{first}")
     with pytest.raises(UserError, match="there are no logs in"):
         runs.read_group(str(tmp_path / "no*"))
-    cut = written(tmp_path / "cut", PUBLISHED[: PUBLISHED.index("DIAG")])
-    with pytest.raises(UserError, match="did not come to its end"):
-        runs.read_group(str(cut))
-    text = (tmp_path / "other.txt", logs_of(swept)[1].read_text())
-    text[0].write_text(re.sub(r"val_tokens:\d+", "val_tokens:77", text[1]))
+    unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
+    with pytest.raises(UserError, match="did not finish"):
+        runs.read_group(str(unfinished))
+    other = written(tmp_path, re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()), "other.txt")
     with pytest.raises(UserError, match="were scored on 77 and"):
-        compare.losses(runs.read_group(str(logs_of(swept)[0])), runs.read_group(str(text[0])))
+        compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
 
 
 # Submission folders
@@ -387,27 +375,15 @@ def test_groups_that_are_none(tmp_path, swept):
 
 @pytest.fixture
 def made(swept, tmp_path):
-    """A function: a submission folder made of the sweep's logs, its README filled in."""
+    """A function: a submission folder made from the sweep's logs, with its README filled in."""
 
     def make(*options: str, track: str = "non_record_16mb", change=lambda text: text) -> Path:
-        sources = [written(tmp_path / "logs", change(path.read_text()), path.name) for path in logs_of(swept)]
-        arguments = [
-            "--track",
-            track,
-            "--name",
-            "A tiny, first one",
-            "--author",
-            "Ada",
-            "--blurb",
-            "Small.",
-            "--root",
-            tmp_path / "records",
-            *options,
-            *sources,
-        ]
-        result = run([ROOT / "tools" / "make_record.py", *arguments], {}, tmp_path)
+        logs = [written(tmp_path / "logs", change(path.read_text()), path.name) for path in logs_of(swept)]
+        about = ["--track", track, "--name", "A tiny, first one", "--author", "Ada", "--blurb", "Small."]
+        command = [ROOT / "tools" / "make_record.py", *about, "--root", tmp_path / "records", *options, *logs]
+        result = run(command, {}, tmp_path)
         assert result.returncode == 0, result.stderr
-        folder = next((tmp_path / "records" / track).iterdir())
+        folder = next((tmp_path / "records" / f"track_{track}").iterdir())
         (folder / "README.md").write_text(re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text()))
         return folder
 
@@ -426,35 +402,28 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     return result.returncode, lines
 
 
+FILES = ["README.md", "requirements.txt", "submission.json", "train_gpt.py", "train_seed1.log", "train_seed2.log"]
+
+
 def test_a_folder_has_everything_from_the_logs(made, swept):
     folder = made()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_A_tiny_first_one", folder.name)
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "README.md",
-        "requirements.txt",
-        "submission.json",
-        "train_gpt.py",
-        "train_seed1.log",
-        "train_seed2.log",
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == FILES
     assert (folder / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
-    found, said = [runs.read_run(path) for path in logs_of(swept)], json.loads((folder / "submission.json").read_text())
-    assert said["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
-    assert said["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
-    assert said["val_bpb_std"] == pytest.approx(np.std([r.score.bpb for r in found], ddof=1), abs=1e-8)
-    assert (
-        said["seeds"] == [1, 2]
-        and said["bytes_total"] == max(r.total_bytes for r in found)
-        and said["github_id"] == "Ada"
-    )
-    assert said["seed_results"]["2"]["val_loss"] == found[1].score.loss and said["compliance"]["three_seeds"] is False
+    found = [runs.read_run(path) for path in logs_of(swept)]
+    given = json.loads((folder / "submission.json").read_text())
+    assert given["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
+    assert given["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
+    assert given["val_bpb_std"] == pytest.approx(np.std([r.score.bpb for r in found], ddof=1), abs=1e-8)
+    assert given["seeds"] == [1, 2]
+    assert given["bytes_total"] == max(r.total_bytes for r in found)
+    assert given["github_id"] == "Ada"
+    assert given["track"] == "non_record_16mb", "the folder is called track_..., the field is not"
+    assert given["seed_results"]["2"]["val_loss"] == found[1].score.loss
+    assert given["compliance"]["three_seeds"] is False
     text = (folder / "README.md").read_text()
-    assert (
-        f"**val_bpb {said['val_bpb']:.5f}**" in text
-        and "This is not a record" in text
-        and "NUM_LAYERS=3" in text
-        and "LATE_QAT=0" in text
-    )
+    for part in (f"**val_bpb {given['val_bpb']:.5f}**", "This is not a record", "NUM_LAYERS=3", "LATE_QAT=0"):
+        assert part in text
     assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in (folder / "requirements.txt").read_text()
 
 
@@ -465,31 +434,53 @@ def test_a_good_folder_passes(made, swept, data):
         folder, "--legality", "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
     )
     assert status == 0 and not lines["FAIL"], lines
-    assert [line for line in lines["n/a"] if "8xH100" in line and "a non-record" in line] and len(lines["n/a"]) == 2
-    assert any("C1 causal" in line for line in lines["ok"]) and any(
-        "gives the score again" in line for line in lines["ok"]
-    )
-    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".log") == [
-        "README.md",
-        "requirements.txt",
-        "submission.json",
-        "train_gpt.py",
-    ]
+    assert len(lines["n/a"]) == 2
+    assert any("8xH100" in line and "a non-record" in line for line in lines["n/a"])
+    assert any("C1 causal" in line for line in lines["ok"])
+    assert any("gives the score again" in line for line in lines["ok"])
+    assert sorted(p.name for p in folder.iterdir()) == FILES, "the check leaves nothing behind"
 
 
-def test_a_packed_folder_passes(made):
-    folder = made("--pack")
+def counted(size: int):
+    """A change of a log: as if the script that ran had so many bytes."""
+
+    def change(text: str) -> str:
+        code, model = (int(re.search(rf"^{name}: (\d+) b", text, re.M)[1]) for name in ("Code size", SERIALIZED))
+        text = text.replace(f"Code size: {code} bytes", f"Code size: {size} bytes")
+        return re.sub(r"^(Total submission size.*): \d+ bytes", rf"\1: {model + size} bytes", text, flags=re.M)
+
+    return change
+
+
+SERIALIZED = r"Serialized model [^:]+"
+
+
+def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch):
     source = (ROOT / "train_gpt.py").read_bytes()
-    assert (folder / "train_gpt.readable.py").read_bytes() == source and (
-        folder / "train_gpt.py"
-    ).read_bytes() == train_gpt.pack_code(source)
-    assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(train_gpt.pack_code(source))
+    packed = pack_code.pack(source)
+    folder = made(change=counted(len(packed)))
+    assert (folder / "train_gpt.py").read_bytes() == packed
+    assert (folder / "train_gpt.readable.py").read_bytes() == source
+    assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(packed)
     status, lines = checked(folder)
     assert status == 0, lines
+    assert any("is the script that the logs show" in line for line in lines["ok"])
+    shutil.rmtree(folder)
+    # Another version of the compressor gives another size.
+    monkeypatch.setitem(pack_code.COMPRESS, "bz2", lambda source: bz2.compress(source, 1))
+    other = pack_code.pack(source)
+    assert len(other) != len(packed)
+    (tmp_path / "other.py").write_bytes(other)
+    with pytest.raises(AssertionError, match="give the file that ran with --script"):
+        made(change=counted(len(other)))
+    with pytest.raises(AssertionError, match="other.py is not the script that ran"):
+        made("--script", tmp_path / "other.py", change=counted(len(packed)))
+    folder = made("--script", tmp_path / "other.py", change=counted(len(other)))
+    assert (folder / "train_gpt.py").read_bytes() == other
 
 
 def as_record(text: str) -> str:
-    """The log as it would be on the challenge's machine."""
+    """The log as if from the challenge's machine."""
     return re.sub(
         r"^runtime: ranks:1 device:.*?(?= compute)", "runtime: ranks:8 device:NVIDIA H100 80GB HBM3", text, flags=re.M
     )
@@ -498,7 +489,8 @@ def as_record(text: str) -> str:
 def test_a_record_needs_its_machine_and_its_significance(made, tmp_path):
     folder = made(track="10min_16mb", change=as_record)
     status, lines = checked(folder, "--against", folder)
-    assert status == 1 and len(lines["FAIL"]) == 1 and "0.005 nats" in lines["FAIL"][0], lines
+    assert status == 1 and len(lines["FAIL"]) == 1, lines
+    assert "0.005 nats" in lines["FAIL"][0]
     assert "n/a   a record" in "".join(checked(folder)[1]["n/a"])
 
 
@@ -517,8 +509,8 @@ def remove(name: str):
 
 
 def swap_loss(folder: Path) -> None:
-    said = json.loads((folder / "submission.json").read_text())
-    (folder / "submission.json").write_text(json.dumps(said | {"val_loss": said["val_bpb"]}))
+    given = json.loads((folder / "submission.json").read_text())
+    (folder / "submission.json").write_text(json.dumps(given | {"val_loss": given["val_bpb"]}))
 
 
 def fatten(folder: Path) -> None:
@@ -527,55 +519,84 @@ def fatten(folder: Path) -> None:
         file.write("#" * (15_999_000 - (folder / "train_gpt.py").stat().st_size))
 
 
+def seed_twice(folder: Path) -> None:
+    shutil.copy(folder / "train_seed1.log", folder / "train_seed3.log")
+
+
+def without_logs(folder: Path) -> None:
+    for log in folder.glob("*.log"):
+        log.unlink()
+
+
+def damaged_packing(folder: Path) -> None:
+    (folder / "train_gpt.py").write_bytes(pack_code.pack(b"pass")[:-60])
+
+
+def edit_import(new: str):
+    return edit("train_gpt.py", r"^import argparse$", new)
+
+
+# fmt: off
 BROKEN = {
     "no readme": (remove("README.md"), "no README.md"),
     "no json": (remove("submission.json"), "no submission.json"),
-    "bad json": (edit("submission.json", r"\{", "{,"), "is no JSON"),
+    "bad json": (edit("submission.json", r"\{", "{,"), "is not JSON"),
     "no script": (remove("train_gpt.py"), "no train_gpt.py"),
-    "no logs": (lambda folder: [log.unlink() for log in folder.glob("*.log")], "no log"),
-    "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not come to its end"),
+    "no logs": (without_logs, "no log"),
+    "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not finish"),
     "no author": (edit("submission.json", r'"author": "Ada"', '"author": ""'), "without author"),
     "unfilled readme": (edit("README.md", "none", "(to fill: x)"), "still to fill"),
     "a wrong bpb": (edit("submission.json", r'"val_bpb": \d+\.\d', '"val_bpb": 0.9'), "val_bpb is"),
-    "bpb as loss": (swap_loss, "val_loss is nats a token"),
+    "bpb as loss": (swap_loss, "val_loss is nats per token"),
     "a wrong std": (edit("submission.json", r'"val_bpb_std": [\d.e-]+', '"val_bpb_std": 0.5'), "val_bpb_std is 0.5"),
     "a seed invented": (edit("submission.json", r'"seeds": \[\n *1', '"seeds": [\n 9'), "seeds are"),
-    "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, of which there is no log"),
-    "a seed's figure": (edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"),
+    "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, which has no log"),
+    "a seed's figure": (
+        edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"
+    ),
     "bytes wrong": (edit("submission.json", r'"bytes_total": \d+', '"bytes_total": 5'), "bytes_total is 5"),
     "code bytes wrong": (edit("submission.json", r'"bytes_code": \d+', '"bytes_code": 5'), "bytes_code is 5"),
-    "mixed settings": (edit("train_seed2.log", r"^\* MATRIX_LR=0\.025|^  MATRIX_LR=0\.025", "* MATRIX_LR=0.03"), "MATRIX_LR=0.025 and 0.03"),
-    "a seed twice": (lambda folder: shutil.copy(folder / "train_seed1.log", folder / "train_seed3.log"), "one is there twice"),
-    "other text": (edit("train_seed2.log", r"(final_int6_sl.*)val_tokens:\d+", r"\1val_tokens:99"), "tokens and bytes are"),
-    "another script": (edit("train_gpt.py", r"^import ast$", "import ast  # changed"), "begins with another one"),
+    "mixed settings": (
+        edit("train_seed2.log", r"^[* ] MATRIX_LR=0\.025", "* MATRIX_LR=0.03"), "MATRIX_LR=0.025 and 0.03"
+    ),
+    "a seed twice": (seed_twice, "one occurs twice"),
+    "other text": (
+        edit("train_seed2.log", r"(final_int6_sl.*)val_tokens:\d+", r"\1val_tokens:99"), "tokens and bytes are"
+    ),
+    "another script": (edit_import("import argparse  # changed"), "begins with another one"),
     "too large": (fatten, "too many"),
-    "trained too long": (edit("train_seed1.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 1: 600.00 s"),
-    "evaluated too long": (edit("train_seed1.log", r"(final_int6_sl.*)eval_time:\d+ms", r"\1eval_time:700000ms"), "seed 1: 700.00 s"),
-    "damaged packing": (lambda folder: (folder / "train_gpt.py").write_bytes(train_gpt.pack_code(b"pass")[:-60]), "cannot be unpacked"),
-    "no python": (edit("train_gpt.py", r"^import ast$", "import ast ast"), "invalid syntax"),
+    "trained too long": (
+        edit("train_seed1.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 1: 600.00 s"
+    ),
+    "evaluated too long": (
+        edit("train_seed1.log", r"(final_int6_sl.*)eval_time:\d+ms", r"\1eval_time:700000ms"), "seed 1: 700.00 s"
+    ),
+    "damaged packing": (damaged_packing, "train_gpt.py cannot be read: the packed script is incomplete"),
+    "no python": (edit_import("import argparse argparse"), "invalid syntax"),
     "no help": (edit("train_gpt.py", r"^    main\(\)$", '    sys.exit("error: no")'), "exit status 1: error: no"),
-    "an import": (edit("train_gpt.py", r"^import ast$", "import ast\nimport pytest"), "pytest is not in requirements.txt"),
-    "a network module": (edit("train_gpt.py", r"^import ast$", "import ast\nimport urllib.request"), "it imports urllib"),
-    "a secret": (edit("train_seed1.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"), "key or password"),
-}  # fmt: skip
+    "an import": (edit_import("import argparse\nimport pytest"), "pytest is not in requirements.txt"),
+    "a network module": (edit_import("import argparse\nimport urllib.request"), "it imports urllib"),
+    "a secret": (
+        edit("train_seed1.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"),
+        "key or password",
+    ),
+}
+# fmt: on
 
 
 def test_each_breakage_is_found(made, tmp_path, monkeypatch):
     good = made()
-    monkeypatch.setattr(
-        check_record, "starts", lambda folder, rule: check_record.Verdict("ok", rule, "")
-    )  # 3 s each; tried above and once below
+    starts = check_record.starts
     for name, (damage, part) in BROKEN.items():
-        folder = tmp_path / "broken" / "non_record_16mb" / good.name
+        # Starting the script takes seconds, so it is left out where it does not matter.
+        skipped = check_record.Verdict("ok", check_record.STARTS, "")
+        monkeypatch.setattr(check_record, "starts", starts if name == "no help" else lambda folder, line=skipped: line)
+        folder = tmp_path / "broken" / "track_non_record_16mb" / good.name
         shutil.copytree(good, folder)
         damage(folder)
-        if name == "no help":
-            monkeypatch.undo()
         found = [line for line in check_record.check(check_record.Folder(folder)) if line.status == "FAIL"]
         assert any(part in line.detail for line in found), (name, found)
         shutil.rmtree(folder)
-        if name == "no help":
-            monkeypatch.setattr(check_record, "starts", lambda folder, rule: check_record.Verdict("ok", rule, ""))
 
 
 def test_exit_status_of_a_broken_folder(made):
@@ -585,72 +606,88 @@ def test_exit_status_of_a_broken_folder(made):
     assert status == 1 and "no submission.json" in lines["FAIL"][0]
 
 
-def test_a_rescore_that_cheats_is_caught(made, swept, data):
+CHEATS = {
+    "import socket; socket.create_connection(('localhost', 9))": "makes a network call",
+    "open('/nowhere/fineweb_train_000000.bin')": "opens training data",
+}
+
+
+@pytest.mark.parametrize("line", CHEATS)
+def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
-    options = ("--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model")
-    for line, part in (("import socket; socket.create_connection(('localhost', 9))", "makes a network call"),
-                       ("open('/nowhere/fineweb_train_000000.bin')", "opens training data")):  # fmt: skip
-        folder = made(change=lambda text: text)
-        edit(
-            "train_gpt.py",
-            r"^        evaluate_only\(|^            evaluate_only\(",
-            f"            {line}\n            evaluate_only(",
-        )(folder)
-        assert any(part in text for text in checked(folder, *options)[1]["FAIL"])
-        shutil.rmtree(folder)
+    folder = made()
+    edit("train_gpt.py", r"^( +)evaluate_only\(", rf"\1{line}\n\1evaluate_only(")(folder)
+    status, lines = checked(
+        folder, "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
+    )
+    assert any(CHEATS[line] in text for text in lines["FAIL"])
 
 
 def test_make_refuses(made, swept, tmp_path):
     folder = made()
-    again = run([ROOT / "tools" / "make_record.py", "--track", "non_record_16mb", "--name", "A tiny, first one", "--author", "Ada", "--root",
-                 tmp_path / "records", *logs_of(swept)], {}, tmp_path)  # fmt: skip
-    assert again.returncode == 1 and f"{folder} is there already" in again.stderr
-    paths, given = logs_of(swept), dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
-    make = lambda *found: make_record.make([runs.read_run(path) for path in found], given, "t", tmp_path, False, None)  # noqa: E731
+    with pytest.raises(AssertionError, match="exists already"):
+        made()
+    assert folder.is_dir()
+    first, second = logs_of(swept)
+    other_rate = logs_of(swept, "0.005")[1]
     altered, other = (
-        written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt") for n, path in enumerate(paths)
+        written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt")
+        for n, path in enumerate((first, second))
     )
-    for found, part in (((paths[0], paths[0]), "each must tell a seed of its own"), ((paths[0], logs_of(swept, "0.005")[1]), "MATRIX_LR=0.025 and 0.005"),
-                        ((altered,), "the log was altered"), ((paths[0], other), "begin with different scripts"), ((written(tmp_path, PUBLISHED),), "does not begin with the script")):  # fmt: skip
+    cases = {
+        (first, first): "each log needs its own seed",
+        (first, other_rate): "MATRIX_LR=0.025 and 0.005",
+        (altered,): "the log was altered",
+        (first, other): "begin with different scripts",
+        (written(tmp_path, PUBLISHED),): "does not begin with the script",
+    }
+    given = dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
+    for logs, part in cases.items():
         with pytest.raises(UserError, match=part):
-            make(*found)
+            make_record.make([runs.read_run(path) for path in logs], given, "t", tmp_path, None, None)
 
 
-@pytest.mark.parametrize("log, said, parts", [
-    (PUBLISHED + LEGAL, {"val_bpb": 1.1192, "bytes_total": 15977386, "blurb": "x"}, ["ok    submission.json says what the logs say"]),
-    (PUBLISHED, {"val_loss": 1.1217, "val_bpb": 1.1217}, ["FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"]),
-    (LATER, {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42], "seed_results": {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}},
-     ["ok    evaluation takes at most 10 minutes: 508.8 s", "ok    submission.json says what the logs say"]),
-])  # fmt: skip
-def test_published_folders_get_sane_messages(tmp_path, log, said, parts):
-    """In the shape of merged folders: fewer fields, no requirements.txt, a script of another make, logs without their source."""
+AGREES = "ok    submission.json says what the logs say"
+BPB_AS_LOSS = "FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"
+SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
+
+
+@pytest.mark.parametrize(
+    "log, given, parts",
+    [
+        (PUBLISHED + LEGAL, {"val_bpb": 1.1192, "bytes_total": 15977386, "blurb": "x"}, [AGREES]),
+        (PUBLISHED, {"val_loss": 1.1217, "val_bpb": 1.1217}, [BPB_AS_LOSS]),
+        (
+            LATER,
+            {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42], "seed_results": SEED_42},
+            ["ok    evaluation takes at most 10 minutes: 508.8 s", AGREES],
+        ),
+    ],
+)
+def test_published_folders_get_sane_messages(tmp_path, log, given, parts):
+    """Like merged folders: fewer fields, no requirements.txt, another script, logs without source."""
     folder = tmp_path / "track_10min_16mb" / "2026-03-23_Someone"
     written(folder, log)
     code = runs.read_run(folder / "train_seed42.log").code_bytes
     script = "import glob\nimport numpy as np\nfrom flash_attn_interface import flash_attn_func\nimport torch\n"
     written(folder, script + "#" * (code - len(script)), "train_gpt.py")
     written(folder, "# A published record\n" + "text " * 60, "README.md")
-    written(
-        folder,
-        json.dumps({"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **said}),
-        "submission.json",
-    )
+    about = {"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **given}
+    written(folder, json.dumps(about), "submission.json")
     status, lines = checked(folder)
     text = "\n".join(line for kind in lines.values() for line in kind)
     for part in parts:
         assert part in text, text
     assert "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script" in text
-    assert (
-        "flash_attn_interface is not installed here" in text
-        and "ok    train_gpt.py imports what requirements.txt lists" in text
-    )
+    assert "flash_attn_interface is not installed here" in text
+    assert "ok    train_gpt.py imports what requirements.txt lists" in text
     slow = "FAIL  training takes at most 10 minutes: seed 42: 600.13 s"
     assert (slow in text) == (log is not LATER), "fault B20: the published system overran its clock"
     assert status == (1 if lines["FAIL"] else 0)
 
 
 def test_our_own_records_hold():
-    """Every folder under records/ as a reviewer sees it."""
+    """Every folder under records/ passes the check."""
     folders = sorted(path.parent for path in (ROOT / "records").glob("*/*/submission.json"))
     assert folders
     for path in folders:
@@ -658,19 +695,34 @@ def test_our_own_records_hold():
         assert not broken, (path, broken)
 
 
-# The ruler
+# Ablations
 
 
-def test_ablations_compare_with_the_base(knobs, data, tmp_path):
-    """Two seeds of a base and of a variant, the same bytes for both, also scored on other data; nothing is run twice."""
+ABLATE = ROOT / "tools" / "ablate.py"
+
+
+@pytest.fixture
+def ablate_twice(knobs, tmp_path):
+    """A function: run ablate.py twice, the second time on finished runs. Returns the two results."""
+    environment = {name: value for name, value in knobs.items() if name != "RUN_ID"} | {"EMA_ENABLED": "0"}
+
+    def go(*options):
+        command = [ABLATE, "--steps", 6, "--folder", tmp_path / "a", *options]
+        first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
+        assert first.returncode == second.returncode == 0, first.stderr
+        assert "== " not in second.stdout and first.stdout.endswith(second.stdout)
+        return first, second
+
+    return go
+
+
+def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
+    """Two seeds of a base and of a variant with equal bytes, also scored on other data; no run is repeated."""
     shutil.copytree(data, tmp_path / "other")
     (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
-    command = [ROOT / "tools" / "ablate.py", "--steps", 6, "--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other", "--folder", tmp_path / "a",
-               "still: MATRIX_LR=0.001 SCALAR_LR=0.001"]  # fmt: skip
-    environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
-    first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
-    assert first.returncode == second.returncode == 0, first.stderr
-    assert first.stdout.count("== ") == 8 and "== " not in second.stdout and first.stdout.endswith(second.stdout)
+    options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
+    first, second = ablate_twice(*options, "still: MATRIX_LR=0.001 SCALAR_LR=0.001")
+    assert first.stdout.count("== ") == 8
     found = json.loads(second.stdout.splitlines()[-1])
     for title, suffix in (("score", ""), ("on other", "_also")):
         scores = {
@@ -679,20 +731,18 @@ def test_ablations_compare_with_the_base(knobs, data, tmp_path):
         }
         base, still = found[title]
         assert (base["variant"], base["difference"], still["variant"], still["n"]) == ("base", 0, "still", 2)
-        assert (
-            still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"]))
-            and still["difference"] > 0.01
-        )
+        assert still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"]))
+        assert still["difference"] > 0.01
         welch = scipy.stats.ttest_ind(scores["base"], scores["still"], equal_var=False, alternative="greater")
-        assert still["p"] > 0.5 and still["p"] == pytest.approx(welch.pvalue)
+        assert still["p"] > 0.5
+        assert still["p"] == pytest.approx(welch.pvalue)
         assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
-    assert (
-        all(19_000 < line["bytes"] <= 20_000 for line in found["score"]) and found["score"][0] != found["on other"][0]
-    )
+    assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"])
+    assert found["score"][0] != found["on other"][0]
 
 
 def test_screenings_tell_factors_apart():
-    """On a score that is a sum of effects each is found exactly, whatever the others are."""
+    """If the score is a sum of effects, every effect is found exactly."""
     rng = np.random.default_rng(0)
     for factors in (2, 3, 4, 5, 8, 11, 19, 20):
         plan, true = ablate.design(factors), rng.normal(size=factors)
@@ -701,87 +751,87 @@ def test_screenings_tell_factors_apart():
         assert ablate.effects(plan, scores) == pytest.approx([*true.tolist(), *[0] * (len(plan) - 1 - factors)])
     nothing = rng.normal(scale=0.01, size=40).tolist()
     assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), (
-        "two real effects are no noise"
+        "two real effects are not noise"
     )
-    # Median size 3, so what is under 2.5 * 1.5 * 3 counts: 1.5 times the median of 1, 2, 3 and 10.
+    # The median size is 3, so sizes below 2.5 * 1.5 * 3 count: 1.5 times the median of 1, 2, 3 and 10.
     assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (pytest.approx(3.75), "Lenth's method")
     assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (pytest.approx(3**0.5), "3 spare columns")
     assert math.isnan(ablate.standard_error([7.0, 8.0, 1.0], 3)[0])
 
 
-def test_screenings(knobs, tmp_path):
-    """Three switches in four runs; the one that spoils the rate stands out, and what is finished is not run again."""
-    command = [ROOT / "tools" / "ablate.py", "--screen", "--steps", 6, "--seeds", 1, "--folder", tmp_path / "a",
-               "still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]  # fmt: skip
-    environment = {**{name: value for name, value in knobs.items() if name != "RUN_ID"}, "EMA_ENABLED": "0"}
-    first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
-    assert first.returncode == second.returncode == 0, first.stderr
-    assert first.stdout.count("== ") == 4 and first.stdout.endswith(second.stdout)
+def test_screenings(ablate_twice, tmp_path):
+    """Three factors in four runs; the one that spoils the learning rate stands out, and no run is repeated."""
+    variants = ["still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
+    first, second = ablate_twice("--screen", "--seeds", 1, *variants)
+    assert first.stdout.count("== ") == 4
     found = json.loads(second.stdout.splitlines()[-1])
-    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), (
-        "which knows of the other two only by what does not add up"
-    )
+    # `log` has no effect of its own, only the interaction of the other two.
+    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"])
     done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
     scores = [one.score.bpb for one in done]
-    assert found["scores"] == scores and found["effects"]["still"] == pytest.approx(
-        sum(scores[n] for n in (0, 2)) / 2 - (scores[1] + scores[3]) / 2
-    )
+    assert found["scores"] == scores
+    assert found["effects"]["still"] == pytest.approx((scores[0] + scores[2] - scores[1] - scores[3]) / 2)
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
-    assert list(lines) == sorted(lines, key=found["effects"].get), "the best first"
+    assert list(lines) == sorted(lines, key=found["effects"].get), "best first"
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
-    assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3) and int(lines["wide"][4].replace(",", "")) > 1000
+    assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3)
+    assert int(lines["wide"][4].replace(",", "")) > 1000
 
 
 def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
-    """Eight switches in twelve runs a seed, with scores made up here: an effect, and noise that is the run's own."""
-    names, started = "abcdefgh", {}
+    """Eight factors in twelve runs per seed, with invented scores: two effects and noise of each run."""
+    names = "abcdefgh"
+    started = {}
 
     def finish(run_id, environ):
         chosen = [name for name in names if name.upper() in environ]
         started[run_id] = (chosen, environ["SEED"])
         noise = np.random.default_rng(int(environ["SEED"])).normal(scale=0.01)
         score = SimpleNamespace(bpb=2 - 0.1 * ("a" in chosen) + 0.2 * ("h" in chosen) + noise)
-        return SimpleNamespace(
-            score=score, score_name="made up", device="none", model_bytes=100, step_ms=2.0 if "b" in chosen else 1.0
-        )
+        step_ms = 2.0 if "b" in chosen else 1.0
+        return SimpleNamespace(score=score, score_name="invented", device="none", model_bytes=100, step_ms=step_ms)
 
     monkeypatch.setattr(ablate, "finish", finish)
-    ablate.screen(
-        {"base": {}, **{name: {name.upper(): "1"} for name in names}},
-        argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]),
-    )
+    variants = {"base": {}, **{name: {name.upper(): "1"} for name in names}}
+    ablate.screen(variants, argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]))
     assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
     assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
     assert all(started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0] for n in range(12))
     lines = capsys.readouterr().out.splitlines()
-    found, cells = json.loads(lines[-1]), {line.split()[0]: line.split() for line in lines[3:-1]}
+    found = json.loads(lines[-1])
+    cells = {line.split()[0]: line.split() for line in lines[3:-1]}
     scores = np.array(found["scores"]).reshape(2, 12)
     once = [ablate.effects(ablate.design(8), half.tolist()) for half in scores]
     both = np.mean(once, axis=0)
-    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist()) and np.ptp(
-        once, axis=0
-    ).min() > 1e-4
+    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist())
+    assert np.ptp(once, axis=0).min() > 1e-4
     error = np.sqrt(np.mean(both[8:] ** 2))
-    assert (
-        found["standard_error"] == pytest.approx(error)
-        and f"of 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
-    )
+    assert found["standard_error"] == pytest.approx(error)
+    assert f"from 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
     assert [*cells] == sorted(names, key=found["effects"].get)
-    assert {name: float(cells[name][2]) for name in names} == pytest.approx(
-        {name: found["effects"][name] / error for name in names}, abs=0.006
-    )
-    assert [cells[name][3] for name in "ab"] == ["1.000", "2.000"] and cells["b"][4] == "+0"
+    t = {name: found["effects"][name] / error for name in names}
+    assert {name: float(cells[name][2]) for name in names} == pytest.approx(t, abs=0.006)
+    assert [cells[name][3] for name in "ab"] == ["1.000", "2.000"]
+    assert cells["b"][4] == "+0"
 
 
-def test_ablations_name_a_mistake(tmp_path):
-    for text in ("x: MATRIX_LRR=1", ": SEED=1", "x: MATRIX_LR="):
-        result = run([ROOT / "tools" / "ablate.py", "--steps", 6, text], {}, tmp_path)
-        assert result.returncode == 1 and "is no variant: write" in result.stderr
-    for options, part in ((["a: SEED=1", "a: SEED=2"], "two variants have one name"), (["base: SEED=1"], 'called "base"'), (["--screen"], "give it some"),
-                          (["--screen", "--also", "x", "a: SEED=1"], "without --also"),
-                          (["--screen", "a: SEED=1", "b: SEED=2"], "to one of them, not SEED to several")):  # fmt: skip
-        result = run([ROOT / "tools" / "ablate.py", "--steps", 6, *options], {}, tmp_path)
-        assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["x: MATRIX_LRR=1"], "is not a variant: write"),
+        ([": SEED=1"], "is not a variant: write"),
+        (["x: MATRIX_LR="], "is not a variant: write"),
+        (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
+        (["base: SEED=1"], 'called "base"'),
+        (["--screen"], "--screen needs variants"),
+        (["--screen", "--also", "x", "a: SEED=1"], "does not work with --also"),
+        (["--screen", "a: SEED=1", "b: SEED=2"], "set SEED in one of them only"),
+    ],
+)
+def test_ablations_name_a_mistake(tmp_path, options, part):
+    result = run([ABLATE, "--steps", 6, *options], {}, tmp_path)
+    assert result.returncode == 1
+    assert part in result.stderr and "Traceback" not in result.stderr
 
 
 # Plots
@@ -790,12 +840,10 @@ def test_ablations_name_a_mistake(tmp_path):
 def test_runs_of_one_configuration_are_one_curve(swept):
     members = [runs.read_run(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)]
     found = plot.groups(members)
-    assert list(found) == ["t_MATRIX_LR=0.005 (2 seeds)", "t_MATRIX_LR=0.025 (2 seeds)"] and [
-        len(group) for group in found.values()
-    ] == [
-        2,
-        2,
-    ]
+    assert {name: len(group) for name, group in found.items()} == {
+        "t_MATRIX_LR=0.005 (2 seeds)": 2,
+        "t_MATRIX_LR=0.025 (2 seeds)": 2,
+    }
     x, y = plot.together([(np.array([0.0, 10.0]), np.array([0.0, 1.0])), (np.array([5.0, 20.0]), np.array([2.0, 5.0]))])
     assert x.tolist() == [5.0, 10.0] and y.tolist() == [[0.5, 1.0], [2.0, 3.0]]
     steps, ms = plot.step_times(members[0].train)
@@ -808,18 +856,19 @@ def test_plots_are_drawn(swept, tmp_path):
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
     for name, options in (("runs", [*logs_of(swept), published]), ("bytes", ["--artifact", artifact])):
         result = run([ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path)
-        assert result.returncode == 0 and (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG"), result.stderr
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
 
 
-def test_scaling_is_drawn_of_different_ranks(swept, tmp_path):
+def test_scaling_is_drawn_for_different_ranks(swept, tmp_path):
     path = logs_of(swept)[0]
     two = written(tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt")
     plot.draw_scaling([runs.read_run(path), runs.read_run(two)], tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     for members, part in (
         ([runs.read_run(path)], "with different numbers of ranks"),
-        ([runs.read_run(written(tmp_path, LATER))], "does not tell ranks"),
+        ([runs.read_run(written(tmp_path, LATER))], "lacks ranks"),
     ):
         with pytest.raises(UserError, match=part):
             plot.draw_scaling(members, tmp_path / "s.png")
