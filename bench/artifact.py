@@ -1,21 +1,29 @@
 #!/usr/bin/env python3
-"""Code what is in an artifact with every coder at hand, and print bytes, their ratio to the entropy, and seconds.
+"""Compare coders on the codes of an artifact, or ways to quantise a model.
 
     python bench/artifact.py final_model.int6.xz
+    python bench/artifact.py --quantise                      # trains a small model, some minutes on a CPU
+    python bench/artifact.py --quantise --sizes 1 0.85 0.7 --plot bench/quantisation.png
 
-The entropy is that of the codes by their frequencies alone, each matrix for itself: what a coder can reach that knows
-no more than a table for each matrix. Every result is decoded and compared. The coders of train_gpt.py come first; then
-what they are measured against: the published container (torch.save, then xz -9e), xz, brotli and lrzip where they are
-installed, on the codes row by row and column by column. Last, one JSON line.
+With an artifact the table has bytes, their ratio to the order-0 entropy of the codes (one frequency table per matrix),
+and seconds. Every result is decoded and compared. The coders of train_gpt.py come first, then the published container
+(torch.save, then xz -9e), and xz, zstd, brotli and lrzip where they are installed, on the codes by rows and by columns.
+
+With --quantise the program trains the model of the environment's knobs once and exports its averaged weights with plain
+rounding, GPTQ and the published rule, each as large as TARGET_BYTES permits. It loads every artifact and scores it with
+non-overlapping windows. --sizes are fractions of GPTQ's bytes with the step sizes of the tables.
+
+The last line is JSON.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import io
 import json
 import lzma
 import math
-import resource
+import os
 import shutil
 import subprocess
 import sys
@@ -27,19 +35,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import train_gpt
+from inspect_artifact import order0_entropy
+from models import SMALL
 
 Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
+Coder = tuple[Callable, Callable]  # write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
 
 
 def narrow(codes: np.ndarray) -> np.ndarray:
-    """In one byte each if they fit, as all but those of the token embedding do."""
+    """The codes in one byte each if they fit, as all but those of the token embedding do."""
     return codes.astype(np.int8) if abs(codes).max() < 128 else codes
 
 
-def by_tensor(encode: Callable, decode: Callable) -> tuple[Callable, Callable]:
+def by_tensor(encode: Callable, decode: Callable) -> Coder:
     """A coder of train_gpt.py, which takes one tensor at a time."""
 
     def write(codes: Codes) -> dict[str, bytes]:
@@ -51,8 +63,8 @@ def by_tensor(encode: Callable, decode: Callable) -> tuple[Callable, Callable]:
     return write, read
 
 
-def by_stream(encode: Callable, decode: Callable, columns: bool) -> tuple[Callable, Callable]:
-    """A general compressor, on all codes as one stream, row by row or column by column."""
+def by_stream(encode: Callable, decode: Callable, columns: bool) -> Coder:
+    """A general compressor on all codes as one stream, row by row or column by column."""
 
     def turned(matrix: np.ndarray) -> np.ndarray:
         return matrix.transpose(0, 2, 1) if columns else matrix
@@ -61,7 +73,8 @@ def by_stream(encode: Callable, decode: Callable, columns: bool) -> tuple[Callab
         return {"all": encode(b"".join(narrow(turned(matrix)).tobytes() for matrix in codes.values()))}
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
-        raw, found = decode(blobs["all"]), {}
+        raw = decode(blobs["all"])
+        found = {}
         for name, matrix in codes.items():
             like = narrow(turned(matrix))
             found[name] = turned(np.frombuffer(raw, like.dtype, like.size).reshape(like.shape))
@@ -71,26 +84,32 @@ def by_stream(encode: Callable, decode: Callable, columns: bool) -> tuple[Callab
     return write, read
 
 
-def published() -> tuple[Callable, Callable]:
-    """torch.save of a tensor of whole numbers a matrix, then xz at its highest preset, as in #399."""
+def published() -> Coder:
+    """torch.save of one integer tensor per matrix, then xz at its highest preset, as in #399."""
 
     def write(codes: Codes) -> dict[str, bytes]:
         buffer = io.BytesIO()
         matrices = {f"{layer}.{name}": matrix for name, stack in codes.items() for layer, matrix in enumerate(stack)}
         torch.save({name: torch.from_numpy(narrow(matrix).copy()) for name, matrix in matrices.items()}, buffer)
-        return {"all": lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME)}
+        return {"all": xz(buffer.getvalue())}
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
         found = torch.load(io.BytesIO(lzma.decompress(blobs["all"])))
         return {
-            name: np.stack([found[f"{layer}.{name}"].numpy() for layer in range(len(m))]) for name, m in codes.items()
+            name: np.stack([found[f"{layer}.{name}"].numpy() for layer in range(len(stack))])
+            for name, stack in codes.items()
         }
 
     return write, read
 
 
+def xz(raw: bytes) -> bytes:
+    """xz -9e."""
+    return lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
+
+
 def lrzip(*options: str) -> Callable[[bytes], bytes]:
-    """The program of that name, from file to file."""
+    """A function that runs the program of that name."""
 
     def call(raw: bytes) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -102,12 +121,16 @@ def lrzip(*options: str) -> Callable[[bytes], bytes]:
     return call
 
 
-def coders() -> Iterator[tuple[str, tuple[Callable, Callable]]]:
-    """(name, (write, read)) of all that are here."""
+def coders() -> Iterator[tuple[str, Coder]]:
+    """(name, coder) of all that are installed."""
     for name, (encode, decode) in train_gpt.CODERS.items():
         yield name, by_tensor(encode, decode)
     yield "published", published()
-    programs = {"xz -9e": (lambda raw: lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME), lzma.decompress)}
+    programs = {"xz -9e": (xz, lzma.decompress)}
+    if importlib.util.find_spec("zstandard"):
+        import zstandard
+
+        programs["zstd 22"] = (zstandard.ZstdCompressor(level=22).compress, zstandard.ZstdDecompressor().decompress)
     if importlib.util.find_spec("brotli"):
         import brotli
 
@@ -119,58 +142,136 @@ def coders() -> Iterator[tuple[str, tuple[Callable, Callable]]]:
         yield f"{name} columns", by_stream(*pair, columns=True)
 
 
-def measure(write: Callable, read: Callable, codes: Codes, entropy: float) -> dict:
-    """Write, read, compare."""
+def measure(coder: Coder, codes: Codes, entropy: float) -> dict:
+    """Write, read and compare. Returns one row of the table."""
+    write, read = coder
     began = time.perf_counter()
     blobs = write(codes)
     wrote = time.perf_counter()
     found = read(blobs, codes)
-    seconds = wrote - began, time.perf_counter() - wrote
-    assert all(np.array_equal(found[name], codes[name]) for name in codes), "what was read is not what was written"
+    done = time.perf_counter()
+    assert all(np.array_equal(found[name], codes[name]) for name in codes), "the coder does not restore the codes"
     size = sum(map(len, blobs.values()))
-    return {
-        "bytes": size,
-        "ratio": round(8 * size / entropy, 4),
-        "write_s": round(seconds[0], 2),
-        "read_s": round(seconds[1], 2),
-    }
+    ratio = round(8 * size / entropy, 4)
+    return {"bytes": size, "ratio": ratio, "write_s": round(wrote - began, 2), "read_s": round(done - wrote, 2)}
+
+
+def compare_coders(path: str, only: list[str] | None) -> None:
+    """Print the table of one artifact."""
+    blob = train_gpt.read_artifact(path)
+    with train_gpt.reading_artifact(path):
+        began = time.perf_counter()
+        tensors = list(train_gpt.decode_artifact(blob))
+        decoded = time.perf_counter() - began
+        entries = train_gpt.open_artifact(blob)[2]
+    codes = {entry.name: matrix for entry, matrix, _ in tensors if matrix is not None}
+    weights = sum(math.prod(entry.shape) for entry, _, _ in tensors)
+    entropy = sum(map(order0_entropy, codes.values()))
+    count = sum(matrix.size for matrix in codes.values())
+    rest = len(blob) - sum(entry.nbytes for entry in entries)
+    print(
+        f"{path}: {len(blob)} bytes, {weights} weights, {count} of them codes of {entropy / count:.4f} bits, "
+        f"{entropy / 8:.0f} bytes; all else {rest} bytes ({100 * rest / len(blob):.2f} %); read in {decoded:.1f} s"
+    )
+    print(f"{'coder':20}{'bytes':>11}{'/ entropy':>11}{'write s':>9}{'read s':>9}")
+    rows = {}
+    for name, coder in coders():
+        if only is None or name in only:
+            rows[name] = measure(coder, codes, entropy)
+            print(f"{name:20}" + "{bytes:11}{ratio:11.4f}{write_s:9.2f}{read_s:9.2f}".format(**rows[name]), flush=True)
+    sizes = {"bytes": len(blob), "entropy_bytes": entropy / 8, "rest_bytes": rest}
+    print(json.dumps({"bench": "artifact", "file": path, **sizes, "coders": rows}))
+
+
+# fmt: off
+SHORT_RUN = {
+    "EMA_DECAY": "0.97", "LATE_QAT": "0", "MUON_MOMENTUM": "0.95", "MUON_MOMENTUM_WARMUP_START": "0.85",
+    "MUON_MOMENTUM_WARMUP_STEPS": "50", "ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0",
+    "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "1", "MLP_SLOPE": "0", "SKIP_GATES": "0", "MUON_EQ": "0",
+    "SHORT_SEQ_PARTS": "1", "SHUFFLE_SEED": "0",
+}
+# fmt: on
+
+
+def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]) -> list[dict]:
+    """Train, then print a row for each way to quantise and each size."""
+    log, val = train_gpt.Log(hp, runtime.ranks), train_gpt.Validation(hp, runtime.device)
+    run = train_gpt.Training(hp, runtime, log, val)
+    run.warm_up()
+    run.train()
+    averaged, moments = run.finish()
+    run.loader.close()
+    weights = run.optimizers.weights()
+
+    def score() -> float:
+        return train_gpt.evaluate(run.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
+
+    before = score()
+    print(f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens")
+    print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'steps x':>9}{'seconds':>9}")
+    print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
+    full = len(train_gpt.pack_artifact(weights, hp, moments))
+    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [("published", math.inf)]
+    rows = [{"way": "before", "bpb": before}]
+    for way, max_bytes in cases:
+        changed = dataclasses.replace(hp, row_range="published", compressor="lzma") if way == "published" else hp
+        began = time.perf_counter()
+        blob = train_gpt.fit_artifact(
+            weights, changed, moments if way == "GPTQ" else {}, {}, max_bytes, lambda text: None
+        )
+        seconds = round(time.perf_counter() - began, 1)
+        train_gpt.load_artifact(blob, run.model)
+        (entry,) = [entry for entry in train_gpt.open_artifact(blob)[2] if entry.name == "q"]
+        steps = (entry.clip or math.nan) / train_gpt.MATRICES[0].clip
+        bpb = score()
+        lost = bpb - before
+        rows.append({"way": way, "bytes": len(blob), "bpb": bpb, "lost": lost, "steps": steps, "seconds": seconds})
+        print(f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True)
+    print(json.dumps({"bench": "quantisation", "rows": rows}))
+    return rows
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """Plot bits per byte lost against megabytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for way, marker in {"rounded": "o", "GPTQ": "s", "published": "^"}.items():
+        own = sorted((row["bytes"] / 1e6, row["lost"]) for row in rows if row["way"] == way)
+        axes.plot(*zip(*own, strict=True), marker=marker, label=way)
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("artifact, MB")
+    axes.set_ylabel("bits per byte lost by the export")
+    axes.set_title(f"export of one model, {rows[0]['bpb']:.4f} bits per byte before")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("artifact", nargs="+")
+    parser.add_argument("artifact", nargs="*")
     parser.add_argument("--only", nargs="+", help="names of coders")
+    parser.add_argument("--quantise", action="store_true", help="train a model and compare ways to quantise it")
+    parser.add_argument("--sizes", nargs="+", type=float, default=[1.0, 0.85, 0.7, 0.55], help="fractions of the bytes")
+    parser.add_argument("--plot", help="plot the loss by quantisation to this file")
     arguments = parser.parse_args()
+    if bool(arguments.artifact) == arguments.quantise:
+        parser.error("give either artifacts or --quantise")
     try:
         for path in arguments.artifact:
-            report(path, arguments.only)
+            compare_coders(path, arguments.only)
+        if arguments.quantise:
+            hp = train_gpt.Hyperparameters.from_env({**SMALL, **SHORT_RUN, **os.environ})
+            with train_gpt.Runtime.start(hp) as runtime:
+                rows = compare_quantisation(hp, runtime, arguments.sizes)
+            if arguments.plot:
+                draw(rows, arguments.plot)
     except train_gpt.UserError as error:
         sys.exit(f"error: {error}")
-
-
-def report(path: str, only: list[str] | None) -> None:
-    """The table of one artifact."""
-    blob = train_gpt.read_artifact(path)
-    with train_gpt.reading_artifact(path):
-        codes = {entry.name: matrix for entry, matrix, _ in train_gpt.decode_artifact(blob) if matrix is not None}
-        began = time.perf_counter()
-        weights = sum(math.prod(entry.shape) for entry, _, _ in train_gpt.decode_artifact(blob))
-        decoded = time.perf_counter() - began
-        entries = train_gpt.open_artifact(blob)[2]
-    entropy, count = sum(map(train_gpt.order0_entropy, codes.values())), sum(matrix.size for matrix in codes.values())
-    rest = len(blob) - sum(entry.nbytes for entry in entries)
-    print(f"{path}: {len(blob)} bytes, {weights} weights, {count} of them codes of {entropy / count:.4f} bits,"
-          f" {entropy / 8:.0f} bytes; all else {rest} bytes ({100 * rest / len(blob):.2f} %); read in {decoded:.1f} s")  # fmt: skip
-    print(f"{'coder':20}{'bytes':>11}{'/ entropy':>11}{'write s':>9}{'read s':>9}")
-    rows = {}
-    for name, (write, read) in coders():
-        if only is None or name in only:
-            rows[name] = measure(write, read, codes, entropy)
-            print(f"{name:20}" + "{bytes:11}{ratio:11.4f}{write_s:9.2f}{read_s:9.2f}".format(**rows[name]), flush=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
-    print(f"peak memory of all this: {peak} MiB")
-    sizes = {"bytes": len(blob), "entropy_bytes": entropy / 8, "rest_bytes": rest}
-    print(json.dumps({"bench": "artifact", "file": path, **sizes, "coders": rows}))
 
 
 if __name__ == "__main__":

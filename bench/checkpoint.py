@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a checkpoint costs the training: the copy that the step waits for, and how much the writing slows the next steps.
+"""Time what a checkpoint costs the training: the copy that the step waits for, and the slowdown while it is written.
 
-    python bench/checkpoint.py --record --rounds 5       # the record's model, a small batch
-    python bench/checkpoint.py                           # a CPU-sized model
+    python bench/checkpoint.py                           # a small model
+    python bench/checkpoint.py --record --rounds 5       # the record's model with a small batch
 
-Groups of steps with and without a checkpoint at their beginning take turns; the cost of one is the difference of their
-medians. Prints a table and, last, one JSON line. Tokens are random, which costs what real ones cost.
+Groups of steps with and without a checkpoint at their start take turns; the cost is the difference of their medians.
+Tokens are random, which costs what real ones cost. The last line is JSON.
 """
 
 import argparse
@@ -20,91 +20,84 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import shards
 import train_gpt
+from models import SMALL
 
-SMALL = {
-    "NUM_LAYERS": "6",
-    "MODEL_DIM": "256",
-    "NUM_HEADS": "4",
-    "NUM_KV_HEADS": "2",
-    "TRAIN_SEQ_LEN": "512",
+KNOBS = {
     "TRAIN_BATCH_TOKENS": "4096",
+    "RUN_ID": "bench",
+    "CHECKPOINT_EVERY": "1",
+    "COMPILE": "0",
+    "EVAL_SEQ_LEN": "512",
 }
-RECORD = {"TRAIN_SEQ_LEN": "1024", "TRAIN_BATCH_TOKENS": "4096"}
+RECORD = {"TRAIN_SEQ_LEN": "1024"}
 
 
 def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparameters) -> train_gpt.Training:
-    """A training on random tokens, warmed by two steps."""
-    tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20).astype("<u2")
-    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
-    header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
-    (folder / "fineweb_train_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    """A training on random tokens after two warm-up steps."""
+    tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
+    shards.write_shard(folder / "fineweb_train_000000.bin", tokens)
     training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Ranks(1, 2)), None)
-    for step in range(2):
-        training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
+    steps(training, 2)
     return training
 
 
-def measure(training: train_gpt.Training, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of so many steps without and with a checkpoint, and of the copy."""
+def steps(training: train_gpt.Training, count: int) -> None:
+    """Do this many steps and wait for the device."""
+    for step in range(count):
+        training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
+    training.runtime.synchronize()
+
+
+def measure(training: train_gpt.Training, count: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of `count` steps without and with a checkpoint, and of the copy."""
     found: dict[str, list[float]] = {"without": [], "with": [], "copy": []}
-    number = 0
-    for _ in range(rounds):
-        for kind in ("without", "with"):
-            training.runtime.synchronize()
-            began = time.perf_counter()
-            if kind == "with":
-                number += 1
-                training.save(number)
-                training.runtime.synchronize()
-                found["copy"].append(time.perf_counter() - began)
-            for step in range(steps):
-                training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
-            training.runtime.synchronize()
-            found[kind].append(time.perf_counter() - began)
-            if kind == "with":  # the writing must be over before the other kind's turn, and within this one's
-                late = training.checkpoints.writer.is_alive()
-                training.checkpoints.wait()
-                if late:
-                    print(
-                        f"note: {steps} steps were over before the checkpoint was: take more --steps", file=sys.stderr
-                    )
+    training.runtime.synchronize()
+    for number in range(1, rounds + 1):
+        began = time.perf_counter()
+        steps(training, count)
+        found["without"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        training.save(number)
+        training.runtime.synchronize()
+        found["copy"].append(time.perf_counter() - began)
+        steps(training, count)
+        found["with"].append(time.perf_counter() - began)
+        if training.checkpoints.writer.is_alive():
+            print(f"note: the checkpoint took longer than {count} steps: set more --steps", file=sys.stderr)
+        training.checkpoints.wait()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="the record's model")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a group")
+    parser.add_argument("--steps", type=int, default=8, help="steps per group")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    knobs = (RECORD if arguments.record else SMALL) | {
-        "RUN_ID": "bench",
-        "CHECKPOINT_EVERY": "1",
-        "COMPILE": "0",
-        "EVAL_SEQ_LEN": "512",
-    }
+    knobs = {**(RECORD if arguments.record else SMALL), **KNOBS}
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         hp = train_gpt.Hyperparameters.from_env({**knobs, **os.environ, "DATA_PATH": temporary})
         with train_gpt.Runtime.start(hp) as runtime:
             training = prepare(Path(temporary), runtime, hp)
             with contextlib.closing(training.loader), contextlib.closing(training.checkpoints):
                 found = measure(training, arguments.steps, arguments.rounds)
-            where, files = runtime.describe(), list(Path(temporary).glob("checkpoints/bench/*/*.safetensors"))
-            nbytes = files[0].stat().st_size
+            where = runtime.describe()
+        newest = max(Path(temporary).glob("checkpoints/bench/step_*"))
+        nbytes = sum(path.stat().st_size for path in (newest.rglob("*") if newest.is_dir() else [newest]))
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cost = medians["with"] - medians["without"]
     step_ms = 1000 * medians["without"] / arguments.steps
-    print(f"{where}\n{hp.num_layers} layers of {hp.model_dim}, a step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes")
-    for name, value in (
-        ("copy, which the step waits for", medians["copy"]),
-        (f"added to {arguments.steps} steps", cost),
-    ):
-        print(f"  {name:32}{1000 * value:10.1f} ms")
-    print(f"  {'of the time, at one a minute':32}{100 * cost / 60:10.2f} %")
-    print(json.dumps({"steps": arguments.steps, "bytes": nbytes, "share_at_one_a_minute": cost / 60, "seconds": found}))
+    print(f"{where}\n{hp.num_layers} layers of {hp.model_dim}, step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes")
+    print(f"  {'copy, which the step waits for':32}{1000 * medians['copy']:10.1f} ms")
+    print(f"  {f'added to {arguments.steps} steps':32}{1000 * cost:10.1f} ms")
+    print(f"  {'share of the time, at 1 per minute':32}{100 * cost / 60:10.2f} %")
+    result = {"steps": arguments.steps, "bytes": nbytes, "share_at_one_a_minute": cost / 60, "seconds": found}
+    print(json.dumps({"bench": "checkpoint", **result}))
 
 
 if __name__ == "__main__":

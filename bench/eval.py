@@ -1,41 +1,49 @@
 #!/usr/bin/env python3
-"""Time the sliding evaluation: ours against the published way, on the same model and tokens, turn by turn.
+"""Time the sliding-window evaluation against the published way, or score an artifact with several windows and strides.
 
-    python bench/eval.py                       # a CPU-sized model on a CPU; the record's on a GPU
+    python bench/eval.py                       # a small model on a CPU, the record's model on a GPU
     python bench/eval.py --windows 256 --rounds 5
+    DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --plot windows.png
 
-The published way takes the windows in a Python loop, copies each to the device, sends every position through every layer
-and the head, and sums the last positions of each window one by one. Ours gathers windows from the tokens on the device
-and computes the last layer and the head where they are scored. Both are compiled if the machine compiles. Prints medians
-of milliseconds, tokens scored a second, FLOPs and, where the device's peak is known, the share of it; last a JSON line.
-Weights are random, which costs what trained ones cost; the losses of both ways are compared.
+The published way takes windows in a Python loop, copies each to the device, sends all positions through all layers and
+the head, and sums the scored positions window by window. Ours gathers windows from the tokens on the device and
+computes the last layer and the head only where they are scored. Both are compiled if the machine compiles. The variants
+take turns within a round; the table has medians, with random weights and tokens, which cost what real ones cost.
+
+With --artifact the table has bits per byte for windows of several lengths without overlap, and for several strides of
+the artifact's own window. Positions beyond the training length are new to the rotary embeddings.
+
+The last line is JSON.
 """
 
 import argparse
+import dataclasses
 import json
-import math
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+from flops import peak_flops, window_flops
+from models import SMALL
 
-CPU_MODEL = {"NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "EVAL_SEQ_LEN": "512", "TRAIN_SEQ_LEN": "512",
-             "TRAIN_BATCH_TOKENS": "16384"}  # fmt: skip
 
-
-def published(forward, val, hp, runtime) -> float:
-    """Mean nats a target, with a batch of windows as large as ours."""
-    window, stride, device = hp.eval_seq_len, hp.eval_stride, runtime.device
+def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int) -> float:
+    """Mean nats per target the published way, with `rows` windows per batch."""
+    window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
-    tokens, rows, total, count = val.tokens.cpu(), train_gpt.eval_rows(hp, runtime, window), 0.0, 0
+    tokens = val.tokens.cpu()
+    total = 0.0
+    count = 0
     with torch.no_grad():
         for first in range(0, len(starts), rows):
             batch = starts[first : first + rows]
@@ -51,75 +59,144 @@ def published(forward, val, hp, runtime) -> float:
     return total / count
 
 
-def forward_flops(hp, positions: int, scored: int) -> float:
-    """Floating-point operations of a window of `positions` of which the last layer and the head serve `scored`."""
-    layer = sum(math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES)
-    keys = sum(math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES if kind.name in "kv")
-    bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
-    causal = hp.model_dim * positions * (positions + 1)  # of one layer
-    last = hp.model_dim * (positions * (positions + 1) - (positions - scored) * (positions - scored + 1))
-    whole = positions * ((hp.num_layers - 1) * layer + keys + bigram) + scored * (
-        layer - keys + hp.vocab_size * hp.model_dim
-    )
-    return 2 * (whole + (hp.num_layers - 1) * causal + last)
+def speed(windows: int, rounds: int) -> None:
+    """Time all variants and print the table."""
+    gpu = torch.cuda.is_available()
+    hp = train_gpt.Hyperparameters.from_env({**({} if gpu else SMALL), **os.environ})
+    with train_gpt.Runtime.start(hp) as runtime:
+        window, stride, device = hp.eval_seq_len, hp.eval_stride, runtime.device
+        rows = train_gpt.eval_rows(hp, runtime, window)
+        windows = windows or 8 * rows
+        targets = window + (windows - 1) * stride
+        val = SimpleNamespace(
+            tokens=torch.randint(2, hp.vocab_size, (targets + 1,), dtype=torch.int32, device=device),
+            targets=targets,
+            nbytes=torch.ones(targets, dtype=torch.int16, device=device),
+            total_bytes=targets,
+            spans=lambda documents: np.array([[0, targets]]),
+        )
+        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
+        model.initialise(0)
+        forward = train_gpt.compile_whole(model.to(device), runtime.compiled)
+
+        def through_all(ids: torch.Tensor, targets: torch.Tensor, tail: int = 0, **rest) -> torch.Tensor:
+            """All positions through the last layer and the head."""
+            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -tail:]
+
+        variants = {
+            "published": lambda: published(forward, val, hp, rows),
+            "whole windows": lambda: train_gpt.evaluate(through_all, val, hp, runtime, stride).nats,
+            "ours": lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats,
+        }
+        times, nats = timed(variants, rounds, runtime.synchronize)
+        print(f"torch {torch.__version__} {runtime.describe()}")
+        print(f"window:{window} stride:{stride} windows:{windows} targets:{targets} rounds:{rounds}")
+        report(times, nats, hp, windows, targets, peak_flops(device))
+
+
+def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> tuple[dict, dict]:
+    """(seconds of every round, nats) by variant. The variants take turns; the first round compiles and is not timed."""
+    times = {name: [] for name in variants}
+    nats = {}
+    for turn in range(rounds + 1):
+        for name, variant in variants.items():
+            synchronize()
+            began = time.perf_counter()
+            nats[name] = variant()
+            synchronize()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return times, nats
+
+
+def report(
+    times: dict[str, list[float]],
+    nats: dict[str, float],
+    hp: train_gpt.Hyperparameters,
+    windows: int,
+    targets: int,
+    peak: float | None,
+) -> None:
+    """Print the table of `speed`."""
+    print(f"{'variant':16}{'ms':>10}{'scored/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}")
+    rows = []
+    for name, own in times.items():
+        seconds = statistics.median(own)
+        scored = hp.eval_stride if name == "ours" else hp.eval_seq_len
+        first = window_flops(hp, hp.eval_seq_len, hp.eval_seq_len)
+        flops = first + (windows - 1) * window_flops(hp, hp.eval_seq_len, scored)
+        ratio = statistics.median(a / b for a, b in zip(times["published"], own, strict=True))
+        share = f"  share of peak {flops / seconds / peak:.3f}" if peak else ""
+        print(
+            f"{name:16}{1000 * seconds:10.1f}{targets / seconds:11.0f}{flops / 1e12:9.3f}{flops / seconds / 1e9:10.0f}"
+            f"{ratio:8.3f}{nats[name]:11.6f}{share}"
+        )
+        rows.append({"variant": name, "ms": 1000 * seconds, "flops": flops, "speed": ratio, "nats": nats[name]})
+    rounds = len(times["ours"])
+    print(json.dumps({"bench": "eval", "torch": torch.__version__, "windows": windows, "rounds": rounds, "rows": rows}))
+
+
+def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
+    """Score the artifact on the validation text of DATA_PATH; one row per window length and per stride."""
+    blob = train_gpt.read_artifact(path)
+    hp = train_gpt.artifact_hyperparameters(path, blob, dict(os.environ))
+    own = hp.eval_seq_len
+    cases = [("length", length, length) for length in lengths]
+    cases += [("stride", own, stride) for stride in strides if stride <= own]
+    print(f"{'window':>8}{'stride':>8}{'bpb':>10}{'nats':>10}{'seconds':>9}")
+    rows = []
+    with train_gpt.Runtime.start(hp) as runtime:
+        for curve, window, stride in cases:
+            changed = dataclasses.replace(hp, eval_seq_len=window, eval_stride=stride)
+            val = train_gpt.Validation(changed, runtime.device)
+            model = train_gpt.GPT(changed, runtime.attend, runtime.dtype)
+            with train_gpt.reading_artifact(path):
+                train_gpt.load_artifact(blob, model)
+            score = train_gpt.evaluate(model.to(runtime.device), val, changed, runtime, stride)
+            bpb, seconds = score.bits_per_byte, score.seconds
+            rows.append({"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds})
+            print(f"{window:8}{stride:8}{bpb:10.4f}{score.nats:10.4f}{seconds:9.1f}", flush=True)
+    print(json.dumps({"bench": "windows", "artifact": path, "rows": rows}))
+    return rows
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """Plot bits per byte against the length of the window and against the stride."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    panels[0].set(xlabel="EVAL_SEQ_LEN, tokens (no overlap)", ylabel="bits per byte")
+    panels[1].set(xlabel="EVAL_STRIDE, tokens")
+    for axes, curve, key in zip(panels, ("length", "stride"), ("window", "stride"), strict=True):
+        points = sorted((row[key], row["bpb"]) for row in rows if row["curve"] == curve)
+        axes.plot(*zip(*points, strict=True), marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([x for x, _ in points], [str(x) for x, _ in points])
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=0, help="so many windows (default: 8 batches)")
+    parser.add_argument("--windows", type=int, default=0, help="number of windows to time (default: 8 batches)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--artifact", help="score this artifact instead")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 512, 1024, 2048])
+    parser.add_argument("--strides", nargs="+", type=int, default=[512, 256, 128, 64])
+    parser.add_argument("--plot", help="plot the scores of the artifact to this file")
     arguments = parser.parse_args()
-    gpu = torch.cuda.is_available()
-    hp = train_gpt.Hyperparameters.from_env({**({} if gpu else CPU_MODEL), **os.environ})
-    with train_gpt.Runtime.start(hp) as runtime:
-        window, stride = hp.eval_seq_len, hp.eval_stride
-        windows = arguments.windows or 8 * train_gpt.eval_rows(hp, runtime, window)
-        targets = window + (windows - 1) * stride
-        tokens = torch.randint(2, hp.vocab_size, (targets + 1,), dtype=torch.int32, device=runtime.device)
-        val = SimpleNamespace(tokens=tokens, targets=targets, nbytes=torch.ones(targets, dtype=torch.int16, device=runtime.device),
-                              total_bytes=targets, spans=lambda documents: train_gpt.np.array([[0, targets]]))  # fmt: skip
-        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
-        model.initialise(0)
-        forward = train_gpt.compile_whole(model.to(runtime.device), runtime.compiled)
-
-        def through_all(ids: torch.Tensor, targets: torch.Tensor, tail: int = 0, **rest) -> torch.Tensor:
-            """Our evaluator without the short way: every position through the last layer and the head."""
-            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -tail:]
-
-        ways = {
-            "published": lambda: published(forward, val, hp, runtime),
-            "whole windows": lambda: train_gpt.evaluate(through_all, val, hp, runtime, stride).nats,
-            "ours": lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats,
-        }
-        report(ways, hp, runtime, windows, targets, arguments.rounds)
-
-
-def report(ways, hp, runtime, windows: int, targets: int, rounds: int) -> None:
-    """Warm up, take turns, print."""
-    times, nats = {name: [] for name in ways}, {}
-    for turn in range(rounds + 1):  # the first one compiles
-        for name, way in ways.items():
-            runtime.synchronize()
-            began = time.perf_counter()
-            nats[name] = way()
-            runtime.synchronize()
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    peak, rows = train_gpt.peak_flops(runtime.device), []
-    print(f"torch {torch.__version__} {runtime.describe()}")
-    print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} windows:{windows} targets:{targets} rounds:{rounds}")
-    print(f"{'way':16}{'ms':>10}{'scored/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}")
-    for name in ways:
-        seconds = statistics.median(times[name])
-        scored = hp.eval_stride if name == "ours" else hp.eval_seq_len
-        flops = forward_flops(hp, hp.eval_seq_len, hp.eval_seq_len) + (windows - 1) * forward_flops(
-            hp, hp.eval_seq_len, scored
-        )
-        speed = statistics.median(a / b for a, b in zip(times["published"], times[name], strict=True))
-        print(f"{name:16}{1000 * seconds:10.1f}{targets / seconds:11.0f}{flops / 1e12:9.3f}{flops / seconds / 1e9:10.0f}{speed:8.3f}"
-              f"{nats[name]:11.6f}" + (f"  share of peak {flops / seconds / peak:.3f}" if peak else ""))  # fmt: skip
-        rows.append({"way": name, "ms": 1000 * seconds, "flops": flops, "speed": speed, "nats": nats[name]})
-    print(json.dumps({"bench": "eval", "torch": torch.__version__, "windows": windows, "rounds": rounds, "rows": rows}))
+    try:
+        if not arguments.artifact:
+            speed(arguments.windows, arguments.rounds)
+            return
+        rows = curves(arguments.artifact, arguments.lengths, arguments.strides)
+    except train_gpt.UserError as error:
+        sys.exit(f"error: {error}")
+    if arguments.plot:
+        draw(rows, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Time the training loader beside the plain loader of the published script, in one process, turn by turn.
+"""Time the training loader beside the plain loader of the published script.
 
     python bench/loader.py                      # shards of random tokens in a temporary folder
-    DATA_PATH=... python bench/loader.py        # the knobs' own shards
+    DATA_PATH=... python bench/loader.py        # the shards of DATA_PATH
     python bench/loader.py --work-ms 20         # with a pause for a training step between two batches
 
-The plain loader reads a shard whole when it comes to it, has every rank take the tokens of all ranks, and widens on
-the host when asked. Ours has all shards open and reads ahead in a thread. Prints tokens a second of one rank, the median
-and the slowest wait for a batch (widened to int64, as the model takes it), the slowest of those that reach into
-another shard, and a JSON line. The files are in the page cache: the first pass, which reads all, is not timed.
+The plain loader reads a whole shard when it reaches it, every rank takes the tokens of all ranks, and tokens are
+widened to int64 on the host. Ours has all shards open and reads ahead in a thread. Prints the tokens per second of one
+rank, the median and the slowest wait for a batch (widened to int64, as the model takes it), and the slowest wait for a
+batch that reaches into another shard. The files are in the page cache: the first pass reads them all and is not timed.
+The last line is JSON.
 """
 
 import argparse
@@ -27,19 +28,23 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "data")]
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
 
 
 class PlainLoader:
-    """A shard at a time in memory; each step takes the batch of all ranks from it and cuts out this rank's part."""
+    """Keeps one shard in memory. Each step takes the batch of all ranks from it and cuts out this rank's part."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, ranks: train_gpt.Ranks):
-        self.paths, self.ranks = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size).paths, ranks
-        self.seq_len, self.span = hp.train_seq_len, hp.train_batch_tokens // ranks.size + 1
-        self.number, self.position = -1, 0
+        self.paths = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size).paths
+        self.ranks = ranks
+        self.seq_len = hp.train_seq_len
+        self.span = hp.train_batch_tokens // ranks.size + 1
+        self.number = -1
+        self.position = 0
         self.tokens = torch.empty(0, dtype=torch.uint16)
 
     def take(self, count: int) -> torch.Tensor:
@@ -52,7 +57,8 @@ class PlainLoader:
                 self.tokens = torch.from_numpy(content)
             part = self.tokens[self.position : self.position + count]
             parts.append(part)
-            self.position, count = self.position + len(part), count - len(part)
+            self.position += len(part)
+            count -= len(part)
         return torch.cat(parts)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,15 +68,18 @@ class PlainLoader:
 
 
 class Variant:
-    """A loader under test, and the seconds that each of its batches took."""
+    """A loader, and the seconds that each of its batches took."""
 
     def __init__(self, name: str, make: Callable, stack: contextlib.ExitStack):
-        self.name, self.loader, self.waits, self.step = name, make(), [], 0
+        self.name = name
+        self.loader = make()
+        self.waits: list[float] = []
+        self.step = 0
         if hasattr(self.loader, "close"):
             stack.enter_context(contextlib.closing(self.loader))
 
     def run(self, steps: int, work: float) -> None:
-        """Take so many more batches, `work` seconds of something else after each."""
+        """Take this many more batches, with a pause of `work` seconds after each."""
         for _ in range(steps):
             begin = time.perf_counter()
             batch = self.loader.batch(self.step)
@@ -83,7 +92,7 @@ class Variant:
 
 
 def write_shards(folder: Path, count: int, tokens: int) -> None:
-    """Shards of random tokens, with a document about every thousand of them."""
+    """Write shards of random tokens with a document boundary about every thousand tokens."""
     rng = np.random.default_rng(0)
     for split, number in (("val", 1), ("train", count)):
         for i in range(number):
@@ -95,45 +104,49 @@ def write_shards(folder: Path, count: int, tokens: int) -> None:
 def variants(
     hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, world_sizes: list[int], stack: contextlib.ExitStack
 ) -> list[Variant]:
-    """The plain loader and ours in its three orders, as rank 0 of each number of ranks sees them."""
+    """The plain loader and ours in its three orders, as rank 0 of each number of ranks."""
     found = []
     for size in world_sizes:
         ranks = train_gpt.Ranks(0, size)
         found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, ranks), stack))
         here = dataclasses.replace(runtime, ranks=ranks)
-        for name, seed, align in (
-            ("ours, sequential", 0, False),
-            ("ours, shuffled", 1, False),
-            ("ours, aligned", 0, True),
-        ):
-            make = functools.partial(
-                train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align), here
-            )
-            found.append(Variant(f"{name}, rank 0 of {size}", make, stack))
+        orders = {"sequential": (0, False), "shuffled": (1, False), "aligned": (0, True)}
+        for name, (seed, align) in orders.items():
+            changed = dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align)
+            make = functools.partial(train_gpt.TrainingLoader, changed, here)
+            found.append(Variant(f"ours, {name}, rank 0 of {size}", make, stack))
     return found
 
 
 def report(found: list[Variant], hp: train_gpt.Hyperparameters, borders: set[int], warm: int) -> None:
-    """The table. `borders` are the steps that reach into another shard."""
+    """Print the table. `borders` are the steps that reach into another shard; the first `warm` steps do not count."""
     print(f"{'':30}{'Mtok/s':>9}{'median ms':>11}{'slowest ms':>12}{'ratio':>7}{'at a border':>13}{'ratio':>7}")
     rows = []
     for variant in found:
         size = int(variant.name.split()[-1])
         waits = variant.waits[warm:]
-        middle, slowest = statistics.median(waits), max(waits)
+        median, slowest = statistics.median(waits), max(waits)
         border = max((wait for step, wait in enumerate(variant.waits) if step >= warm and step in borders), default=0.0)
         rate = hp.train_batch_tokens / size * len(waits) / sum(waits) / 1e6
-        print(f"{variant.name:30}{rate:9.1f}{1000 * middle:11.3f}{1000 * slowest:12.3f}{slowest / middle:7.1f}"
-              f"{1000 * border:13.3f}{border / middle:7.1f}")  # fmt: skip
-        rows.append({"loader": variant.name, "million_tokens_per_second": round(rate, 2), "median_ms": round(1000 * middle, 4),
-                     "slowest_ms": round(1000 * slowest, 4), "slowest_at_border_ms": round(1000 * border, 4)})  # fmt: skip
+        print(
+            f"{variant.name:30}{rate:9.1f}{1000 * median:11.3f}{1000 * slowest:12.3f}{slowest / median:7.1f}"
+            f"{1000 * border:13.3f}{border / median:7.1f}"
+        )
+        row = {
+            "loader": variant.name,
+            "million_tokens_per_second": round(rate, 2),
+            "median_ms": round(1000 * median, 4),
+            "slowest_ms": round(1000 * slowest, 4),
+            "slowest_at_border_ms": round(1000 * border, 4),
+        }
+        rows.append(row)
     print(json.dumps({"bench": "loader", "torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 8], help="numbers of ranks W (default: 1 8)")
-    parser.add_argument("--passes", type=int, default=3, help="over the data, after the first one that is not timed")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 8], help="numbers of ranks (default: 1 8)")
+    parser.add_argument("--passes", type=int, default=3, help="timed passes over the data")
     parser.add_argument("--work-ms", type=float, default=0.0, help="pause between two batches")
     parser.add_argument("--shards", type=int, default=6)
     parser.add_argument("--shard-tokens", type=int, default=10_000_000)
@@ -148,19 +161,14 @@ def main() -> None:
         stream = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size)
         steps = max(1, len(stream) // hp.train_batch_tokens)
         turns = range(0, (arguments.passes + 1) * len(stream), len(stream))
-        borders = {
-            (turn + int(end)) // hp.train_batch_tokens + after
-            for turn in turns
-            for end in stream.ends
-            for after in (0, 1)
-        }
+        ends = [turn + int(end) for turn in turns for end in stream.ends]
+        borders = {end // hp.train_batch_tokens + after for end in ends for after in (0, 1)}
         found = variants(hp, runtime, arguments.ranks, stack)
         for _ in range(arguments.passes + 1):
             for variant in found:
                 variant.run(steps, arguments.work_ms / 1000)
-        print(
-            f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens a step:{hp.train_batch_tokens}"
-        )
+        tokens = hp.train_batch_tokens
+        print(f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens per step:{tokens}")
         report(found, hp, borders, warm=steps)
 
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Time the update of the 66 block matrices: ours beside other ways to do the same, in one process, turn by turn.
+"""Time the update of the 66 block matrices beside other ways to compute it.
 
     python bench/optimizer.py                    # shapes of the record, on the GPU if there is one
     python bench/optimizer.py --layers 4 --dim 256 --rounds 5
 
-  ours, compiled / eager      three banks, fp32 weights and momentum, Newton-Schulz as bmm + 2 baddbmm, published mathematics
-  ours with MuonEq-R          the same with rows normalised before, as is the default
+  ours, compiled / eager      three banks, fp32 weights and momentum, Newton-Schulz as bmm + 2 baddbmm
+  ours with MuonEq-R          the same with normalised rows, the default
   published arithmetic        four banks, bf16 momentum, `b*A + c*A@A` and `a*X + B@X` as separate passes (#399)
-  gathered                    66 parameters, stacked into the four banks within the optimizer and taken apart again
+  gathered                    66 parameters, stacked into the four banks by the optimizer and split again
   sequential                  66 parameters, one Newton-Schulz each
   torch.optim.Muon            66 parameters, torch's own
-  Newton-Schulz, products     of our three banks: the iteration from bf16, and its matrix products alone
-  2 ranks                     ours, and banks whose gradients are all-reduced as DDP does, under gloo (or NCCL)
+  Newton-Schulz, products     on our three banks: the iteration from bf16, and its matrix products alone
+  2 ranks                     ours, and banks whose gradients are all-reduced as in DDP, with gloo or NCCL
 
-Gradients and weights are random. Prints medians in milliseconds, `ratio` (median over rounds of this row over `ours`)
-and a JSON line. On a CPU set OMP_WAIT_POLICY=PASSIVE.
+Gradients and weights are random. The variants take turns within a round. Prints medians in milliseconds and `ratio`,
+the median over rounds of this row over the first one. The last line is JSON. On a CPU set OMP_WAIT_POLICY=PASSIVE.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MOMENTUM, RATE, DECAY = 0.95, 0.02, 0.04
 
 
 def published_newton_schulz(x: torch.Tensor) -> torch.Tensor:
-    """Five iterations with elementwise passes between the products, in bf16."""
+    """Five iterations in bf16 with elementwise passes between the products."""
     x = x.bfloat16()
     tall = x.size(-2) > x.size(-1)
     x = x.mT if tall else x
@@ -54,7 +54,7 @@ def published_newton_schulz(x: torch.Tensor) -> torch.Tensor:
 
 
 def published_update(weight: torch.Tensor, momentum: torch.Tensor, grad: torch.Tensor) -> None:
-    """Momentum and update in bf16, weights in fp32; weight (..., out, in)."""
+    """Update weight (..., out, in) in fp32, with momentum and update in bf16."""
     grad = grad.bfloat16()
     momentum.mul_(MOMENTUM).add_(grad)
     update = published_newton_schulz(grad.add(momentum, alpha=MOMENTUM))
@@ -63,7 +63,7 @@ def published_update(weight: torch.Tensor, momentum: torch.Tensor, grad: torch.T
 
 
 class Matrices:
-    """The block matrices in the four banks of #399, or one by one: weights, bf16 momentum, fp32 gradients."""
+    """The block matrices, in the four banks of #399 or separate: weights, bf16 momentum, fp32 gradients."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, device: torch.device, separate: bool):
         shapes = {}
@@ -77,12 +77,12 @@ class Matrices:
         self.grads = [1e-3 * torch.randn(shape, device=device) for shape in shapes]
 
     def step(self) -> None:
-        """Update each tensor by itself: banks as batches, separate matrices in sequence."""
+        """Update the tensors one by one."""
         for tensors in zip(self.weights, self.momenta, self.grads, strict=True):
             published_update(*tensors)
 
     def gathered_step(self) -> None:
-        """Stack separate matrices into banks, update those, take the results apart."""
+        """Stack separate matrices into banks, update the banks, and split them again."""
         start = 0
         for rows, *_ in self.banks:
             part = slice(start, start + rows)
@@ -94,7 +94,7 @@ class Matrices:
 
 
 def torch_muon(hp: train_gpt.Hyperparameters, device: torch.device) -> Callable:
-    """torch.optim.Muon over the separate matrices."""
+    """The step of torch.optim.Muon on the separate matrices."""
     matrices = Matrices(hp, device, separate=True)
     for weight, grad in zip(matrices.weights, matrices.grads, strict=True):
         weight.requires_grad_().grad = grad
@@ -107,7 +107,9 @@ class Ours:
     """The bank part of `train_gpt.Optimizers.step`."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, compiled: bool):
-        self.hp, self.ranks, device = hp, runtime.ranks, runtime.device
+        self.hp = hp
+        self.ranks = runtime.ranks
+        device = runtime.device
         model = train_gpt.GPT(hp, runtime.attend, torch.bfloat16)
         weights = model.initialise(0)
         self.optimizers = train_gpt.Optimizers(model.to(device), weights, hp, runtime.ranks, compiled=compiled)
@@ -116,7 +118,7 @@ class Ours:
         self.settings = [torch.full((), value, device=device) for value in (1.0, MOMENTUM, RATE)]
 
     def step(self) -> None:
-        """Reduce-scatter, update of the own rows, all-gather of the weights."""
+        """Reduce-scatter, update of the owned rows, all-gather of the weights."""
         banks = self.optimizers.banks.values()
         for arrived in [self.ranks.reduce_scatter(shard.shard, shard.wire) for shard in banks]:
             arrived()
@@ -129,7 +131,7 @@ class Ours:
 
 
 class AllReduced(Matrices):
-    """Banks under DDP's communication: every rank gets the whole mean gradient and updates everything."""
+    """Banks with DDP's communication: every rank gets the whole mean gradient and updates all rows."""
 
     def step(self) -> None:
         works = [dist.all_reduce(grad, async_op=True) for grad in self.grads]
@@ -139,10 +141,12 @@ class AllReduced(Matrices):
 
 
 def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Callable, Callable]:
-    """Newton-Schulz of our banks from bf16, and its fifteen products a bank alone."""
-    # Of norm 1: a fifth power of larger values overflows, and what is not a number costs another time.
-    banks = [torch.nn.functional.normalize(torch.randn(train_gpt.bank_shape(bank, hp), device=device).flatten(1)).bfloat16()
-             .view(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS]  # fmt: skip
+    """(Newton-Schulz on our banks from bf16, its fifteen products per bank alone)."""
+    banks = []
+    for bank in train_gpt.BANKS:
+        rows = torch.randn(train_gpt.bank_shape(bank, hp), device=device)
+        norm = torch.linalg.matrix_norm(rows, keepdim=True)  # larger values overflow, and NaN has another speed
+        banks.append((rows / norm).bfloat16())
 
     def products() -> None:
         for bank in banks:
@@ -155,7 +159,7 @@ def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Cal
 
 
 def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> dict[str, list[float]]:
-    """Milliseconds of every variant in every round, after two that do not count."""
+    """Milliseconds of every variant in every round, after two rounds that are not timed."""
     times = {name: [] for name in variants}
     for turn in range(rounds + 2):
         for name, step in variants.items():
@@ -169,11 +173,12 @@ def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> 
 
 
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
-    """Print a table whose ratios are to its first row."""
+    """Print a table with ratios to its first row. Returns its rows."""
     print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
     first, rows = next(iter(times.values())), []
     for name, values in times.items():
-        median, ratio = statistics.median(values), statistics.median(b / a for a, b in zip(first, values, strict=True))
+        median = statistics.median(values)
+        ratio = statistics.median(b / a for a, b in zip(first, values, strict=True))
         print(f"  {name:40}{median:11.2f}{ratio:8.2f}", flush=True)
         rows.append({"variant": name, "median_ms": round(median, 3), "ratio": round(ratio, 3)})
     return rows
@@ -181,6 +186,7 @@ def report(title: str, times: dict[str, list[float]]) -> list[dict]:
 
 @torch.no_grad()
 def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]]:
+    """Print the tables of a single rank. Returns their rows."""
     with train_gpt.Runtime.start(hp) as runtime:
         device = runtime.device
         print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
@@ -188,8 +194,12 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
         variants = {f"ours, {name}": Ours(hp, runtime, compiled).step for name, compiled in kinds}
         variants["ours with MuonEq-R"] = Ours(dataclasses.replace(hp, muon_eq=True), runtime, runtime.compiled).step
         banks, gathered, sequential = (Matrices(hp, device, separate) for separate in (False, True, True))
-        variants |= {"published arithmetic": banks.step, "gathered": gathered.gathered_step, "sequential": sequential.step,
-                     "torch.optim.Muon": torch_muon(hp, device)}  # fmt: skip
+        variants |= {
+            "published arithmetic": banks.step,
+            "gathered": gathered.gathered_step,
+            "sequential": sequential.step,
+            "torch.optim.Muon": torch_muon(hp, device),
+        }
         found = {"step": report("update of all block matrices, 1 rank", timed(variants, rounds, runtime.synchronize))}
         whole, products = iterations(hp, device)
         times = timed({"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize)
@@ -198,7 +208,7 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
 
 @torch.no_grad()
 def several_ranks(hp: train_gpt.Hyperparameters, rounds: int, out: str) -> None:
-    """What each rank of the two-rank comparison does; rank 0 writes the times to `out`."""
+    """Time the comparison as one of the ranks. Rank 0 writes the times to `out`."""
     with train_gpt.Runtime.start(hp) as runtime:
         ours, all_reduced = Ours(hp, runtime, runtime.compiled), AllReduced(hp, runtime.device, separate=False)
         variants = {"ours": ours.step, "all-reduced banks": all_reduced.step}
@@ -207,17 +217,25 @@ def several_ranks(hp: train_gpt.Hyperparameters, rounds: int, out: str) -> None:
             Path(out).write_text(json.dumps(times))
 
 
+def launch(arguments: argparse.Namespace) -> list[dict]:
+    """Run `several_ranks` under torchrun and print its table. Returns its rows."""
+    ranks = arguments.ranks
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "times.json")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        options = {"layers": arguments.layers, "dim": arguments.dim, "rounds": arguments.rounds, "out": out}
+        command = [*launcher, __file__, *(f"--{name}={value}" for name, value in options.items())]
+        threads = str(max(1, (os.cpu_count() or 1) // ranks))
+        subprocess.run(command, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
+        return report(f"the same on {ranks} ranks with communication", json.loads(out.read_text()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=11)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=2,
-        help="of the comparison with all-reduce; 0: leave it out (one GPU holds one rank)",
-    )
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the comparison with all-reduce; 0: leave it out")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
@@ -225,24 +243,9 @@ def main() -> None:
     if arguments.out:
         return several_ranks(hp, arguments.rounds, arguments.out)
     found = one_rank(hp, arguments.rounds)
-    if arguments.ranks > 1 and torch.cuda.device_count() in (0, *range(arguments.ranks, 65)):
-        with tempfile.TemporaryDirectory() as folder:
-            threads = str(max(1, (os.cpu_count() or 1) // arguments.ranks))
-            launcher = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={arguments.ranks}",
-                __file__,
-            ]
-            shape = ["--layers", arguments.layers, "--dim", arguments.dim, "--rounds", arguments.rounds]
-            line = list(map(str, (*launcher, *shape, "--out", f"{folder}/times.json")))
-            subprocess.run(line, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
-            times = json.loads(Path(folder, "times.json").read_text())
-            found[f"{arguments.ranks}_ranks"] = report(
-                f"the same on {arguments.ranks} ranks, communication included", times
-            )
+    gpus = torch.cuda.device_count()
+    if arguments.ranks > 1 and (gpus == 0 or gpus >= arguments.ranks):
+        found[f"{arguments.ranks}_ranks"] = launch(arguments)
     print(json.dumps({"bench": "optimizer", "torch": torch.__version__, "rounds": arguments.rounds, **found}))
 
 

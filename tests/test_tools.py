@@ -706,8 +706,8 @@ def ablate_twice(knobs, tmp_path):
     """A function: run ablate.py twice, the second time on finished runs. Returns the two results."""
     environment = {name: value for name, value in knobs.items() if name != "RUN_ID"} | {"EMA_ENABLED": "0"}
 
-    def go(*options):
-        command = [ABLATE, "--steps", 6, "--folder", tmp_path / "a", *options]
+    def go(options: list, variants: list):
+        command = [ABLATE, *options, "--steps", 6, "--folder", tmp_path / "a", *variants]
         first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
         assert first.returncode == second.returncode == 0, first.stderr
         assert "== " not in second.stdout and first.stdout.endswith(second.stdout)
@@ -721,7 +721,7 @@ def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
     shutil.copytree(data, tmp_path / "other")
     (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
     options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
-    first, second = ablate_twice(*options, "still: MATRIX_LR=0.001 SCALAR_LR=0.001")
+    first, second = ablate_twice(options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001"])
     assert first.stdout.count("== ") == 8
     found = json.loads(second.stdout.splitlines()[-1])
     for title, suffix in (("score", ""), ("on other", "_also")):
@@ -762,7 +762,7 @@ def test_screenings_tell_factors_apart():
 def test_screenings(ablate_twice, tmp_path):
     """Three factors in four runs; the one that spoils the learning rate stands out, and no run is repeated."""
     variants = ["still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
-    first, second = ablate_twice("--screen", "--seeds", 1, *variants)
+    first, second = ablate_twice(["--screen", "--seeds", 1], variants)
     assert first.stdout.count("== ") == 4
     found = json.loads(second.stdout.splitlines()[-1])
     # `log` has no effect of its own, only the interaction of the other two.

@@ -1,0 +1,58 @@
+"""Floating-point operations of the model, and the peaks of GPUs. A multiply-add counts as 2 operations."""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import train_gpt
+from train_gpt import Hyperparameters
+
+# Dense bf16 peaks in FLOP/s from the data sheets, by a part of the device's name.
+PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The data-sheet peak of this GPU, or None if it is unknown or the device is a CPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def bigram_weights(hp: Hyperparameters) -> int:
+    """Weights of the projection of the bigram embedding."""
+    return hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
+
+
+def flops_per_token(hp: Hyperparameters, length: int) -> float:
+    """Forward and backward operations per token of a training sequence of this length.
+
+    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average.
+    """
+    matrices = sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS)
+    head = hp.vocab_size * hp.model_dim
+    attention = hp.num_layers * 2 * hp.model_dim * (length + 1) / 2
+    return 3 * 2 * (matrices + head + bigram_weights(hp) + attention)
+
+
+def window_flops(hp: Hyperparameters, positions: int, scored: int) -> float:
+    """Forward operations of a window of `positions` if the last layer and the head compute only `scored` of them."""
+    sizes = {kind.name: math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES}
+    layer = sum(sizes.values())
+    keys = sizes["k"] + sizes["v"]  # of all positions, also in the last layer
+    head = hp.vocab_size * hp.model_dim
+    skipped = positions - scored
+    attention = hp.model_dim * positions * (positions + 1)  # of one layer
+    last_attention = attention - hp.model_dim * skipped * (skipped + 1)
+    products = positions * ((hp.num_layers - 1) * layer + keys + bigram_weights(hp)) + scored * (layer - keys + head)
+    return 2 * (products + (hp.num_layers - 1) * attention + last_attention)
