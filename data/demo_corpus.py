@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Make the demonstration's data from text that every machine has: Python's own library sources and documentation.
+"""Make the demonstration's data from text that is on every machine: Python's standard library and its documentation.
 
     python data/demo_corpus.py demo_data
 
-One file of the standard library, or one topic of its documentation, is one document. Some of them, chosen by a hash of
-their names, are held out for validation. data/tokenize_text.py does the rest: a SentencePiece BPE tokenizer of 1,024
-pieces trained on the spot, shards in the challenge's format, a manifest. If that says that the folder was made from
-the same texts, nothing is done.
+A source file of the library or a topic of the documentation is one document. Validation documents are chosen by a hash
+of their names. data/tokenize_text.py trains a SentencePiece BPE tokenizer of 1,024 pieces and writes shards in the
+challenge's format and a manifest. If the manifest shows that the folder was made from the same texts, nothing is done.
 """
 
 import argparse
@@ -19,11 +18,10 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "data"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
-from tokenize_text import Options, Reading
-from tokenize_text import build as build_shards
+import tokenize_text
 from train_gpt import UserError
 
 VOCAB_SIZE = 1024
@@ -31,7 +29,7 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__py
 
 
 def documents(library: Path) -> dict[str, str]:
-    """Texts by name, in the order of names: every source file of the library, every topic of the documentation."""
+    """Texts by name, sorted by name: source files of the library and topics of its documentation."""
     texts = {}
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
@@ -39,7 +37,7 @@ def documents(library: Path) -> dict[str, str]:
             try:
                 texts[str(name)] = path.read_bytes().decode()
             except (OSError, UnicodeDecodeError):
-                continue  # a few sources are in older encodings on purpose
+                continue  # a few sources use older encodings on purpose
     try:
         from pydoc_data.topics import topics
 
@@ -50,18 +48,19 @@ def documents(library: Path) -> dict[str, str]:
 
 
 def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
-    """Names of the validation documents: those of the lowest hashes, until val_bytes are reached."""
-    chosen, size = [], 0
+    """Names of the validation documents: those with the lowest hashes, up to val_bytes in total."""
+    chosen = []
+    size = 0
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
         length = len(texts[name].encode())
-        if size < val_bytes and length <= val_bytes // 4:  # no single long file makes up the validation text
+        if size < val_bytes and length <= val_bytes // 4:  # no long file dominates the validation text
             chosen.append(name)
             size += length
     return sorted(chosen)
 
 
 def build(folder: Path, library: Path, val_bytes: int) -> str:
-    """Make everything in `folder`, unless it is there. Returns a line that says what there is. Raises UserError."""
+    """Make the data in `folder` unless it exists. Returns a description of it. Raises UserError."""
     texts = documents(library)
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()).hexdigest()
     made_by = {"tool": "data/demo_corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
@@ -72,24 +71,24 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
         raise UserError(
-            f"{library} holds {len(texts)} texts, too few for training and validation: use a complete Python installation"
+            f"{library} has only {len(texts)} texts for training and validation: use a complete Python installation"
         )
     names = first + [name for name in texts if name not in set(first)]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "documents.jsonl")
         path.write_text("".join(json.dumps({"text": texts[name]}) + "\n" for name in names))
-        options = Options(vocab_size=VOCAB_SIZE, val_docs=len(first), workers=os.cpu_count())
-        tally = build_shards([path], folder, options, Reading(), force=True, made_by=made_by)
+        options = tokenize_text.Options(vocab_size=VOCAB_SIZE, val_docs=len(first), workers=os.cpu_count())
+        reading = tokenize_text.Reading()
+        tally = tokenize_text.build([path], folder, options, reading, force=True, made_by=made_by)
     return f"made in {time.perf_counter() - started:.0f} s\n" + "\n".join(tally.lines())
 
 
 def main() -> None:
+    library = Path(sysconfig.get_path("stdlib"))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--sources", type=Path, default=Path(sysconfig.get_path("stdlib")), help="folder of the library's sources"
-    )
-    parser.add_argument("--val-bytes", type=int, default=150_000, help="about so many bytes are held out")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--sources", type=Path, default=library, help="folder of the library (default: %(default)s)")
+    parser.add_argument("--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)")
     arguments = parser.parse_args()
     try:
         print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Fetch the challenge's published shards and tokenizer from the Hugging Face hub.
+"""Download the challenge's published shards and tokenizer from the Hugging Face hub.
 
     python data/download_fineweb.py                         # sp1024: 80 training shards (16 GB), all of validation
-    python data/download_fineweb.py --train-shards 1        # enough for a try
-    python data/download_fineweb.py --check                 # are the files still what was fetched? needs no network
+    python data/download_fineweb.py --train-shards 1        # enough for a first try
+    python data/download_fineweb.py --check                 # verify the files; needs no network
 
-The hub's client does the transfer into its cache: several files at once, a connection that breaks is resumed, a run
-that breaks off keeps the files that have arrived. They are then linked (not copied, where one file system holds both)
-into data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where train_gpt.py looks for them. Everything is held
-against the hub's checksums, before (what is here and right is not fetched) and after. MATCHED_FINEWEB_REPO_ID and
-MATCHED_FINEWEB_REMOTE_ROOT_PREFIX name another repository and another folder of it, as with the challenge's own
-script; HF_HOME moves the cache.
+The hub's client downloads into its cache: several files at once, with broken connections resumed and complete files
+kept after an interruption. The files are then linked (copied if the cache is on another file system) into
+data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where train_gpt.py looks for them. Files are verified with the
+hub's checksums before the download, so correct ones are not downloaded again, and after it. As in the challenge's own
+script, MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX select another repository and another folder of
+it; HF_HOME moves the cache.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
 import train_gpt
@@ -34,7 +34,7 @@ TARGET = Path(__file__).resolve().parent
 
 
 class Remote(NamedTuple):
-    """Where the data are published."""
+    """The repository and its folder with the data."""
 
     repository: str
     folder: str
@@ -48,7 +48,7 @@ class Remote(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A file to have: its path in the repository and, once the hub has been asked, its size and checksum."""
+    """A file to download: its path in the repository and, once the hub has been asked, its size and checksum."""
 
     path: str
     local: Path
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     git_sha1: str = ""  # of all files: SHA-1 of "blob <size>\0" and the content
 
     def is_there(self, seen=lambda count: None) -> bool:
-        """Whether the local file has that size and that checksum."""
+        """Whether the local file has this size and checksum."""
         if not self.local.is_file() or self.local.stat().st_size != self.size:
             return False
         if self.sha256:
@@ -70,37 +70,36 @@ def dataset_name(variant: str) -> str:
 
 
 def plan(manifest: dict, variant: str, train_shards: int, remote: Remote, target: Path) -> list[Wanted]:
-    """The files of a variant by the hub's manifest: tokenizer, validation, so many training shards. Raises UserError."""
+    """The files of a variant in the hub's manifest: tokenizer, training shards, validation. Raises UserError."""
     try:
         datasets = {entry["name"]: entry for entry in manifest["datasets"]}
         name = dataset_name(variant)
         if name not in datasets:
             there = ", ".join(sorted(other.removeprefix("fineweb10B_") for other in datasets))
-            raise UserError(f"{remote.repository} has no variant {variant}, but {there}: set --variant")
+            raise UserError(f"{remote.repository} has no variant {variant}: set --variant to one of {there}")
         counts = {split: int(datasets[name]["stats"][f"files_{split}"]) for split in ("train", "val")}
         (tokenizer,) = (entry for entry in manifest["tokenizers"] if entry["name"] == datasets[name]["tokenizer_name"])
         models = [str(tokenizer[key]) for key in ("model_path", "vocab_path", "path") if tokenizer.get(key)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"{remote.folder}/manifest.json of {remote.repository} is not as expected ({type(error).__name__}: {error}): "
-            "a newer version of this script may be needed"
+            f"{remote.folder}/manifest.json of {remote.repository} has an unknown format "
+            f"({type(error).__name__}: {error}): update this script"
         ) from error
     if train_shards > counts["train"]:
-        raise UserError(
-            f"{remote.repository} has {counts['train']} training shards of {variant}, not {train_shards}: lower --train-shards"
-        )
+        there = f"{remote.repository} has {counts['train']} training shards of {variant}"
+        raise UserError(f"{there}, not {train_shards}: lower --train-shards")
     files = [
         f"datasets/{name}/fineweb_{split}_{number:06d}.bin"
         for split, count in (("train", train_shards), ("val", counts["val"]))
         for number in range(count)
     ]
-    # A published path must stay where it belongs, whatever the manifest says.
+    # A path in the manifest must not lead to another folder.
     tokenizers = [f"tokenizers/{PurePosixPath(model).name}" for model in models]
     return [Wanted(f"{remote.folder}/{path}", target / path) for path in (*tokenizers, *files)]
 
 
 class Hub:
-    """The hub's client, at one revision of the repository; whatever goes wrong with it is a UserError."""
+    """The hub's client at one revision of the repository. Its failures become UserErrors."""
 
     def __init__(self, remote: Remote):
         try:
@@ -121,23 +120,23 @@ class Hub:
         except Exception as error:  # the client's own, its HTTP library's and the operating system's exceptions
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             raise UserError(
-                f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the network, "
-                "the disk and MATCHED_FINEWEB_REPO_ID, then start again; files that have arrived are kept"
+                f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the "
+                "network, the disk and MATCHED_FINEWEB_REPO_ID, then start again; complete files are kept"
             ) from error
 
     def manifest(self) -> dict:
-        """The manifest of what is published, as it is now."""
+        """The hub's current manifest."""
         path = self._ask(self.client.hf_hub_download, filename=f"{self.remote.folder}/manifest.json", **self.here)
         return self._ask(lambda: json.loads(Path(path).read_bytes()))
 
     def described(self, files: list[Wanted]) -> list[Wanted]:
-        """The files with the sizes and checksums that the hub states. Raises UserError if it lacks one."""
+        """The files with the hub's sizes and checksums. Raises UserError if the hub lacks one."""
         found = {
             info.path: info
             for info in self._ask(self.api.get_paths_info, paths=[file.path for file in files], **self.here)
         }
         if missing := [file.path for file in files if file.path not in found]:
-            raise UserError(f"{self.remote.repository} lacks {missing[0]}, which its manifest promises: tell its owner")
+            raise UserError(f"{self.remote.repository} lacks {missing[0]}, which is in its manifest: tell its owner")
         infos = [found[file.path] for file in files]
         return [
             file._replace(size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id)
@@ -145,7 +144,7 @@ class Hub:
         ]
 
     def fetch(self, files: list[Wanted], again: bool) -> Path:
-        """Fetch files into the client's cache (`again`: even what it has). Returns the folder that mirrors the repository."""
+        """Download files into the client's cache. `again` replaces cached files. Returns the cached repository."""
         patterns = [file.path for file in files]
         return Path(
             self._ask(self.client.snapshot_download, allow_patterns=patterns, force_download=again, **self.here)
@@ -153,25 +152,25 @@ class Hub:
 
 
 def existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
+    """The path or its nearest existing parent."""
     return path if path.exists() else existing(path.parent)
 
 
 def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
-    """Raises UserError if the files would not fit: into the cache and, on another file system, into the target too."""
+    """Raises UserError if the files do not fit into the cache or, on another file system, into the target."""
     size = sum(file.size for file in files)
     places = {existing(place).stat().st_dev: existing(place) for place in (cache.resolve(), target.resolve())}
     for place in places.values():
         free = shutil.disk_usage(place).free
         if free < size:
             raise UserError(
-                f"{size:,} bytes are to be fetched, but the disk of {place} has {free:,} left: "
-                "free some, lower --train-shards, or set HF_HOME to a folder on a larger disk"
+                f"the download has {size:,} bytes, but the disk of {place} has {free:,} left: "
+                "free some space, lower --train-shards, or set HF_HOME to a folder on a larger disk"
             )
 
 
 def link(source: Path, target: Path) -> None:
-    """A hard link to what `source` really is, or a copy where the file system has none."""
+    """Make `target` a hard link to the file behind `source`, or a copy if the file system does not allow it."""
     partial = target.with_name(target.name + ".partial")
     with train_gpt.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -181,11 +180,11 @@ def link(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(source, partial)
         os.replace(partial, target)
-        partial.unlink(missing_ok=True)  # renaming a link onto its twin leaves both
+        partial.unlink(missing_ok=True)  # replacing a link by a link to the same file leaves both
 
 
 def not_there(files: Iterable[Wanted]) -> list[Wanted]:
-    """The files that are missing or not what the hub has, with a progress bar over the reading of those that are here."""
+    """The files that are missing or differ from the hub's. Shows a progress bar while it reads."""
     from tqdm import tqdm  # the hub's client brings it
 
     files = list(files)
@@ -195,25 +194,23 @@ def not_there(files: Iterable[Wanted]) -> list[Wanted]:
 
 
 def have(files: list[Wanted], hub: Hub, target: Path) -> int:
-    """Fetch and link what is missing or wrong. Returns the number of files fetched. Raises UserError."""
+    """Download and link what is missing or wrong. Returns the number of downloaded files. Raises UserError."""
     missing = not_there(files)
     check_space(missing, hub.cache, target)
     fetched = len(missing)
-    for again in (False, True):  # a file that was damaged in place is damaged in the cache, too: then fetch it anew
+    for again in (False, True):  # a damaged link means a damaged file in the cache, so the second try replaces that
         if missing:
             snapshot = hub.fetch(missing, again)
             for file in missing:
                 link(snapshot / file.path, file.local)
             missing = not_there(missing)
     if missing:
-        raise UserError(
-            f"{missing[0].local} has been fetched, but is not what the hub says it is (size or checksum): start again"
-        )
+        raise UserError(f"{missing[0].local} has a wrong size or checksum after the download: start again")
     return fetched
 
 
 def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
-    """Write the manifest of `folder`: what train_gpt.py and --check hold it against. Shards fetched earlier stay in it."""
+    """Write the manifest of `folder` for train_gpt.py and --check. Shards downloaded earlier stay in it."""
     model = next((file.local for file in files if file.local.suffix == ".model"), None)
     before = (shards.read_manifest(folder) or {"files": {}})["files"] if (folder / shards.MANIFEST).exists() else {}
     entries = {name: entry for name, entry in before.items() if (folder / name).is_file()}
@@ -230,54 +227,49 @@ def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
 
 
 def check(variant: str, target: Path) -> str:
-    """Hold the local files against the local manifest, every byte. Returns a line. Raises UserError naming what is wrong."""
+    """Verify every byte of the local files with the local manifest. Returns a summary. Raises UserError."""
     folder = target / "datasets" / dataset_name(variant)
     manifest = shards.read_manifest(folder)
     if manifest is None:
-        raise UserError(
-            f"{folder} has no {shards.MANIFEST}: nothing has been fetched there by this script, run it without --check"
-        )
+        raise UserError(f"{folder} has no {shards.MANIFEST}: run this script without --check to download the data")
     wrong = shards.problems(folder, manifest)
     if "tokenizer" in manifest:
         tokenizer = folder / manifest["tokenizer"]["path"]
         if not tokenizer.is_file() or shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
-            wrong.append(f"{tokenizer} is missing or not the tokenizer of the shards")
+            wrong.append(f"{tokenizer} is missing or is not the tokenizer of the shards")
     strangers = {path.name for path in folder.glob("*.bin")} - set(manifest["files"])
     wrong += [
         f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it" for name in sorted(strangers)
     ]
     if wrong:
-        raise UserError(
-            "; ".join(wrong) + f": run this script without --check to fetch {'it' if len(wrong) == 1 else 'them'} again"
-        )
-    return f"right by their checksums: {len(manifest['files'])} shards in {folder}"
+        raise UserError("; ".join(wrong) + ": run this script without --check to download again")
+    return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 
 
 def download(variant: str, train_shards: int, remote: Remote, target: Path) -> str:
-    """Have everything in place and recorded. Returns a line. Raises UserError."""
+    """Download, verify and record everything. Returns a summary. Raises UserError."""
     folder = target / "datasets" / dataset_name(variant)
     try:
         hub = Hub(remote)
     except UserError as error:
         held = (shards.read_manifest(folder) or {"files": {}})["files"]
         if any("_val_" in name for name in held) and sum("_train_" in name for name in held) >= train_shards:
-            return f"{check(variant, target)} (the hub could not be asked for news: {error})"
+            return f"{check(variant, target)} (no update: {error})"
         raise
     files = hub.described(plan(hub.manifest(), variant, train_shards, remote, target))
     fetched = have(files, hub, target)
     record(files, folder, remote)
-    return f"in place: {len(files)} files, {fetched} of them fetched now, {sum(file.size for file in files):,} bytes, in {folder}"
+    size = sum(file.size for file in files)
+    return f"complete: {len(files)} files, {fetched} of them downloaded now, {size:,} bytes, in {folder}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one of the repository")
+    parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80")
+    parser.add_argument("--check", action="store_true", help="verify the files without a download")
     parser.add_argument(
-        "--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one that the repository has"
-    )
-    parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each (default: 80)")
-    parser.add_argument("--check", action="store_true", help="fetch nothing, verify what is there")
-    parser.add_argument(
-        "--target", type=Path, default=TARGET, help="folder to hold datasets/ and tokenizers/ (default: data)"
+        "--target", type=Path, default=TARGET, help="folder of datasets/ and tokenizers/ (default: data)"
     )
     arguments = parser.parse_args()
     if arguments.train_shards < 0:

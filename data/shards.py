@@ -1,15 +1,14 @@
-"""What the data tools share: writing shards, and the manifest that says what a folder of shards must hold.
+"""Write shards, and the manifest of a folder of shards.
 
 A folder of shards has a manifest.json:
 
     {"format": 1,
-     "made_by": {...},                                  # free: how the data came about
+     "made_by": {...},                                                                # free: origin of the data
      "tokenizer": {"path": "tokenizer.model", "sha256": ..., "vocab_size": 1024},     # path relative to the folder
-     "splits": {"train": {"documents": ..., "tokens": ..., "bytes": ...}, ...},       # what tokenize_text.py counted
+     "splits": {"train": {"documents": ..., "tokens": ..., "bytes": ...}, ...},       # counts of tokenize_text.py
      "files": {"fineweb_train_000000.bin": {"bytes": ..., "tokens": ..., "sha256": ...}, ...}}
 
-It is written last and atomically, so that a folder with a manifest is whole. train_gpt.py reads it too: see its
-`check_manifest`.
+It is written last and atomically, so a folder with a manifest is complete. train_gpt.py checks data against it.
 """
 
 import hashlib
@@ -28,11 +27,11 @@ from train_gpt import UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-SHARD_TOKENS = 100_000_000  # of the published shards
+SHARD_TOKENS = 100_000_000  # as in the published shards
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
-    """Write tokens (n,) in the format that `train_gpt.read_shard` describes. Returns the file's entry in the manifest."""
+    """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the manifest."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
     data = b"".join((header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")))
@@ -41,24 +40,27 @@ def write_shard(path: Path, tokens: np.ndarray) -> dict:
 
 
 class ShardWriter:
-    """Writes a stream of tokens as the shards of one split, each of `shard_tokens` but the last."""
+    """Writes a stream of tokens as shards of one split; all but the last have `shard_tokens` tokens."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int):
-        self.folder, self.split = folder, split
-        self.buffer, self.used = np.empty(shard_tokens, dtype=np.uint16), 0
+        self.folder = folder
+        self.split = split
+        self.buffer = np.empty(shard_tokens, dtype=np.uint16)
+        self.used = 0
         self.files: dict[str, dict] = {}
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append tokens (n,); a document may go on in the next shard."""
+        """Append tokens (n,). A document may continue in the next shard."""
         while len(tokens):
             taken = tokens[: len(self.buffer) - self.used]
             self.buffer[self.used : self.used + len(taken)] = taken
-            self.used, tokens = self.used + len(taken), tokens[len(taken) :]
+            self.used += len(taken)
+            tokens = tokens[len(taken) :]
             if self.used == len(self.buffer):
                 self.close()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the tokens in the buffer."""
         if self.used:
             name = f"fineweb_{self.split}_{len(self.files):06d}.bin"
             self.files[name] = write_shard(self.folder / name, self.buffer[: self.used])
@@ -66,7 +68,7 @@ class ShardWriter:
 
 
 def file_sha256(path: Path, seen: Callable[[int], object] = lambda count: None) -> str:
-    """SHA-256 of a file, in hexadecimal. `seen` is told the number of bytes after each part of them."""
+    """SHA-256 of a file in hexadecimal. Calls `seen` with the number of bytes of each part."""
     digest, block = hashlib.sha256(), memoryview(bytearray(1 << 22))
     with open(path, "rb") as file:
         while count := file.readinto(block):
@@ -76,7 +78,7 @@ def file_sha256(path: Path, seen: Callable[[int], object] = lambda count: None) 
 
 
 def tokenizer_entry(path: Path, folder: Path) -> dict:
-    """The manifest's entry for the tokenizer at `path`, as seen from `folder`."""
+    """The manifest's entry for the tokenizer at `path`, with its path relative to `folder`."""
     vocab_size = train_gpt.sentencepiece.SentencePieceProcessor(model_file=str(path)).vocab_size()
     return {
         "path": Path(os.path.relpath(path, folder)).as_posix(),
@@ -86,36 +88,33 @@ def tokenizer_entry(path: Path, folder: Path) -> dict:
 
 
 def write_manifest(folder: Path, **entries) -> None:
-    """Write the manifest of `folder`; `entries` are its parts but for the format."""
+    """Write the manifest of `folder` with these entries."""
     train_gpt.write_atomic(folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode())
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """The manifest of `folder`, or None if it has none. Raises UserError if it is not one that this version reads."""
+    """The manifest of `folder`, or None if it has none. Raises UserError if it is invalid."""
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] != FORMAT:
-            raise ValueError(f"format {manifest['format']}, but only {FORMAT} is known")
+            raise ValueError(f"format {manifest['format']} instead of {FORMAT}")
         for name, entry in manifest["files"].items():
-            if Path(name).name != name or {type(entry["bytes"]), type(entry["tokens"]), type(entry["sha256"])} - {
-                int,
-                str,
-            }:
-                raise ValueError(f"its entry {name!r} is not a file of this folder")
+            types = {type(entry[key]) for key in ("bytes", "tokens", "sha256")}
+            if Path(name).name != name or not types <= {int, str}:
+                raise ValueError(f"invalid entry {name!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} cannot be read as a manifest ({type(error).__name__}: {error}): make or fetch the data again"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} cannot be read as a manifest ({reason}): make or download the data again") from error
     return manifest
 
 
 def problems(
     folder: Path, manifest: dict, names: Iterable[str] | None = None, seen: Callable = lambda count: None
 ) -> list[str]:
-    """What is wrong with the files `names` (default: all) of the manifest, a sentence each. Reads every byte of them."""
+    """One sentence per file of `names` (default: all) that is not as in the manifest. Reads every byte."""
     found = []
     for name in manifest["files"] if names is None else names:
         path, entry = folder / name, manifest["files"][name]
@@ -127,5 +126,5 @@ def problems(
         if path.stat().st_size != entry["bytes"]:
             found.append(f"{path} has {path.stat().st_size} bytes, but {MANIFEST} says {entry['bytes']}")
         elif file_sha256(path, seen) != entry["sha256"]:
-            found.append(f"{path} is not the file that {MANIFEST} describes: its sha256 differs")
+            found.append(f"{path} is not the file in {MANIFEST}: its sha256 differs")
     return found

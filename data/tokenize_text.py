@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Make shards in the challenge's format, and a tokenizer for them, out of any text.
+"""Make shards in the challenge's format, and a tokenizer for them, from any text.
 
     python data/tokenize_text.py books/ notes.txt --out data/datasets/mine --vocab-size 1024 --val-fraction 0.01
-    python data/tokenize_text.py docs.jsonl --out ... --tokenizer data/tokenizers/fineweb_1024_bpe.model --val-docs 50000
-    zstdcat dump.jsonl.zst | python data/tokenize_text.py - --stdin-format jsonl --out ... --vocab-size 4096 --val-fraction 0.01
+    python data/tokenize_text.py docs.jsonl --out ... --tokenizer data/tokenizers/fineweb_1024_bpe.model --val-docs 1000
+    zstdcat dump.zst | python data/tokenize_text.py - --stdin-format jsonl --out ... --vocab-size 4096 --val-docs 1000
 
-What a document is: a line of a .jsonl file (its --field), a row of a .parquet file (its --field), a whole .txt file
-or, with --separator, each part of it. Folders are searched for such files, in the order of their paths.
+A document is the --field of a line of a .jsonl file or of a row of a .parquet file, a .txt file, or, with --separator,
+each part of a .txt file. Folders are searched for such files in the order of their paths.
 
     files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
 
 The result does not depend on the number of workers. It is built in a folder beside --out and moved there when it is
-whole. Identical documents (after the tokenizer's normalisation) never stand on both sides of the split.
+complete. Documents that are identical after the tokenizer's normalisation are never in both splits.
 """
 
 import argparse
@@ -36,17 +36,17 @@ from typing import NamedTuple
 import numpy as np
 import sentencepiece
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
 import train_gpt
 from train_gpt import UserError
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-CHUNK_BYTES = 1 << 20  # of text for a worker at a time
-SPACE = "\u2581"  # what SentencePiece writes for a space
+CHUNK_BYTES = 1 << 20  # text per task of a worker
+SPACE = "\u2581"  # SentencePiece's symbol for a space
 PAD, BOS, EOS, UNK = 0, train_gpt.BOS, 2, 3  # as in the published tokenizers
-FEWEST_PIECES = 4 + 256 + 2  # those four, the bytes, U+2581 and the newline
+FEWEST_PIECES = 4 + 256 + 2  # these four, the bytes, U+2581 and the newline
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -58,11 +58,11 @@ class Reading(NamedTuple):
 
     field: str = "text"  # of a JSON line or a parquet row
     separator: str = ""  # between the documents of a text file; empty: one file is one document
-    strip: bool = False  # white space around a document is not part of it
+    strip: bool = False  # remove white space around documents
 
 
 class Record(NamedTuple):
-    """A document as it stands in its file: text, or bytes that a worker has yet to decode."""
+    """A document as read from its file: text, or bytes for a worker to decode."""
 
     where: str
     raw: str | bytes
@@ -70,18 +70,18 @@ class Record(NamedTuple):
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
-    """The text files that `inputs` (files and folders) stand for. Raises UserError if one of them is none."""
+    """The text files in `inputs`, which are files and folders. Raises UserError for anything else."""
     found = []
     for path in inputs:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             if not inside:
-                raise UserError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}: name another folder")
+                raise UserError(f"{path} has no file that ends in {', '.join(SUFFIXES)}: give another folder")
             found += inside
         elif not path.is_file():
-            raise UserError(f"{path} does not exist: name a file, a folder or - for standard input")
+            raise UserError(f"{path} does not exist: give a file, a folder, or - for standard input")
         elif path.suffix not in SUFFIXES:
-            raise UserError(f"{path} ends in none of {', '.join(SUFFIXES)}: rename or convert it")
+            raise UserError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
         else:
             found.append(path)
     return found
@@ -124,9 +124,8 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
     try:
         with parquet.ParquetFile(path) as table:
             if field not in table.schema_arrow.names:
-                raise UserError(
-                    f"{path} has no column {field!r}, but {', '.join(table.schema_arrow.names)}: set --field"
-                )
+                names = ", ".join(table.schema_arrow.names)
+                raise UserError(f"{path} has no column {field!r}: set --field to one of {names}")
             number = 0
             for batch in table.iter_batches(columns=[field], batch_size=256):
                 for text in batch.column(0).to_pylist():
@@ -137,11 +136,11 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
                         )
                     yield Record(f"{path}, row {number}", text)
     except ArrowException as error:
-        raise UserError(f"{path} is not a parquet file that can be read: {error}") from error
+        raise UserError(f"{path} is not a readable parquet file: {error}") from error
 
 
 def text_of(record: Record, reading: Reading) -> str:
-    """The document's text. Raises UserError that says where it is no text in UTF-8."""
+    """The document's text. Raises UserError if it is not UTF-8."""
     where, text, is_json = record
     try:
         if isinstance(text, bytes):
@@ -151,16 +150,16 @@ def text_of(record: Record, reading: Reading) -> str:
             if not isinstance(text, dict) or not isinstance(text.get(reading.field), str):
                 raise UserError(f"{where} has no text in a field {reading.field!r}: set --field")
             text = text[reading.field]
-        text.encode()  # a lone surrogate, as JSON can write it, is no character
+        text.encode()  # fails for a lone surrogate, which JSON can contain
     except UnicodeError as error:
         raise UserError(f"{where} is not UTF-8 text ({error.reason}): convert it") from error
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): mend or remove that line") from error
+        raise UserError(f"{where} is not JSON ({error}): fix or remove that line") from error
     return text.strip() if reading.strip else text
 
 
 def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
-    """Documents of all files in order, in lists of about CHUNK_BYTES."""
+    """The documents of all files in order, in lists of about CHUNK_BYTES."""
     chunk, size = [], 0
     for record in itertools.chain.from_iterable(records(path, reading) for path in files):
         chunk.append(record)
@@ -177,12 +176,12 @@ def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
 
 
 def kept(normalised: str) -> str:
-    """What a tokenizer that prefixes a space to each document keeps of a text, from its normaliser's output."""
+    """The text behind a normaliser's output, for a tokenizer that prefixes a space to each document."""
     return normalised.removeprefix(SPACE).replace(SPACE, " ")
 
 
 def key_of(text: str) -> bytes:
-    """16 bytes by which a normalised document is known."""
+    """A 16-byte hash of a normalised document."""
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
@@ -194,17 +193,17 @@ class Encoded(NamedTuple):
 
 
 class Document(NamedTuple):
-    """What is known of a document once it is tokens."""
+    """The facts about a tokenized document."""
 
     key: bytes
     length: int  # tokens, with its BOS
-    size: int  # bytes that the score counts
-    lost: int  # bytes that the normaliser has taken away
+    size: int  # bytes that the evaluator counts
+    lost: int  # bytes that the normaliser removed
     changed: bool  # by the normaliser
 
 
 class Encoder:
-    """A tokenizer, with the evaluator's way to count bytes."""
+    """A tokenizer with the evaluator's byte counts."""
 
     def __init__(self, tokenizer: str, reading: Reading):
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
@@ -213,7 +212,7 @@ class Encoder:
         self.prefixed = self.pieces.normalize("a").startswith(SPACE)
 
     def encode(self, chunk: list[Record]) -> Encoded:
-        """Raises UserError if a document is no text, or if the evaluator would charge other bytes than it has."""
+        """Tokenize a chunk. Raises UserError if a document is not text or the evaluator would count wrong bytes."""
         texts = [text_of(record, self.reading) for record in chunk]
         normalised = [
             kept(text) if self.prefixed else text.replace(SPACE, " ") for text in map(self.pieces.normalize, texts)
@@ -221,9 +220,7 @@ class Encoder:
         encoded = self.pieces.encode(texts, return_type="numpy")
         lengths = [len(ids) + 1 for ids in encoded]
         starts = np.cumsum([0, *lengths])
-        tokens = np.full(
-            starts[-1] + 1, BOS, dtype=np.uint16
-        )  # one more than there are, so that the last one has an end
+        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)  # one extra BOS ends the last document
         for start, ids in zip(starts, encoded, strict=False):
             tokens[start + 1 : start + 1 + len(ids)] = ids
         charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
@@ -234,8 +231,8 @@ class Encoder:
             size = len(text.encode())
             if nbytes != size:
                 raise UserError(
-                    f"{record.where} has {size} bytes, but the evaluator would charge {nbytes}: this tokenizer cannot be "
-                    "scored on it (data/README.md says what it needs); with --strip, spaces around documents are no matter"
+                    f"{record.where} has {size} bytes, but the evaluator would count {nbytes}: use another tokenizer "
+                    "(data/README.md has the requirements), or --strip if white space around documents is the cause"
                 )
             documents.append(Document(key_of(text), length, size, len(raw.encode()) - size, raw != text))
         return Encoded(tokens[:-1], documents)
@@ -243,17 +240,17 @@ class Encoder:
 
 @functools.cache
 def encoder(tokenizer: str, reading: Reading) -> Encoder:
-    """A worker's encoder, made once."""
+    """The encoder of this process."""
     return Encoder(tokenizer, reading)
 
 
 def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encoded:
-    """What a worker does."""
+    """Tokenize a chunk in a worker process."""
     return encoder(tokenizer, reading).encode(chunk)
 
 
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
-    """`map(function, items)` by worker processes, in order, with a bounded number of items under way."""
+    """`map(function, items)` in worker processes, in order, with a bounded number of pending items."""
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         pending = collections.deque()
         try:
@@ -264,9 +261,7 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool as error:
-            raise UserError(
-                "a worker process died, for want of memory perhaps: start again with fewer --workers"
-            ) from error
+            raise UserError("a worker process died, perhaps out of memory: use fewer --workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -276,15 +271,19 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
 
 
 class Split:
-    """Which side a document belongs to: the first so many distinct ones are validation (as in the challenge, whose
-    first 50,000 are), or those whose key falls into a fraction of all keys, whatever their order."""
+    """Assigns documents to training or validation.
+
+    Validation is the first `val_docs` distinct documents (50,000 in the challenge), or the documents whose hashes fall
+    into a fraction of all hashes, regardless of their order.
+    """
 
     def __init__(self, val_docs: int, val_fraction: float):
-        self.val_docs, self.bound = val_docs, int(val_fraction * 2**64)
-        self.val_keys = set()
+        self.val_docs = val_docs
+        self.bound = int(val_fraction * 2**64)
+        self.val_keys: set[bytes] = set()
 
     def side(self, key: bytes) -> str:
-        """ "train" or "val"; "" for one that is in validation already."""
+        """ "train" or "val"; "" for a document that is already in validation."""
         if key in self.val_keys:
             return ""
         if len(self.val_keys) < self.val_docs or int.from_bytes(key[:8]) < self.bound:
@@ -294,13 +293,16 @@ class Split:
 
 
 def normaliser_options(rule: str) -> dict:
-    """How our tokenizers treat white space: nothing is removed; each document gets one space before it, which the
-    evaluator does not charge after BOS, so that bytes are exact even where a document begins with spaces."""
+    """How our tokenizers treat white space.
+
+    Nothing is removed. Each document is prefixed with a space, which the evaluator does not count after BOS, so bytes
+    are exact even if a document begins with spaces.
+    """
     return dict(add_dummy_prefix=True, remove_extra_whitespaces=rule != "identity", escape_whitespaces=True)
 
 
 def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int) -> list[str]:
-    """About `sample_bytes` of training documents, chosen by a checksum of each, so that order does not matter."""
+    """About `sample_bytes` of training documents, chosen by their checksums, so order does not matter."""
     normaliser = sentencepiece.SentencePieceNormalizer(rule_name=rule, **normaliser_options(rule))
     share = min(1.0, sample_bytes / max(1, sum(path.stat().st_size for path in files))) * 2**32
     chosen = []
@@ -314,15 +316,16 @@ def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, s
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -> bytes:
-    """A SentencePiece BPE model: bytes for rare characters, digits one by one, U+2581 and newline pieces of their own
-    (newline unless the normaliser `rule` does away with it).
+    """A SentencePiece BPE model with byte fallback, single digits, and pieces for U+2581 and, unless the normaliser
+    `rule` replaces it, newline.
 
-    Characters that would be rare pieces (at most half of the vocabulary is for single characters) are left to the
-    bytes: the text is cut at them. Raises UserError if the vocabulary cannot be filled.
+    At most half of the vocabulary is for single characters. Rarer characters become bytes: the text is cut at them.
+    Raises UserError if the vocabulary cannot be filled.
     """
     if vocab_size < FEWEST_PIECES:
         raise UserError(
-            f"--vocab-size {vocab_size} is too small: 4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}"
+            f"--vocab-size {vocab_size} is too small: "
+            f"4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}"
         )
     counts = collections.Counter(itertools.chain.from_iterable(texts))
     alphabet, seen, total = [], 0, sum(counts.values())
@@ -334,67 +337,79 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(run for text in texts for run in runs.findall(text)), model_writer=model, model_type="bpe",
-            vocab_size=vocab_size, byte_fallback=True, character_coverage=1.0, split_digits=True, max_sentence_length=1 << 20,
-            normalization_rule_name=rule, allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"] if rule == "identity" else [],  # the others make a space of it
-            pad_id=PAD, bos_id=BOS, eos_id=EOS, unk_id=UNK, minloglevel=2, **normaliser_options(rule),
-        )  # fmt: skip
+            sentence_iterator=(run for text in texts for run in runs.findall(text)),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            character_coverage=1.0,
+            split_digits=True,
+            max_sentence_length=1 << 20,
+            normalization_rule_name=rule,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"] if rule == "identity" else [],  # other rules make it a space
+            pad_id=PAD,
+            bos_id=BOS,
+            eos_id=EOS,
+            unk_id=UNK,
+            minloglevel=2,
+            **normaliser_options(rule),
+        )
     except RuntimeError as error:
-        raise UserError(
-            f"no tokenizer of {vocab_size} pieces can be trained on this text: {str(error).strip().splitlines()[0]}"
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"a tokenizer of {vocab_size} pieces cannot be trained on this text: {reason}") from error
     return model.getvalue()
 
 
 def adopt_tokenizer(path: Path, copy: Path) -> None:
-    """Copy somebody's tokenizer. Raises UserError if it cannot make shards of the challenge's format."""
+    """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's format."""
     try:
         train_gpt.write_atomic(copy, path.read_bytes())
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
     except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"--tokenizer {path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}"
-        ) from error
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--tokenizer {path} is not a SentencePiece model: {reason}") from error
     if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
         raise UserError(
-            f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the challenge's "
-            f"format every document starts with token {BOS} and tokens are below 65536"
+            f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the "
+            f"challenge's format every document starts with token {BOS} and tokens are below 65536"
         )
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# The whole
+# Tokens -> shards
 
 
 class Tally:
-    """What has become of the documents."""
+    """Counts of documents, tokens and bytes."""
 
     def __init__(self):
         self.splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
-        self.empty, self.repeated, self.changed, self.lost = 0, 0, 0, 0
+        self.empty = self.repeated = self.changed = self.lost = 0
 
     def lines(self) -> Iterator[str]:
-        """For the user."""
+        """The counts as text."""
         for split, counts in self.splits.items():
             yield (
                 f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
-                f"({counts['bytes'] / max(1, counts['tokens']):.3f} a token)"
+                f"({counts['bytes'] / max(1, counts['tokens']):.3f} per token)"
             )
-        yield f"left out: {self.repeated:,} documents that validation already has, {self.empty:,} empty ones"
-        yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes fewer"
+        yield f"left out: {self.repeated:,} documents that are in validation already, {self.empty:,} empty ones"
+        yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes removed"
 
 
 def write_shards(
     encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int
 ) -> tuple[Tally, dict[str, dict]]:
-    """Distribute documents over the splits and write them. Returns the counts and the manifest's files."""
+    """Assign documents to splits and write them. Returns (counts, entries of the manifest)."""
     tally, writers = Tally(), {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")}
     for chunk in encoded:
         start = 0
         for document in chunk.documents:
-            tokens, start = chunk.tokens[start : start + document.length], start + document.length
-            tally.changed, tally.lost = tally.changed + document.changed, tally.lost + document.lost
+            tokens = chunk.tokens[start : start + document.length]
+            start += document.length
+            tally.changed += document.changed
+            tally.lost += document.lost
             side = split.side(document.key) if document.size else ""
             if side:
                 writers[side].add(tokens)
@@ -409,17 +424,17 @@ def write_shards(
         if not writer.files:
             total = sum(counts["documents"] for counts in tally.splits.values())
             raise UserError(
-                f"no document was left for {name}: all of {total} went to the other side; give more text, --separator to cut "
-                "it into documents, or another --val-docs or --val-fraction"
+                f"no document was left for {name}, as all {total} are in the other split: give more text, --separator "
+                "to split it into documents, or another --val-docs or --val-fraction"
             )
     return tally, {name: entry for writer in writers.values() for name, entry in writer.files.items()}
 
 
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that takes its place if the body succeeds and is removed if it does not."""
+    """A folder beside `out` that replaces it if the body succeeds and is removed otherwise."""
     if out.exists() and not force and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"--out {out} exists already: choose another folder, or --force to replace all that is in it")
+        raise UserError(f"--out {out} exists already: choose another folder, or --force to replace its contents")
     partial, old = (out.with_name(out.name + suffix) for suffix in (".partial", ".old"))
     with train_gpt.writing(partial):
         shutil.rmtree(partial, ignore_errors=True)
@@ -437,12 +452,12 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
 
 
 class Options(NamedTuple):
-    """What is to be made of the documents."""
+    """How documents become shards."""
 
-    tokenizer: Path | None = None  # the one to use; None: one is trained
-    vocab_size: int = 1024  # of that one
+    tokenizer: Path | None = None  # None: train one
+    vocab_size: int = 1024  # of a trained tokenizer
     normalizer: str = "identity"
-    sample_bytes: int = 50_000_000  # of text to train it on
+    sample_bytes: int = 50_000_000  # text to train it on
     val_docs: int = 0  # see Split
     val_fraction: float = 0.0
     shard_tokens: int = shards.SHARD_TOKENS
@@ -450,18 +465,22 @@ class Options(NamedTuple):
 
 
 def build(
-    files: list[Path], out: Path, options: Options, reading: Reading, *, force: bool = False,
-    progress: Callable = lambda chunks: chunks, made_by: dict | None = None,
-) -> Tally:  # fmt: skip
+    files: list[Path],
+    out: Path,
+    options: Options,
+    reading: Reading,
+    *,
+    force: bool = False,
+    progress: Callable = lambda chunks: chunks,
+    made_by: dict | None = None,
+) -> Tally:
     """Make tokenizer.model, shards and manifest.json in `out` from the documents of `files`. Raises UserError.
 
-    `force` replaces what `out` holds; `progress` wraps the chunks as they go by; `made_by` is what the manifest says of
-    the data's origin (default: the options that decide about the documents).
+    `force` replaces the contents of `out`; `progress` wraps the iterator of chunks; `made_by` is the manifest's entry
+    on the origin of the data (default: the options that determine the documents).
     """
     if "return_type" not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters:
-        raise UserError(
-            f"sentencepiece {sentencepiece.__version__} is too old for this tool: pip install -r requirements.txt"
-        )
+        raise UserError(f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt")
     side = options.val_docs, options.val_fraction
     with new_folder(out, force) as folder:
         model = folder / "tokenizer.model"
@@ -485,17 +504,16 @@ def build(
 
 
 def progress_bar(files: list[Path]) -> Callable:
-    """A function that passes chunks on and shows how far they have come."""
+    """A function that wraps an iterator of chunks with a progress bar."""
     try:
         from tqdm import tqdm
     except ImportError as error:
         raise UserError("the progress bar needs tqdm: pip install -r requirements-dev.txt") from error
-    packed = any(path.suffix == ".parquet" for path in files)  # their size says little about the text in them
+    compressed = any(path.suffix == ".parquet" for path in files)  # the file size is not the size of the text
 
     def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
-        with tqdm(
-            total=None if packed else sum(p.stat().st_size for p in files), unit="B", unit_scale=True, disable=None
-        ) as bar:
+        total = None if compressed else sum(path.stat().st_size for path in files)
+        with tqdm(total=total, unit="B", unit_scale=True, disable=None) as bar:
             for chunk in chunks:
                 yield chunk
                 bar.update(sum(len(record.raw) for record in chunk))
@@ -507,36 +525,34 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder to make: shards, tokenizer.model, manifest.json"
+        "--out", type=Path, required=True, help="folder to write: shards, tokenizer.model, manifest.json"
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--vocab-size", type=int, help="train a tokenizer of so many pieces, 256 to 65536")
+    which.add_argument("--vocab-size", type=int, help="train a tokenizer with this many pieces (262 to 65536)")
     which.add_argument("--tokenizer", type=Path, help="use this SentencePiece model")
     parser.add_argument(
         "--normalizer",
         choices=("identity", "nmt_nfkc"),
         default="identity",
-        help="of a trained tokenizer: no change (default), or like the challenge's: NFKC, white space becomes one space",
+        help="of a trained tokenizer: no change (default), or NFKC and single spaces as in the challenge",
     )
     side = parser.add_mutually_exclusive_group(required=True)
-    side.add_argument("--val-docs", type=int, default=0, help="the first so many documents are validation")
+    side.add_argument("--val-docs", type=int, default=0, help="the first N documents are validation")
     side.add_argument(
-        "--val-fraction", type=float, default=0.0, help="about this part of the documents is, chosen by their hashes"
+        "--val-fraction", type=float, default=0.0, help="about this fraction of the documents, chosen by hash"
     )
-    parser.add_argument("--field", default="text", help="of JSON lines and parquet files (default: text)")
-    parser.add_argument(
-        "--separator", default="", help=r"what divides a text file into documents, with \n for a newline"
-    )
-    parser.add_argument("--strip", action="store_true", help="leave out white space around documents")
+    parser.add_argument("--field", default="text", help="field of JSON lines and parquet files (default: text)")
+    parser.add_argument("--separator", default="", help=r"separator of the documents in a text file; \n is a newline")
+    parser.add_argument("--strip", action="store_true", help="remove white space around documents")
     parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
     parser.add_argument(
-        "--sample-bytes", type=int, default=50_000_000, help="of text to train the tokenizer on (default: 50,000,000)"
+        "--sample-bytes", type=int, default=50_000_000, help="text to train the tokenizer on (default: 50,000,000)"
     )
     parser.add_argument(
-        "--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens of a full shard (default: 100,000,000)"
+        "--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens per shard (default: 100,000,000)"
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the number of CPUs)")
-    parser.add_argument("--force", action="store_true", help="replace what --out holds")
+    parser.add_argument("--force", action="store_true", help="replace the contents of --out")
     arguments = parser.parse_args()
     for name, low, high in (
         ("vocab_size", 256, 65536),
@@ -554,7 +570,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def spooled(inputs: list[str], stdin_format: str, out: Path) -> Iterator[list[Path]]:
-    """The inputs as paths; standard input becomes a temporary file, since a tokenizer's training reads it once more."""
+    """The inputs as paths. Standard input becomes a temporary file, as training a tokenizer reads it twice."""
     spool = out.with_name(f"{out.name}.stdin.{stdin_format}")
     try:
         if "-" in inputs:
@@ -581,9 +597,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
-    print(
-        f"train on it: DATA_PATH={arguments.out} TOKENIZER_PATH={arguments.out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh"
-    )
+    out = arguments.out
+    print(f"train on it: DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh")
 
 
 if __name__ == "__main__":

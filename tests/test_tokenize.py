@@ -1,4 +1,4 @@
-"""data/tokenize_text.py and data/inspect_shards.py: exact bytes, a clean split, the same result whoever computes it."""
+"""data/tokenize_text.py and data/inspect_shards.py: exact bytes, disjoint splits, reproducible results."""
 
 import functools
 import json
@@ -22,15 +22,22 @@ import shards
 import tokenize_text
 from tokenize_text import Options, Reading, Record, Split
 
-# What text can do to a count of bytes. None of it may be miscounted, whatever a tokenizer's normaliser makes of it.
+# Text whose bytes are easily miscounted, by any tokenizer and normaliser.
+# fmt: off
 ADVERSARIAL = {
-    "leading space": " begins with a space", "leading spaces": "   begins with three", "spaces": "runs  of   spaces    between", "trailing": "ends so  ",
-    "only spaces": "     ", "one space": " ", "one letter": "x", "newlines": "\n\na\n b\n", "crlf": "a line\r\nand another\r\n", "tabs": "\ta\t\tb\t",
-    "nul": "a\0b\0\0c", "emoji": "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 ok", "scripts": "\u4e2d\u6587 \u0627\u0644\u0639 \u0939\u093f\u0928 \u10e5\u10d0 \ua9a7",
-    "combining": "e\u0301 A\u030a \ufb01 \u2168 \u00bd", "u+2581": "\u2581a\u2581\u2581b \u2581", "only u+2581": "\u2581", "spaces of all kinds": "a\u00a0b\u2003c\u3000d\u200be",
-    "controls": "a\x01b\x7f\x85\ufeffc", "specials": "<s> </s> <unk> <pad> <0x41> \u2047", "long": "word " * 3000, "empty": "", "replacement": "\ufffd\ufffe\U0010ffff",
-    "digits": "0123456789 3.14159", "source": "def f(x):\n\treturn  x  # \u00e9",
-}  # fmt: skip
+    "leading space": " begins with a space", "leading spaces": "   begins with three", "trailing": "ends so  ",
+    "spaces": "runs  of   spaces    between", "only spaces": "     ", "one space": " ", "one letter": "x",
+    "newlines": "\n\na\n b\n", "crlf": "a line\r\nand another\r\n", "tabs": "\ta\t\tb\t", "nul": "a\0b\0\0c",
+    "emoji": "\U0001f600 \U0001f468\u200d\U0001f469\u200d\U0001f467 ok",
+    "scripts": "\u4e2d\u6587 \u0627\u0644\u0639 \u0939\u093f\u0928 \u10e5\u10d0 \ua9a7",
+    "combining": "e\u0301 A\u030a \ufb01 \u2168 \u00bd", "u+2581": "\u2581a\u2581\u2581b \u2581",
+    "only u+2581": "\u2581", "spaces of all kinds": "a\u00a0b\u2003c\u3000d\u200be",
+    "controls": "a\x01b\x7f\x85\ufeffc", "specials": "<s> </s> <unk> <pad> <0x41> \u2047", "long": "word " * 3000,
+    "empty": "", "replacement": "\ufffd\ufffe\U0010ffff", "digits": "0123456789 3.14159",
+    "source": "def f(x):\n\treturn  x  # \u00e9",
+}
+# fmt: on
+SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
 TEXT = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
 DOCUMENTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
 
@@ -42,38 +49,48 @@ def tokenizer_bytes(rule: str, vocab_size: int = 600, **changes) -> bytes:
 
 @pytest.fixture(scope="module", params=["identity", "nmt_nfkc", "as published", "without spaces removed or prefixed"])
 def model(request, tmp_path_factory) -> Path:
-    """Tokenizers of several kinds: ours, with either normaliser, and brought ones."""
+    """Tokenizers of several kinds: ours with both normalisers, and others."""
     path = tmp_path_factory.mktemp("model") / "tokenizer.model"
     if request.param in ("identity", "nmt_nfkc"):
         path.write_bytes(tokenizer_bytes(request.param))
         return path
     published = request.param == "as published"
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_prefix=str(path.with_suffix("")), vocab_size=600, model_type="bpe", byte_fallback=True,
-        character_coverage=0.999, split_digits=True, normalization_rule_name="nmt_nfkc" if published else "identity", add_dummy_prefix=False,
-        remove_extra_whitespaces=published, pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_prefix=str(path.with_suffix("")),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=0.999,
+        split_digits=True,
+        normalization_rule_name="nmt_nfkc" if published else "identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=published,
+        **SPECIAL,
+    )
     return path
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, request):
-    """The evaluator's count, recounted here from the decoded text alone."""
+    """The evaluator's count equals the bytes of the decoded text."""
     encoder = tokenize_text.Encoder(str(model), Reading())
     text = ADVERSARIAL[name]
     if "without" in request.node.callspec.id and text[:1] in (" ", "\u2581"):
-        # No prefixed space and none removed: the first space of a document would cost nothing. Noticed, not miscounted.
-        with pytest.raises(UserError, match="but the evaluator would charge"):
+        # No prefixed space and none removed: the first space of a document would cost nothing. This is an error.
+        with pytest.raises(UserError, match="but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
     tokens, (document,) = encoder.encode([Record(name, text)])
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
     decoded = pieces.decode(tokens[1:].tolist())
     counter = train_gpt.ByteCounter(str(model), pieces.vocab_size())
-    assert tokens[0] == BOS and counter.count(tokens).sum() == len(decoded.encode()) == document.size
-    assert document.lost == len(text.encode()) - len(decoded.encode()) and document.changed == (decoded != text)
+    assert tokens[0] == BOS
+    assert counter.count(tokens).sum() == len(decoded.encode()) == document.size
+    assert document.lost == len(text.encode()) - len(decoded.encode())
+    assert document.changed == (decoded != text)
     if "identity" in request.node.callspec.id and "\u2581" not in text:
-        assert decoded == text, "our own tokenizers change nothing but U+2581, which SentencePiece takes for a space"
+        assert decoded == text, "our tokenizers change nothing but U+2581, which SentencePiece takes for a space"
 
 
 def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
@@ -81,16 +98,15 @@ def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
     texts = [text for text in ADVERSARIAL.values() if text[:1] not in (" ", "\u2581")]
     tokens, documents = encoder.encode([Record("", text) for text in texts])
     alone = [encoder.encode([Record("", text)]) for text in texts]
-    assert (tokens == np.concatenate([part.tokens for part in alone])).all() and documents == [
-        part.documents[0] for part in alone
-    ]
+    assert (tokens == np.concatenate([part.tokens for part in alone])).all()
+    assert documents == [part.documents[0] for part in alone]
     counter = train_gpt.ByteCounter(str(model), encoder.pieces.vocab_size())
     assert counter.count(tokens).sum() == sum(document.size for document in documents)
 
 
 @pytest.mark.skipif("FINEWEB_DOCS" not in os.environ, reason="FINEWEB_DOCS names no .jsonl of documents")
 def test_bytes_of_real_documents(model, request):
-    """FINEWEB_DOCS=docs.jsonl pytest -k real_documents: the same on any documents at hand."""
+    """FINEWEB_DOCS=docs.jsonl pytest -k real_documents: the same for other documents."""
     encoder = tokenize_text.Encoder(str(model), Reading(strip="without" in request.node.callspec.id))
     records = list(tokenize_text.records(Path(os.environ["FINEWEB_DOCS"]), Reading()))
     assert len(encoder.encode(records).documents) == len(records) > 0
@@ -98,10 +114,14 @@ def test_bytes_of_real_documents(model, request):
 
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()), model_prefix=str(tmp_path / "t"), vocab_size=300, model_type="bpe", byte_fallback=False,
-        pad_id=0, bos_id=1, eos_id=2, unk_id=3, minloglevel=2,
-    )  # fmt: skip
-    with pytest.raises(UserError, match="line 3 has 3 bytes, but the evaluator would charge 0"):
+        sentence_iterator=iter(TEXT.splitlines()),
+        model_prefix=str(tmp_path / "t"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=False,
+        **SPECIAL,
+    )
+    with pytest.raises(UserError, match="line 3 has 3 bytes, but the evaluator would count 0"):
         tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode([Record("line 3", "\u4e2d")])
 
 
@@ -115,15 +135,14 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     encoder = tokenize_text.Encoder(str(tmp_path / "t.model"), Reading())
     assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
     if vocab_size > 300:
-        assert max(len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i)) > 3, (
-            "it has learnt words"
-        )
+        longest = max(len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i))
+        assert longest > 3, "it has learnt words"
 
 
 @pytest.mark.parametrize(
-    "vocab_size, part", [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces can be trained")]
+    "vocab_size, part", [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces cannot be trained")]
 )
-def test_vocabularies_that_cannot_be(vocab_size, part):
+def test_impossible_vocabularies(vocab_size, part):
     with pytest.raises(UserError, match=part):
         tokenize_text.train_tokenizer(["a few words only"], vocab_size)
 
@@ -133,7 +152,7 @@ def test_vocabularies_that_cannot_be(vocab_size, part):
 
 @pytest.fixture
 def sources(tmp_path) -> dict[str, list]:
-    """The same documents in every form."""
+    """The same documents in every format."""
     import pyarrow
     from pyarrow import parquet
 
@@ -161,10 +180,13 @@ def documents_of(paths: list[Path], reading: Reading) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "folder"])
-def test_every_form_gives_the_same_documents(sources, kind, monkeypatch):
-    monkeypatch.setattr(tokenize_text, "CHUNK_BYTES", 1000)  # separators that stand across two reads
+def test_every_format_gives_the_same_documents(sources, kind, monkeypatch):
+    monkeypatch.setattr(tokenize_text, "CHUNK_BYTES", 1000)  # some separators span two reads
     found = documents_of(sources[kind], Reading(separator="\n%%\n" if kind == "txt" else ""))
-    assert (sorted(found) if kind == "folder" else found) == (sorted(DOCUMENTS) if kind == "folder" else DOCUMENTS)
+    if kind == "folder":
+        assert sorted(found) == sorted(DOCUMENTS)
+    else:
+        assert found == DOCUMENTS
 
 
 def build(sources, out, **options):
@@ -183,16 +205,13 @@ def test_shards_hold_the_documents(sources, tmp_path):
     tally = build(sources, tmp_path / "out", shard_tokens=1000)
     assert decoded(tmp_path / "out", "val") == DOCUMENTS[:5] and decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
     manifest = shards.read_manifest(tmp_path / "out")
-    assert manifest["splits"] == tally.splits and tally.splits["val"]["bytes"] == sum(
-        len(text.encode()) for text in DOCUMENTS[:5]
-    )
+    assert manifest["splits"] == tally.splits
+    assert tally.splits["val"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:5])
     counts = [entry["tokens"] for name, entry in sorted(manifest["files"].items()) if "train" in name]
     assert len(counts) > 3 and set(counts[:-1]) == {1000} and sum(counts) == tally.splits["train"]["tokens"]
-    assert shards.problems(tmp_path / "out", manifest) == [] and {p.name for p in (tmp_path / "out").iterdir()} == {
-        *manifest["files"],
-        "manifest.json",
-        "tokenizer.model",
-    }
+    assert shards.problems(tmp_path / "out", manifest) == []
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
     train_gpt.check_manifest(str(tmp_path / "out"), str(tmp_path / "out" / "tokenizer.model"))
 
 
@@ -217,7 +236,7 @@ def test_a_fraction_does_not_depend_on_the_order(sources, tmp_path):
 @pytest.mark.parametrize("options", [{"val_docs": 5}, {"val_docs": 0, "val_fraction": 0.3}])
 @pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
 def test_no_document_on_both_sides(sources, tmp_path, options, rule):
-    """Not even one that only the normaliser makes the same."""
+    """Not even documents that are equal only after normalisation."""
     again = [text.replace("\n", " \n  ") if rule == "nmt_nfkc" else text for text in DOCUMENTS]
     with open(sources["jsonl"][0], "a") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in again)
@@ -239,7 +258,7 @@ def test_a_tokenizer_is_not_trained_on_validation(sources, tmp_path):
     assert pieces.piece_to_id("zq") != pieces.unk_id()
 
 
-def test_a_sample_is_about_as_large_as_asked(sources):
+def test_a_sample_has_about_the_requested_size(sources):
     files, sizes = sources["jsonl"], {}
     for wanted in (2_000, 20_000, 10**9):
         sizes[wanted] = sum(map(len, tokenize_text.sample_texts(files, Reading(), "identity", Split(0, 0.0), wanted)))
@@ -254,13 +273,11 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
         build(sources, out)
     with pytest.raises(UserError, match="no document was left for train"):
         build(sources, out, val_docs=10_000, tokenizer=out / "tokenizer.model", force=True)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and [
-        p.name for p in out.parent.iterdir()
-    ] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
     build(sources, out, force=True)
-    assert len(list(out.glob("*.bin"))) == 2 and [p.name for p in out.parent.iterdir()] == ["out"], (
-        "no shard of before is left"
-    )
+    assert len(list(out.glob("*.bin"))) == 2, "the old shards are gone"
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
@@ -273,52 +290,45 @@ def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def test_standard_input_and_what_is_printed(tmp_path):
+    out = tmp_path / "out"
     text = "\n\n".join([*DOCUMENTS, "", "caf\u00e9 \u2581"])
-    result = run_tool(
-        "-",
-        "--out",
-        tmp_path / "out",
-        "--vocab-size",
-        400,
-        "--val-docs",
-        5,
-        "--separator",
-        r"\n\n",
-        "--workers",
-        1,
-        stdin=text,
-    )
+    options = ["--vocab-size", 400, "--val-docs", 5, "--separator", r"\n\n", "--workers", 1]
+    result = run_tool("-", "--out", out, *options, stdin=text)
     assert result.returncode == 0, result.stderr
-    assert (
-        "val: 5 documents" in result.stdout
-        and "1 empty ones" in result.stdout
-        and "normaliser: 1 documents, 2 bytes fewer" in result.stdout
-    )
-    assert f"DATA_PATH={tmp_path}/out TOKENIZER_PATH={tmp_path}/out/tokenizer.model VOCAB_SIZE=400" in result.stdout
-    assert [p.name for p in tmp_path.iterdir()] == ["out"], "the copy of standard input is gone"
+    assert "val: 5 documents" in result.stdout
+    assert "1 empty ones" in result.stdout
+    assert "normaliser: 1 documents, 2 bytes removed" in result.stdout
+    assert f"DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE=400" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the copy of standard input is gone"
 
 
 @pytest.mark.parametrize(
     "name, content, part",
-    [("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "a.jsonl, line 2 has no text in a field 'text'"), ("a.jsonl", b'{"text": 3}\n', "line 1 has no text"),
-     ("a.jsonl", b"[1]\n", "line 1 has no text"), ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"), ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
-     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not UTF-8 text .surrogates"), ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
-     ("a.parquet", b"PAR1nonsense", "not a parquet file"), ("a.pdf", b"x", "ends in none of"), ("a.txt", b"", "no document was left")],
-)  # fmt: skip
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "a.jsonl, line 2 has no text in a field 'text'"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text"),
+        ("a.jsonl", b"[1]\n", "line 1 has no text"),
+        ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"),
+        ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not UTF-8 text .surrogates"),
+        ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+        ("a.parquet", b"PAR1nonsense", "not a readable parquet file"),
+        ("a.pdf", b"x", "does not end in"),
+        ("a.txt", b"", "no document was left"),
+    ],
+)
 def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=part):
-        files, options = (
-            tokenize_text.find_files([tmp_path / name]),
-            Options(tokenizer=tmp_path / "t.model", val_docs=1),
-        )
+        files = tokenize_text.find_files([tmp_path / name])
+        options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
         tokenize_text.build(files, tmp_path / "out", options, Reading())
     assert not (tmp_path / "out").exists()
 
 
 def test_parquet_columns_are_named(sources):
-    with pytest.raises(UserError, match="no column 'body', but id, text"):
+    with pytest.raises(UserError, match="no column 'body': set --field to one of id, text"):
         documents_of(sources["parquet"], Reading(field="body"))
     with pytest.raises(UserError, match="row 1: column 'id' holds int"):
         documents_of(sources["parquet"], Reading(field="id"))
@@ -327,7 +337,7 @@ def test_parquet_columns_are_named(sources):
 def test_missing_inputs_are_named(tmp_path):
     with pytest.raises(UserError, match="nowhere does not exist"):
         tokenize_text.find_files([tmp_path / "nowhere"])
-    with pytest.raises(UserError, match="holds no file that ends in .txt, .jsonl, .parquet"):
+    with pytest.raises(UserError, match="has no file that ends in .txt, .jsonl, .parquet"):
         tokenize_text.find_files([tmp_path])
 
 
@@ -376,19 +386,15 @@ def test_inspection_of_good_shards(sources, tmp_path, capsys):
     assert inspect_shards.inspect(tmp_path / "out", None, 2) == []
     text = capsys.readouterr().out
     for split, counts in tally.splits.items():
-        assert (
-            f"{counts['tokens']:,} tokens, {counts['documents']:,} documents" in text
-            and f", {counts['bytes']:,} bytes" in text
-        ), split
-    assert (
-        "sha256 right" in text
-        and "documents of train that are also in val: 0" in text
-        and f"{DOCUMENTS[0][:20]!r}"[1:-1] in text
-    )
+        assert f"{counts['tokens']:,} tokens, {counts['documents']:,} documents" in text, split
+        assert f", {counts['bytes']:,} bytes" in text, split
+    assert "sha256 right" in text
+    assert "documents of train that are also in val: 0" in text
+    assert f"{DOCUMENTS[0][:20]!r}"[1:-1] in text
 
 
 @pytest.mark.parametrize("cut", [1, 7, 10, 11, 19])
-def test_documents_may_go_on_in_the_next_shard(tmp_path, cut):
+def test_documents_may_continue_in_the_next_shard(tmp_path, cut):
     documents = [[5, 6, 7], [], [8], [9] * 12]
     tokens = np.array([token for document in documents for token in (BOS, *document)])
     for number, part in enumerate(np.split(tokens, [cut])):
@@ -401,35 +407,31 @@ def test_documents_may_go_on_in_the_next_shard(tmp_path, cut):
 def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     out = tmp_path / "out"
     build(sources, out)
-    train, val, model = out / "fineweb_train_000000.bin", out / "fineweb_val_000000.bin", out / "tokenizer.model"
-    good = {path: path.read_bytes() for path in (train, val, model)}
+    val = out / "fineweb_val_000000.bin"
+    files = {"train": out / "fineweb_train_000000.bin", "val": val, "model": out / "tokenizer.model"}
+    good = {kind: path.read_bytes() for kind, path in files.items()}
 
     def wrong_after(**changes) -> str:
-        for path, content in good.items():
-            path.write_bytes(
-                changes.get(path.name.split(".")[0].split("_")[1] if "_" in path.name else "model", content)
-            )
+        for kind, path in files.items():
+            path.write_bytes(changes.get(kind, good[kind]))
         return "; ".join(inspect_shards.inspect(out, None, 1))
 
     assert wrong_after() == ""
-    assert "train_000000.bin is not the file that manifest.json describes" in wrong_after(
-        train=good[train][:-2] + b"\x06\x00"
-    )
+    assert "train_000000.bin is not the file in manifest.json" in wrong_after(train=good["train"][:-2] + b"\x06\x00")
     assert "1 training documents that are also in validation" in wrong_after(
-        train=with_tokens(good[train], [BOS, *first_document(val)])
+        train=with_tokens(good["train"], [BOS, *first_document(val)])
     )
-    assert "holds token 401, but the tokenizer has 400" in wrong_after(train=with_tokens(good[train], [BOS, 401]))
+    assert "holds token 401, but the tokenizer has 400" in wrong_after(train=with_tokens(good["train"], [BOS, 401]))
     assert "not the tokenizer that made the shards" in wrong_after(model=tokenizer_bytes("nmt_nfkc", 400))
-    assert "does not begin with BOS" in wrong_after(val=good[val][:1024] + b"\x09\x00" + good[val][1026:])
+    assert "does not begin with BOS" in wrong_after(val=good["val"][:1024] + b"\x09\x00" + good["val"][1026:])
     wrong_after()
-    (out / "fineweb_train_000007.bin").write_bytes(good[val])
-    assert (
-        "000007.bin is not in manifest.json" in wrong_after()
-        and "5 training documents that are also in validation" in wrong_after()
-    )
+    (out / "fineweb_train_000007.bin").write_bytes(good["val"])
+    found = wrong_after()
+    assert "000007.bin is not in manifest.json" in found
+    assert "5 training documents that are also in validation" in found
     (out / "fineweb_train_000007.bin").rename(out / "fineweb_val_000001.bin")
     val.unlink()
-    assert "val_000000.bin is in manifest.json but not there" in "; ".join(inspect_shards.inspect(out, None, 1))
+    assert "val_000000.bin is in manifest.json but does not exist" in "; ".join(inspect_shards.inspect(out, None, 1))
     result = subprocess.run([sys.executable, ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True)
     assert result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
 
@@ -445,14 +447,21 @@ def first_document(path: Path) -> list[int]:
 
 
 def test_inspection_of_nothing(tmp_path):
-    result = subprocess.run(
-        [sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path], capture_output=True, text=True
-    )
+    command = [sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and f"{tmp_path} holds no fineweb_train_*.bin" in result.stderr
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"format": 2}', b'{"format": 1, "files": {"../x.bin": {"bytes": 1, "tokens": 1, "sha256": ""}}}',
-                                     b'{"format": 1, "files": {"x.bin": {"bytes": "1", "tokens": [], "sha256": ""}}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b"[]",
+        b'{"format": 2}',
+        b'{"format": 1, "files": {"../x.bin": {"bytes": 1, "tokens": 1, "sha256": ""}}}',
+        b'{"format": 1, "files": {"x.bin": {"bytes": "1", "tokens": [], "sha256": ""}}}',
+    ],
+)
 def test_wrong_manifests_are_named(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(UserError, match="manifest.json cannot be read as a manifest"):
