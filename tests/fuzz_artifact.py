@@ -1,8 +1,8 @@
-"""Load many mutated artifacts in a process with little memory, and say what became of them, as a line of JSON.
+"""Load mutated artifacts in a process with little memory and print the outcomes as a line of JSON.
 
     python tests/fuzz_artifact.py 10000
 
-Most mutations get a right checksum, so that they reach what lies behind it.
+Most mutated files get a correct checksum, so they reach the code behind that check.
 """
 
 import hashlib
@@ -25,8 +25,9 @@ HEADER = len(train_gpt.ARTIFACT_MAGIC) + 6
 
 
 def mutate(blob: bytes, draw: random.Random) -> bytes:
-    """One of a dozen ways to damage, cut, stretch or forge a file."""
-    body, kind = bytearray(blob[:-32]), draw.randrange(8)
+    """A damaged, shortened, lengthened or forged copy of an artifact."""
+    body = bytearray(blob[:-32])
+    kind = draw.randrange(8)
     (length,) = struct.unpack_from("<I", body, HEADER - 4)
     if kind == 0:  # noise in the streams
         for _ in range(draw.choice((1, 1, 3, 30))):
@@ -35,16 +36,17 @@ def mutate(blob: bytes, draw: random.Random) -> bytes:
         body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
     elif kind == 2:
         del body[draw.randrange(len(body)) :]
-    elif kind == 3:  # bytes out or in
-        place, count = draw.randrange(HEADER, len(body)), draw.randrange(1, 40)
+    elif kind == 3:  # remove or insert bytes
+        place = draw.randrange(HEADER, len(body))
+        count = draw.randrange(1, 40)
         body[place : place + (count if draw.random() < 0.5 else 0)] = draw.randbytes(
             count if draw.random() < 0.5 else 0
         )
-    else:  # another header that is JSON
+    else:  # another header in JSON
         header = json.loads(body[HEADER : HEADER + length])
         forge(header, draw)
         text = json.dumps(header).encode()
-        if kind == 7:  # or nearly is
+        if kind == 7:  # or nearly JSON
             text = bytearray(text)
             text[draw.randrange(len(text))] = draw.randrange(256)
         body[HEADER - 4 : HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
@@ -53,7 +55,7 @@ def mutate(blob: bytes, draw: random.Random) -> bytes:
 
 
 def forge(value, draw: random.Random) -> None:
-    """Put something else in one place of a JSON value, or take that out."""
+    """Replace or remove one part of a JSON value."""
     while True:
         key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
         if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.9:
@@ -61,8 +63,8 @@ def forge(value, draw: random.Random) -> None:
             continue
         old = value[key]
         number = old if isinstance(old, int | float) else 1
-        value[key] = draw.choice((0, -1, 1, number + 1, number * 2, 1 << 31, 10**12, 10**400, 1e300, float("nan"), "", "x", None, [], {}, [[[[1]]]], True,
-                                  number // 2 or 1))  # fmt: skip
+        numbers = [0, -1, 1, number + 1, number * 2, number // 2 or 1, 1 << 31, 10**12, 10**400, 1e300, float("nan")]
+        value[key] = draw.choice([*numbers, "", "x", None, [], {}, [[[[1]]]], True])
         if draw.random() < 0.1:
             del value[key]
         return
@@ -70,7 +72,10 @@ def forge(value, draw: random.Random) -> None:
 
 def main() -> None:
     files = int(sys.argv[1])
-    draw, outcomes, sentences, slowest = random.Random(7), Counter(), Counter(), 0.0
+    draw = random.Random(7)
+    outcomes = Counter()
+    sentences = Counter()
+    slowest = 0.0
     knobs = {name: str(value) for name, value in TINY.items()}
     blobs = []
     for coder in train_gpt.CODERS:
@@ -94,11 +99,8 @@ def main() -> None:
             sentences[re.sub(r"[\d.]+|\(.*\)|'.*'", "#", str(error))[:70]] += 1
         slowest = max(slowest, time.perf_counter() - began)
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) / 1024
-    print(
-        json.dumps(
-            {"files": files, **outcomes, "slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}
-        )
-    )
+    report = {"slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}
+    print(json.dumps({"files": files, **outcomes, **report}))
 
 
 if __name__ == "__main__":

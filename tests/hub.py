@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub: a real HTTP server on loopback that serves its URL scheme for one data set."""
+"""A stand-in for the Hugging Face hub: an HTTP server on loopback with the hub's URL scheme for one data set."""
 
 import hashlib
 import http.server
@@ -11,13 +11,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves the files below `root` as the data set `repository`. Files that end in .bin are large ones, with SHA-256."""
+    """Serves the files below `root` as the data set `repository`. Files ending in .bin are large ones with SHA-256."""
 
     def __init__(self, root: Path, repository: str):
-        self.root, self.repository, self.commit = root, repository, COMMIT
+        self.root = root
+        self.repository = repository
+        self.commit = COMMIT
         self.cut_after = 0  # bytes after which a large file's connection is cut, or 0
-        self.stall_after = 0  # bytes after which it falls silent, or 0
-        self.corrupt = set()  # paths whose content is served with a flipped bit
+        self.stall_after = 0  # bytes after which the server stops sending, or 0
+        self.corrupt = set()  # paths that are served with a flipped bit
         self.requests: list[tuple[str, str, str]] = []  # method, path, Range header
         hub = self
 
@@ -46,7 +48,7 @@ class Hub:
         self.server.server_close()
 
     def fetched(self) -> list[str]:
-        """The paths whose content was asked for."""
+        """The paths of the files that were requested."""
         marker = f"/datasets/{self.repository}/resolve/"
         return [
             path.removeprefix(marker).partition("/")[2]
@@ -60,33 +62,21 @@ class Hub:
         self.requests.append((request.command, path, request.headers.get("Range", "")))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         if path.startswith(f"{api}/paths-info/"):
-            self.json(
-                request, [self.info(name) for name in self.asked(body, request.headers) if (self.root / name).is_file()]
-            )
+            names = [name for name in self.asked(body, request.headers) if (self.root / name).is_file()]
+            self.json(request, [self.info(name) for name in names])
         elif path == api or path.startswith(f"{api}/revision/"):
-            names = sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
-            self.json(
-                request,
-                {
-                    "id": self.repository,
-                    "sha": self.commit,
-                    "siblings": [{"rfilename": name} for name in names],
-                    "tags": [],
-                },
-            )
+            siblings = [{"rfilename": name} for name in self.names()]
+            self.json(request, {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []})
         elif path.startswith(f"{api}/tree/"):
-            self.json(
-                request, [self.info(str(p.relative_to(self.root))) for p in sorted(self.root.rglob("*")) if p.is_file()]
-            )
+            self.json(request, [self.info(name) for name in self.names()])
         elif path.startswith(files) and (self.root / path.removeprefix(files).partition("/")[2]).is_file():
             self.file(request, path.removeprefix(files).partition("/")[2])
         else:
-            self.json(
-                request,
-                {"error": "not found"},
-                404,
-                {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"},
-            )
+            code = "EntryNotFound" if path.startswith(files) else "RepoNotFound"
+            self.json(request, {"error": "not found"}, 404, {"X-Error-Code": code})
+
+    def names(self) -> list[str]:
+        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
 
     @staticmethod
     def asked(body: bytes, headers) -> list[str]:
@@ -96,12 +86,8 @@ class Hub:
 
     def info(self, name: str) -> dict:
         data = (self.root / name).read_bytes()
-        entry = {
-            "type": "file",
-            "path": name,
-            "size": len(data),
-            "oid": hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest(),
-        }
+        git_sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        entry = {"type": "file", "path": name, "size": len(data), "oid": git_sha1}
         if name.endswith(".bin"):
             entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
         return entry
@@ -109,11 +95,8 @@ class Hub:
     def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
         data = json.dumps(content).encode()
         request.send_response(status)
-        for name, value in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
+        lines = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        for name, value in lines.items():
             request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":

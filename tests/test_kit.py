@@ -1,4 +1,4 @@
-"""The kit around the script: demonstration data and report, run.sh."""
+"""Demonstration data and report, and run.sh."""
 
 import subprocess
 import sys
@@ -9,8 +9,7 @@ import pytest
 import train_gpt
 from conftest import ROOT, TINY, run
 
-for folder in ("tools", "data"):
-    sys.path.insert(0, str(ROOT / folder))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
 import demo_corpus
 import report
@@ -18,7 +17,7 @@ import report
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Sixty files with indentation, tabs, rare characters; some that must be left out."""
+    """Sixty files with indentation, tabs and rare characters, and some that must be left out."""
     folder = tmp_path_factory.mktemp("library")
     source = (ROOT / "train_gpt.py").read_text().splitlines()
     for i in range(60):
@@ -42,20 +41,21 @@ def built(library, tmp_path_factory):
 def test_corpus_is_exact_and_split_by_document(built, library):
     folder, line = built
     texts = demo_corpus.documents(library)
-    assert "m07.py" in texts and not {"latin.py", "test/t.py"} & set(texts)
+    assert "m07.py" in texts
+    assert not {"latin.py", "test/t.py"} & set(texts)
     held_out = demo_corpus.held_out(texts, 4000)
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    assert report.decode(tokens, folder / "tokenizer.model") == expected and counter.count(tokens).sum() == len(
-        expected
-    )
-    assert (tokens == train_gpt.BOS).sum() == len(held_out) and "made in" in line
-    assert max(len(texts[name].encode()) for name in held_out) <= 1000, "no long file makes up the validation text"
+    assert report.decode(tokens, folder / "tokenizer.model") == expected
+    assert counter.count(tokens).sum() == len(expected)
+    assert (tokens == train_gpt.BOS).sum() == len(held_out)
+    assert "made in" in line
+    assert max(len(texts[name].encode()) for name in held_out) <= 1000, "no long file dominates the validation text"
 
 
 def test_spaces_within_a_piece_are_bytes_each(built):
-    """Fault B29: a run of spaces is one piece of U+2581s, each of which is 1 byte of text and not 3."""
+    """Fault B29: a run of spaces is one piece of U+2581s, and each U+2581 is 1 byte of text, not 3."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(built[0] / "tokenizer.model"))
@@ -91,30 +91,27 @@ def demonstrated(built, tmp_path_factory):
 
 def test_report(demonstrated):
     data, folder = demonstrated
-    result = run(
-        [ROOT / "tools" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"],
-        {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"},
-        folder,
-    )
+    command = [ROOT / "tools" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"]
+    result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     assert result.returncode == 0, result.stderr
     rows = {row[0]: row[1] for row in report.table(report.read_events(folder / "logs" / "demo.jsonl"), data)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
-    assert (
-        f"{rows['artifact, sliding windows']:.4f}" in result.stdout
-        and "a sample, begun with 'def __init__(self,'" in result.stdout
-    )
+    assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
+    assert "a sample, begun with 'def __init__(self,'" in result.stdout
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
     data, folder = demonstrated
     lines = (folder / "logs" / "demo.jsonl").read_text().splitlines()
     (tmp_path / "cut.jsonl").write_text("\n".join(lines[:3]))
-    for log, part in (("cut.jsonl", "did not come to its end"), ("none.jsonl", "cannot read")):
+    for log, part in (("cut.jsonl", "did not finish"), ("none.jsonl", "cannot read")):
         result = run([ROOT / "tools" / "report.py", data, tmp_path / log, "x.xz"], {}, tmp_path)
-        assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
+        assert result.returncode == 1
+        assert part in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")])
 def test_run_sh_usage(arguments, status, part, tmp_path):
     result = subprocess.run([ROOT / "run.sh", *arguments], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == status and part in result.stdout + result.stderr
+    assert result.returncode == status
+    assert part in result.stdout + result.stderr
