@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import train_gpt
+from common import SMALL, run
 from inspect_artifact import order0_entropy
-from models import SMALL
 
 Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
 Coder = tuple[Callable, Callable]  # write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
@@ -196,15 +196,15 @@ SHORT_RUN = {
 def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]) -> list[dict]:
     """Train, then print a row for each way to quantise and each size."""
     log, val = train_gpt.Log(hp, runtime.ranks), train_gpt.Validation(hp, runtime.device)
-    run = train_gpt.Training(hp, runtime, log, val)
-    run.warm_up()
-    run.train()
-    averaged, moments = run.finish()
-    run.loader.close()
-    weights = run.optimizers.weights()
+    training = train_gpt.Training(hp, runtime, log, val)
+    training.warm_up()
+    training.train()
+    averaged, moments = training.finish()
+    training.loader.close()
+    weights = training.optimizers.weights()
 
     def score() -> float:
-        return train_gpt.evaluate(run.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
+        return train_gpt.evaluate(training.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
 
     before = score()
     print(f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens")
@@ -216,11 +216,10 @@ def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runti
     for way, max_bytes in cases:
         changed = dataclasses.replace(hp, row_range="published", compressor="lzma") if way == "published" else hp
         began = time.perf_counter()
-        blob = train_gpt.fit_artifact(
-            weights, changed, moments if way == "GPTQ" else {}, {}, max_bytes, lambda text: None
-        )
+        guides = moments if way == "GPTQ" else {}
+        blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
-        train_gpt.load_artifact(blob, run.model)
+        train_gpt.load_artifact(blob, training.model)
         (entry,) = [entry for entry in train_gpt.open_artifact(blob)[2] if entry.name == "q"]
         steps = (entry.clip or math.nan) / train_gpt.MATRICES[0].clip
         bpb = score()
@@ -261,18 +260,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if bool(arguments.artifact) == arguments.quantise:
         parser.error("give either artifacts or --quantise")
-    try:
-        for path in arguments.artifact:
-            compare_coders(path, arguments.only)
-        if arguments.quantise:
-            hp = train_gpt.Hyperparameters.from_env({**SMALL, **SHORT_RUN, **os.environ})
-            with train_gpt.Runtime.start(hp) as runtime:
-                rows = compare_quantisation(hp, runtime, arguments.sizes)
-            if arguments.plot:
-                draw(rows, arguments.plot)
-    except train_gpt.UserError as error:
-        sys.exit(f"error: {error}")
+    for path in arguments.artifact:
+        compare_coders(path, arguments.only)
+    if arguments.quantise:
+        hp = train_gpt.Hyperparameters.from_env({**SMALL, **SHORT_RUN, **os.environ})
+        with train_gpt.Runtime.start(hp) as runtime:
+            rows = compare_quantisation(hp, runtime, arguments.sizes)
+        if arguments.plot:
+            draw(rows, arguments.plot)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

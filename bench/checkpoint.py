@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
-from models import SMALL
+from common import SMALL, run
 
 KNOBS = {
     "TRAIN_BATCH_TOKENS": "4096",
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

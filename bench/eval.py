@@ -33,8 +33,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+from common import SMALL, run
 from flops import peak_flops, window_flops
-from models import SMALL
 
 
 def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int) -> float:
@@ -188,16 +188,13 @@ def main() -> None:
     parser.add_argument("--strides", nargs="+", type=int, default=[512, 256, 128, 64])
     parser.add_argument("--plot", help="plot the scores of the artifact to this file")
     arguments = parser.parse_args()
-    try:
-        if not arguments.artifact:
-            speed(arguments.windows, arguments.rounds)
-            return
-        rows = curves(arguments.artifact, arguments.lengths, arguments.strides)
-    except train_gpt.UserError as error:
-        sys.exit(f"error: {error}")
+    if not arguments.artifact:
+        speed(arguments.windows, arguments.rounds)
+        return
+    rows = curves(arguments.artifact, arguments.lengths, arguments.strides)
     if arguments.plot:
         draw(rows, arguments.plot)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -33,6 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
+from common import run
 
 
 class PlainLoader:
@@ -173,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

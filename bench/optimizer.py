@@ -35,6 +35,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+from common import run
 
 A, B, C = train_gpt.NEWTON_SCHULZ["quintic"][0]
 MOMENTUM, RATE, DECAY = 0.95, 0.02, 0.04
@@ -250,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -27,7 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from models import SMALL
+from common import SMALL, run
 from train_gpt import BANKS, GPT, Hyperparameters
 
 MODEL = {**SMALL, "TRAIN_BATCH_TOKENS": "8192", "COMPILE": "0"}
@@ -146,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+from common import SMALL, run
 from flops import flops_per_token, peak_flops
-from models import SMALL
 
 RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
 PARTS = ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average")
@@ -148,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

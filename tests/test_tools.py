@@ -442,7 +442,7 @@ def test_a_good_folder_passes(made, swept, data):
 
 
 def counted(size: int):
-    """A change of a log: as if the script that ran had so many bytes."""
+    """A change of a log: as if the script that ran had `size` bytes."""
 
     def change(text: str) -> str:
         code, model = (int(re.search(rf"^{name}: (\d+) b", text, re.M)[1]) for name in ("Code size", SERIALIZED))
