@@ -1,32 +1,27 @@
 """Train, export, reload and score a small language model for the Parameter Golf challenge, in one file.
 
-The best model wins whose code plus compressed weights fit in 16,000,000 bytes and which trains in 600 seconds on
-8 x H100; the score is bits per byte on FineWeb validation text. This script trains an 11-layer transformer whose
-matrices live in a few 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and a running average of the
-weights, exports int6 codes, reads its own artifact back and scores it with sliding windows.
+The challenge: the best language model whose code plus compressed weights fit in 16,000,000 bytes and which trains in
+600 seconds on 8 x H100. The score is bits per byte on FineWeb validation text; lower is better. This script trains an
+11-layer transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and
+an EMA of the weights. It exports entropy-coded weights, reloads its own artifact and scores it with sliding windows.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py      # the record run: every default is the record's
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      # the full run, with every knob at its default
     python train_gpt.py                                        # the same mathematics on one GPU or on a CPU
-    python train_gpt.py --help                                 # every knob: an environment variable of that name
-    EVAL_ONLY=final_model.int6.xz python train_gpt.py          # load an artifact, score it, nothing else
+    python train_gpt.py --help                                 # every knob is an environment variable
 
-How the data flows (and the order of the sections below):
+Data flow, in the order of the sections below:
 
     shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
-      banks (R, a, b), R padded to W*r: reduce-scatter -> own (r, a, b) -> momentum -> Newton-Schulz -> fp32 master
-                          -> all-gather of the new weights in the compute dtype
-      all other parameters: one flat all-reduce -> AdamW
-      every step: EMA, of the own rows only
-    EMA -> one (out, in) matrix a row of each bank -> quantised codes + scales -> coder -> artifact bytes
+      banks (R, a, b), padded to W*r rows: reduce-scatter -> (r, a, b) -> momentum -> Newton-Schulz -> fp32 master rows
+                                           -> all-gather of the new weights in the compute dtype
+      all other parameters: one flat all-reduce -> AdamW;  every step: EMA of the rows that this rank owns
+    EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
-Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary, L layers,
-W ranks, R bank rows, r bank rows a rank. "#399" and the like are pull requests of the challenge's repository.
-"""
+Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary, L layers, W ranks,
+R rows of a bank, r rows of a bank that one rank owns. "#399" is pull request 399 of the challenge's repository."""
 
 import argparse
-import ast
-import bz2
 import contextlib
 import ctypes
 import dataclasses
@@ -34,19 +29,15 @@ import difflib
 import fcntl
 import gc
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import lzma
 import math
 import os
 import platform
-import queue
 import re
 import resource
 import shutil
 import signal
-import statistics
 import struct
 import sys
 import sysconfig
@@ -54,7 +45,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,161 +55,181 @@ import numpy as np
 import sentencepiece
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  first imported later, it would hold on to the process group (see Runtime.start)
+import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SUBMISSION_CAP, TRAINING_CAP = 16_000_000, 600.0  # bytes of code plus artifact, decimal, and seconds, by the rules of the challenge
+SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
+TRAINING_CAP = 600.0  # seconds, by the same rules
 
 
-class UserError(Exception):
-    """Something its user can mend: one sentence that names the variable or file, what was found and what to do."""
+class UserError(ValueError):
+    """An error the user can fix: one sentence with the variable or file, what was found and what to do."""
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Hyperparameters: each knob is declared once, here, with its type, default, bounds and meaning
+def require(condition: bool, sentence: str) -> None:
+    """Raise UserError(sentence) unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
 
 
-def knob(default, text: str, *, low=None, high=None, choices: tuple = (), section: str = ""):
-    """One environment variable. `low` and `high` are inclusive bounds; `section` starts a new group in --help."""
-    return dataclasses.field(default=default, metadata=dict(text=text, low=low, high=high, choices=choices, section=section))
+def reason(error: BaseException) -> str:
+    """The first line of an exception's message, or its name."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+
+
+# ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
+ROLES = {
+    "training": "must not change on resume",
+    "model": "defines the model; stored in the artifact; must not change on resume",
+    "evaluation": "windows of the score; stored in the artifact; may change on resume",
+    "run": "may change on resume",
+}
+KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in the order in which a GPU tries them
+
+
+def knob(default, text: str, role="training", **limits):
+    """One environment variable. `limits` may be `low` and `high` (inclusive) or `choices`; `section` titles a group."""
+    assert role in ROLES and limits.keys() <= {"low", "high", "choices", "section"}
+    return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. The defaults are the run of #399 on 8 x H100 and what measured better since; records/published.env has
+    """All knobs. The defaults are #399's run on 8 x H100 plus what measured better since; records/published.env lists
     the differences. Raises UserError on impossible values."""
 
-    # fmt: off
-    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of fineweb_train_*.bin and fineweb_val_*.bin", section="Data")
-    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model that made the shards")
-    vocab_size: int = knob(1024, "pieces of the tokenizer", low=4, high=65536)
-    shuffle_seed: int = knob(1, "rows of all shards are permuted, anew each epoch, by this seed and SEED; 0: the shards in their order (#399)", low=0)
-    align_to_bos: bool = knob(False, "begin a row at the first document that starts in its block, where one does")
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
+    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
+    vocab_size: int = knob(1024, "pieces of the tokenizer", "model", low=4, high=65536)
+    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: shard order (#399)", low=0)
 
-    num_layers: int = knob(11, "transformer layers", low=1, high=256, section="Model")
-    model_dim: int = knob(512, "width D of the residual stream", low=8)
-    num_heads: int = knob(8, "query heads", low=1)
-    num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", low=1)
-    mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", low=0.1)
-    mlp_slope: float = knob(0.5, "slope of the MLP's squared leaky ReLU under zero; 0: relu^2 (#399)", low=0, high=1)
-    skip_gates: bool = knob(True, "U-Net skips pass sigmoid gates that start at 0.18; 0: they are scaled, by 1 at the start (#399)")
-    tie_embeddings: bool = knob(True, "one matrix is both the token embedding and the output head")
-    tied_embed_init_std: float = knob(0.005, "standard deviation of the tied embedding at the start", low=0)
-    logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", low=1e-3)
-    qk_gain_init: float = knob(1.5, "start of the learned gain of each query head")
-    rope_base: float = knob(10000.0, "base of the rotary frequencies; never rescaled with the length", low=1)
-    rope_dims: int = knob(16, "rotated dimensions of each head; 0: all of them", low=0)
-    ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)")
-    xsa_last_n: int = knob(4, "exclusive self-attention on the last n layers: outputs lose their part along v", low=0)
-    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", low=0)
-    bigram_dim: int = knob(128, "width of the hashed bigram embedding", low=1)
+    num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
+    model_dim: int = knob(512, "width D of the residual stream", "model", low=8)
+    num_heads: int = knob(8, "query heads", "model", low=1)
+    num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
+    mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
+    mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
+    skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
+    tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
+    tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding", low=0)
+    logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
+    qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
+    rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
+    rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
+    ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
+    xsa_last_n: int = knob(4, "exclusive self-attention (XSA) on the last n layers", "model", low=0)
+    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
+    bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
-    train_batch_tokens: int = knob(786_432, "tokens a step, all ranks and micro-batches together", low=1, section="Batch")
+    train_batch_tokens: int = knob(786_432, "tokens per step over all ranks and micro-batches", low=1, section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2, high=1 << 20)
-    short_seq_parts: int = knob(4, "training sequences are cut into so many for the first part of the run; 1: never (#399)", low=1)
-    short_seq_frac: float = knob(0.4, "that part of the run", low=0, high=0.9)
-    micro_batch_tokens: int = knob(0, "largest forward of one rank, in tokens; 0: 98,304 on a GPU, 16,384 on a CPU", low=0)
+    short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
+    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
 
-    iterations: int = knob(9000, "steps, unless MAX_WALLCLOCK_SECONDS ends the run before", low=0, section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "training never exceeds this; 0: no limit", low=0)
-    warmup_steps: int = knob(20, "steps that compile and warm everything before the clock starts, then are undone", low=0)
-    warmdown_iters: int = knob(3000, "last steps, at the average speed so far, over which learning rates fall to 0 (at most half of the run)", low=0)
-    warmdown_frac: float = knob(0.0, "the same as a fraction of the run, whatever the hardware; 0: WARMDOWN_ITERS", low=0, high=1)
+    iterations: int = knob(9000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "training never exceeds this; 0: no limit", "run", low=0)
+    warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
+    warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
+    warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", low=0, high=1)
 
     matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
     scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection", low=0)
-    tied_embed_lr: float = knob(0.035, "Adam learning rate of the tied embedding (and the bigram embedding)", low=0)
-    embed_lr: float = knob(0.6, "the same where the head is untied", low=0)
-    head_lr: float = knob(0.008, "Adam learning rate of the untied head", low=0)
+    tied_embed_lr: float = knob(0.035, "Adam learning rate of the token and bigram embeddings", low=0)
     muon_momentum: float = knob(0.99, "Nesterov momentum", low=0, high=1)
     muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", low=0, high=1)
-    muon_momentum_warmup_steps: int = knob(1500, "steps to reach MUON_MOMENTUM (at most half of the run)", low=0)
+    muon_momentum_warmup_steps: int = knob(1500, "steps until MUON_MOMENTUM; at most half of the run", low=0)
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", low=1, high=50)
-    muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients (quintic: #399)", choices=("quintic", "polar-express"))
-    muon_eq: bool = knob(True, "normalise the rows of each matrix before Newton-Schulz (MuonEq-R); 0: as #399")
-    reduce_dtype: str = knob("auto", "gradients of the banks on their way between ranks; auto: COMPUTE_DTYPE", choices=("auto", "float32"))
+    muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients", choices=("quintic", "polar-express"))
+    muon_eq: bool = knob(True, "normalise rows before Newton-Schulz (MuonEq-R); 0: as #399")
     muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
-    adam_wd: float = knob(0.04, "decoupled weight decay of everything else", low=0)
-    beta1: float = knob(0.9, "Adam", low=0, high=1)
-    beta2: float = knob(0.95, "Adam", low=0, high=1)
-    adam_eps: float = knob(1e-8, "Adam", low=0)
-    grad_clip_norm: float = knob(0.3, "largest norm of the reduced gradient; 0: no clipping", low=0)
+    adam_wd: float = knob(0.04, "decoupled weight decay of all other parameters", low=0)
+    beta1: float = knob(0.9, "decay of Adam's first moment", low=0, high=1)
+    beta2: float = knob(0.95, "decay of Adam's second moment", low=0, high=1)
+    adam_eps: float = knob(1e-8, "added to Adam's denominator", low=0)
+    grad_clip_norm: float = knob(0.3, "maximum norm of the reduced gradient; 0: no clipping", low=0)
 
-    ema_enabled: bool = knob(True, "export an exponential moving average of the weights", section="Averaging and quantisation")
-    ema_decay: float = knob(0.997, "its decay a step", low=0, high=1)
+    ema_enabled: bool = knob(True, "export an EMA of the weights", section="Averaging and quantisation")
+    ema_decay: float = knob(0.997, "EMA decay per step", low=0, high=1)
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
-    late_qat: bool = knob(True, "train through the export's rounding (straight-through) once the rate is low")
-    qat_threshold: float = knob(0.1, "late QAT begins when the learning rate falls under this part of its peak", low=0, high=1)
-    row_range: str = knob("sdclip", "range of a row's codes, sdclip: so many deviations as the tables of matrices say; published: "
-                                    "its largest weight, at least 1 (#399)", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "training batches after the last step, within the wall clock, whose activations guide the rounding (GPTQ); 0: plain rounding", low=0)
-    target_bytes: int = knob(SUBMISSION_CAP, "make codes coarser until code and artifact fit into so many bytes; 0: leave them as they are", low=0)
-    compressor: str = knob("ans", "coder of the artifact's codes", choices=("ans", "lzma", "zstd"))
-    pack_code: bool = knob(False, "write and count train_gpt.packed.py, a self-extracting copy, in the place of the source")
+    late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
+    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak learning rate", low=0, high=1)
+    row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
+    gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
+    target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)
+    compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma"))
 
-    eval_seq_len: int = knob(2048, "tokens of an evaluation window", low=2, high=1 << 20, section="Evaluation")
-    eval_documents: bool = knob(False, "each document alone, without what precedes its BOS, instead of the packed stream")
-    eval_stride: int = knob(64, "new tokens scored by each sliding window; EVAL_SEQ_LEN: no overlap", low=1)
-    val_batch_size: int = knob(524_288, "tokens of one evaluation batch over all ranks", low=1)
-    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", low=0)
-    eval_max_seconds: float = knob(0.0, "test-time training ends after so many seconds, and the rest is scored without; 0: no limit", low=0)
-    ttt_enabled: bool = knob(False, "a third score, with training on targets that were scored before")
-    ttt_mode: str = knob("sgd", "all weights, chunk by chunk; or low-rank changes, document by document", choices=("sgd", "lora"))
-    ttt_chunk_tokens: int = knob(32_768, "targets that are scored before SGD learns from them", low=2)
-    ttt_epochs: int = knob(3, "steps of SGD on each chunk", low=1)
-    ttt_lr: float = knob(0.002, "of SGD at the first chunk; a cosine ends it at the last", low=0)
-    ttt_momentum: float = knob(0.9, "of SGD", low=0, high=1)
-    ttt_freeze_blocks: int = knob(0, "first layers that SGD leaves alone", low=0)
-    ttt_lora_rank: int = knob(8, "of the changes to a matrix", low=1)
-    ttt_lora_chunk: int = knob(48, "targets of a document that are scored before each step", low=1)
-    ttt_lora_lr: float = knob(1e-3, "of AdamW on the changes", low=0)
-    eval_only: str = knob("", "artifact to load and score; nothing is trained")
+    eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
+    eval_stride: int = knob(64, "new tokens per sliding window; EVAL_SEQ_LEN: no overlap", "evaluation", low=1)
+    eval_documents: bool = knob(False, "score each document alone instead of the packed stream", "run")
+    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
+    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
+    eval_max_seconds: float = knob(0.0, "limit of test-time training; then weights stay fixed; 0: none", "run", low=0)
+    ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
+    ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
+    ttt_epochs: int = knob(3, "SGD steps per chunk", "run", low=1)
+    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run", low=0)
+    ttt_momentum: float = knob(0.9, "SGD momentum", "run", low=0, high=1)
+    ttt_lora_rank: int = knob(8, "rank of the change to a matrix", "run", low=1)
+    ttt_lora_chunk: int = knob(48, "targets of a document scored before each AdamW step", "run", low=1)
+    ttt_lora_lr: float = knob(1e-3, "AdamW learning rate of the low-rank changes", "run", low=0)
+    eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
-    seed: int = knob(1337, "initialisation and, unless SHUFFLE_SEED=0, the order of the data", low=0)
-    train_log_every: int = knob(200, "steps between two lines of the log", low=1)
-    checkpoint_every: str = knob("", "keep what RESUME needs in checkpoints/<RUN_ID>/: every so many steps (500), or seconds (60s); empty: never")
-    resume: str = knob("", "auto: go on from the newest whole checkpoint of RUN_ID, if there is one; or the folder of a checkpoint")
-    skip_nonfinite: int = knob(0, "leave out so many steps with a loss or gradient that is not finite before giving up; 0: stop at the first", low=0)
-    deterministic: bool = knob(False, "only kernels that give the same bits each time")
-    profile_steps: int = knob(0, "time the parts of so many steps, after the first two, and print a table (SHORT_SEQ_PARTS=1: of whole sequences)", low=0)
-    compute_dtype: str = knob("auto", "matrix arithmetic; auto: bfloat16 where the hardware multiplies it fast", choices=("auto", "bfloat16", "float32"))
-    device: str = knob("auto", "auto: cuda where there is one", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "kernel to try first", choices=("auto", "fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "efficient", "math"))
-    compile: str = knob("auto", "torch.compile; auto: where a compiler is found", choices=("auto", "0", "1"))
-    # fmt: on
+    seed: int = knob(1337, "initialisation and data order", low=0)
+    train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
+    checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
+    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; or a checkpoint file", "run")
+    skip_nonfinite: int = knob(0, "skip up to N non-finite steps before aborting", "run", low=0)
+    profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
+    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
+    device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
+    attention: str = knob("auto", "attention kernel to try first", "run", choices=("auto", *KERNELS))
+    compile: str = knob("auto", "torch.compile; auto: if its compilers are found", "run", choices=("auto", "0", "1"))
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
-        """The knobs set in `environ`, the rest at their defaults. Raises UserError naming the variable."""
-        return cls(**{f.name: _parse(f, environ[f.name.upper()]) for f in dataclasses.fields(cls) if f.name.upper() in environ})
+        """The knobs set in `environ`, all others at their defaults. Raises UserError naming the variable."""
+        given = [knob for knob in KNOBS if knob.name.upper() in environ]
+        return cls(**{knob.name: _parse(knob, environ[knob.name.upper()]) for knob in given})
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_bounds(field, getattr(self, field.name))
-        head_dim, rotated = self.head_dim, self.rope_dims
-        _rule(self.model_dim % self.num_heads == 0, f"MODEL_DIM={self.model_dim} is not a multiple of NUM_HEADS={self.num_heads}")
-        _rule(self.num_heads % self.num_kv_heads == 0, f"NUM_HEADS={self.num_heads} is not a multiple of NUM_KV_HEADS={self.num_kv_heads}")
-        _rule(head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {head_dim} is odd, but rotary embeddings turn pairs: make it even")
-        _rule(rotated % 2 == 0 and rotated <= head_dim, f"ROPE_DIMS={rotated} must be even and at most the head dimension {head_dim}")
-        _rule(self.xsa_last_n <= self.num_layers, f"XSA_LAST_N={self.xsa_last_n} exceeds NUM_LAYERS={self.num_layers}")
-        _rule(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 leaves no bucket beside the one for document starts: set 0 or 2 and more")
-        _rule(self.train_batch_tokens % self.train_seq_len == 0,
-              f"TRAIN_BATCH_TOKENS={self.train_batch_tokens} is not a multiple of TRAIN_SEQ_LEN={self.train_seq_len}")
-        _rule(self.train_seq_len % self.short_seq_parts == 0,
-              f"TRAIN_SEQ_LEN={self.train_seq_len} is not a multiple of SHORT_SEQ_PARTS={self.short_seq_parts}; 1 leaves sequences whole")
-        _rule(self.ttt_freeze_blocks <= self.num_layers, f"TTT_FREEZE_BLOCKS={self.ttt_freeze_blocks} exceeds NUM_LAYERS={self.num_layers}")
-        _rule(self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
-              f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
-        _rule(self.eval_stride <= self.eval_seq_len,
-              f"EVAL_STRIDE={self.eval_stride} exceeds EVAL_SEQ_LEN={self.eval_seq_len}: tokens between windows would not be scored")
-        _rule(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None,
-              f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)")
-        _rule(bool(self.run_id) or not (self.checkpoint_every or self.resume),
-              "CHECKPOINT_EVERY and RESUME need a RUN_ID, by which a run that starts again finds what it has left: set one")
-        _rule(not (self.ema_enabled and self.swa_enabled), "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
+            name, value = field.name.upper(), getattr(self, field.name)
+            low, high, choices = map(field.metadata.get, ("low", "high", "choices"))
+            require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} is not a finite number")
+            require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
+            require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
+            require(choices is None or value in choices, f"{name}={value!r} is not one of {', '.join(choices or ())}")
+        self._check_pair("model_dim", "num_heads", multiple=True)
+        self._check_pair("num_heads", "num_kv_heads", multiple=True)
+        self._check_pair("train_batch_tokens", "train_seq_len", multiple=True)
+        self._check_pair("train_seq_len", "short_seq_parts", multiple=True)
+        self._check_pair("xsa_last_n", "num_layers")
+        self._check_pair("eval_stride", "eval_seq_len")
+        if self.ttt_mode == "lora":
+            self._check_pair("ttt_lora_chunk", "eval_seq_len")
+        require(self.head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {self.head_dim} is odd; rotary embeddings need pairs")
+        even = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
+        require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
+        require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it")
+        require(
+            self.bigram_vocab_size != 1,
+            "BIGRAM_VOCAB_SIZE=1 has only the bucket for document starts: set 0 or at least 2",
+        )
+        interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
+        require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None, interval)
+        named = self.run_id or not (self.checkpoint_every or self.resume)
+        require(bool(named), "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
+        both = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0"
+        require(not (self.ema_enabled and self.swa_enabled), both)
+
+    def _check_pair(self, name: str, other: str, multiple: bool = False) -> None:
+        value, bound = getattr(self, name), getattr(self, other)
+        wrong = f"{name.upper()}={value} {'is not a multiple of' if multiple else 'exceeds'} {other.upper()}={bound}"
+        require(value % bound == 0 if multiple else value <= bound, wrong)
 
     @property
     def head_dim(self) -> int:
@@ -227,616 +240,180 @@ class Hyperparameters:
         return int(self.mlp_mult * self.model_dim)
 
     def describe(self) -> str:
-        """One `name=value` a line for the log; a leading * marks what differs from the default."""
-        return "\n".join(f"{' ' if getattr(self, f.name) == f.default else '*'} {f.name.upper()}={getattr(self, f.name)}"
-                         for f in dataclasses.fields(self))
+        """One `name=value` per line for the log; a leading * marks a value that differs from the default."""
+        values = zip(KNOBS, dataclasses.astuple(self), strict=True)
+        return "\n".join(f"{' ' if value == k.default else '*'} {k.name.upper()}={value}" for k, value in values)
+
+
+KNOBS = dataclasses.fields(Hyperparameters)
+
+
+def knobs_with(*roles: str) -> tuple[str, ...]:
+    """Names of the knobs that have one of these roles, in their order."""
+    return tuple(knob.name for knob in KNOBS if knob.metadata["role"] in roles)
 
 
 def _parse(field: dataclasses.Field, text: str):
     name, text = field.name.upper(), text.strip()
-    if field.type is bool:
-        values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-        _rule(text.lower() in values, f"{name}={text!r} is not a switch: set 0 or 1")
-        return values[text.lower()]
+    switch = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
     try:
-        return field.type(text)
-    except ValueError:
-        kind = {int: "a whole number", float: "a number"}[field.type]
+        return switch[text.lower()] if field.type is bool else field.type(text)
+    except (ValueError, KeyError):
+        kind = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[field.type]
         raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={field.default}") from None
 
 
-def _check_bounds(field: dataclasses.Field, value) -> None:
-    name, low, high, choices = field.name.upper(), *(field.metadata[k] for k in ("low", "high", "choices"))
-    _rule(not isinstance(value, float) or math.isfinite(value), f"{name}={value} is not a finite number")
-    _rule(low is None or value >= low, f"{name}={value} is below its least value {low}")
-    _rule(high is None or value <= high, f"{name}={value} is above its greatest value {high}")
-    _rule(not choices or value in choices, f"{name}={value!r} is not one of {', '.join(choices)}")
-
-
-def _rule(holds: bool, sentence: str) -> None:
-    if not holds:
-        raise UserError(sentence)
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what an exception says, or its name if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
-
-
 def misspelt_knobs(environ: dict[str, str]) -> list[str]:
-    """A sentence for every variable of `environ` that is nearly, but not quite, the name of a knob."""
-    knobs = [f.name.upper() for f in dataclasses.fields(Hyperparameters)]
-    near = {name: difflib.get_close_matches(name, knobs, n=1, cutoff=0.85) for name in sorted(environ) if name not in knobs}
-    return [f"{name} is set but is not a knob; did you mean {match[0]}?" for name, match in near.items() if match]
+    """A sentence for every variable of `environ` whose name is close to a knob's."""
+    knobs = [knob.name.upper() for knob in KNOBS]
+    near = {name: difflib.get_close_matches(name, knobs, n=1, cutoff=0.85) for name in environ if name not in knobs}
+    return [f"{name} is set but is not a knob; did you mean {near[name][0]}?" for name in sorted(near) if near[name]]
 
 
 def knob_help() -> str:
-    """The table that --help prints: every knob with its default, meaning and bounds."""
+    """The table of --help: every knob with default, meaning and bounds."""
     lines = []
-    for field in dataclasses.fields(Hyperparameters):
-        meta = field.metadata
-        if meta["section"]:
-            lines.append(f"\n{meta['section']}")
-        bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if meta[key] is not None]
-        limits = " | ".join(meta["choices"]) or ", ".join(bounds)
-        default = int(field.default) if field.type is bool else field.default
-        lines.append(f"  {field.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
+    for knob in KNOBS:
+        meta, default = knob.metadata, int(knob.default) if knob.type is bool else knob.default
+        bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if key in meta]
+        limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
+        lines += [f"\n{meta['section']}"] if "section" in meta else []
+        lines.append(f"  {knob.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
     return "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Runtime: rank, device, dtype, attention kernel and compiler, each decided once and logged
-
-
-class Ranks:
-    """The collectives of a run of W ranks. At W = 1 they are copies or nothing, so that callers need no branch.
-
-    All sums are plain sums: means come from dividing the loss by the global number of micro-batches beforehand.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1):
-        self.rank, self.size = rank, size
-
-    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Sum `tensor` over the ranks, in place. Returns the function that waits for it."""
-        return self._start(dist.all_reduce, tensor)
-
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
-        """Sum `full` (W*r, ...) over the ranks; this rank's rows go to `shard` (r, ...)."""
-        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)  # its name from torch 2.13 on
-
-    def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
-        """Put the `shard` (r, ...) of every rank into `full` (W*r, ...)."""
-        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
-
-    def broadcast_bytes(self, blob: bytes | None, device: torch.device) -> bytes:
-        """The `blob` of rank 0, on every rank (through the network: ranks may sit on several nodes)."""
-        if self.size == 1:
-            return blob
-        length = torch.tensor([len(blob or b"")], device=device)
-        self._start(dist.broadcast, length, 0)()
-        data = torch.empty(int(length), dtype=torch.uint8)
-        if self.rank == 0:
-            data.copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
-        data = data.to(device)
-        self._start(dist.broadcast, data, 0)()
-        return data.cpu().numpy().tobytes()
-
-    def _start(self, collective, out: Tensor, source: Tensor | int | None = None) -> Callable[[], None]:
-        if self.size == 1:
-            if isinstance(source, Tensor) and source.data_ptr() != out.data_ptr():
-                out.copy_(source)
-            return lambda: None
-        with self._named_failure():
-            work = collective(out, async_op=True) if source is None else collective(out, source, async_op=True)
-        return lambda: self._wait(work)
-
-    def _wait(self, work) -> None:
-        with self._named_failure():
-            work.wait()
-
-    @contextlib.contextmanager
-    def _named_failure(self):
-        try:
-            yield
-        except RuntimeError as error:
-            raise UserError(f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached ({_reason(error)}); "
-                            "look at the first rank that reported an error, then start the run again") from error
-
-
-@dataclasses.dataclass(frozen=True)
-class Runtime:
-    """Where and how this process computes; made once by `start` and passed on, never looked up."""
-
-    ranks: Ranks
-    device: torch.device
-    dtype: torch.dtype
-    compiled: bool
-    attention: str
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    notes: tuple[str, ...]  # why a choice is not the first one, for the log
-
-    @classmethod
-    @contextlib.contextmanager
-    def start(cls, hp: Hyperparameters) -> Iterator["Runtime"]:
-        """Join the other ranks if there are any, decide everything, and leave in good order if the body succeeds."""
-        ranks = Ranks(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
-        if ranks.size > 1:
-            on_gpu = device.type == "cuda"
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10), device_id=device if on_gpu else None, **meeting(ranks))
-        if device.type == "cpu":
-            keep_freed_memory()
-        if hp.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix is multiplied
-            torch.use_deterministic_algorithms(True)
-        dtype, (compiled, missing) = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
-        attention, attend, refused = choose_attention(hp, device, dtype, compiled)
-        yield cls(ranks, device, dtype, compiled, attention, attend, (*missing, *refused))
-        # Not after an exception, where a barrier with a dead rank would hang. Destroying the group ends gloo's threads,
-        # unless something still holds it, such as default arguments of torch.distributed.nn that were bound to it on
-        # import; a thread that lives on can abort the process while the interpreter shuts down.
-        if ranks.size > 1:
-            dist.barrier()
-            dist.destroy_process_group()
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def describe(self) -> str:
-        """One line for the log."""
-        name = torch.cuda.get_device_name() if self.device.type == "cuda" else f"{cpu_name()}, {torch.get_num_threads()} threads"
-        return (f"runtime: ranks:{self.ranks.size} device:{name} compute_dtype:{str(self.dtype).removeprefix('torch.')} "
-                f"attention:{self.attention} compile:{int(self.compiled)}")
-
-
-def cpu_name() -> str:
-    """What the CPU calls itself, where Linux tells."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "CPU " + next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"CPU {platform.machine()}"
-
-
-def versions() -> str:
-    """Python, CUDA and every package that computes or codes here, with their versions."""
-    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    for package in ("numpy", "sentencepiece", "constriction", "zstandard", "triton", "flash_attn_3"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return ", ".join([*found, f"cuda {torch.version.cuda}"])
-
-
-def meeting(ranks: Ranks) -> dict:
-    """Where the ranks meet, as arguments of init_process_group: nothing, unless torchrun may start them again. It would give
-    them the store of the first start, in which they would find the addresses of the dead (pytorch #135712): so each start
-    has names of its own there. Raises UserError where that is not enough."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    _rule(os.environ.get("GROUP_WORLD_SIZE", "1") == "1",  # nodes do not agree on how often they were started
-          "torchrun --max-restarts on several nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: ranks would wait for dead ones")
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks.size, is_master=False)
-    return {"store": dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store), "rank": ranks.rank, "world_size": ranks.size}
-
-
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """This process's device: the GPU numbered LOCAL_RANK, or the CPU where there is none."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    _rule(torch.cuda.is_available(), "DEVICE=cuda, but torch finds no CUDA device: install a CUDA build of torch or set DEVICE=cpu")
-    found = torch.cuda.device_count()
-    _rule(local_rank < found, f"LOCAL_RANK={local_rank}, but this node has {found} GPU(s): set --nproc_per_node={found}")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """bfloat16 where there are matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
-    if wanted != "auto":
-        return getattr(torch, wanted)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float32
-    probes = (getattr(torch.cpu, name, lambda: False) for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"))
-    return torch.bfloat16 if any(probe() for probe in probes) else torch.float32
-
-
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
-    """Whether to compile, and a note if what that needs is not all here."""
-    if wanted != "auto":
-        return wanted == "1", []
-    compilers = (os.environ.get("CXX", "g++"), "clang++", "c++")
-    needs = {
-        "Linux": sys.platform == "linux",  # elsewhere Inductor's C++ needs an OpenMP that compilers do not bring
-        "a C++ compiler": any(map(shutil.which, compilers)),
-        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "triton": device.type == "cpu" or importlib.util.find_spec("triton") is not None,
-    }
-    missing = [name for name, found in needs.items() if not found]
-    return not missing, [f"not compiled and slower for it: {', '.join(missing)} is missing"] if missing else []
-
-
-def compile_whole(function: Callable, compiled: bool) -> Callable:
-    """`function` (a module, too) as one graph for each set of shapes and switches, if it is to be compiled."""
-    if not compiled:
-        return function
-    # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
-    triton = torch._inductor.config.triton
-    options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
-    torch._dynamo.config.recompile_limit = 32  # training, late QAT, and the few shapes of evaluation are all meant to be
-    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks: a training step frees and takes the same hundreds of megabytes again.
-
-    By default large blocks go back to the kernel, and every page of the next one faults anew: on a 2-core CPU that
-    cost more than the arithmetic of a step. Not on other C libraries, where nothing happens.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        m_trim_threshold, m_mmap_threshold, one_gib = -1, -3, 1 << 30
-        mallopt(m_mmap_threshold, one_gib)
-        mallopt(m_trim_threshold, -1)
-
-
-def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool) -> tuple[str, Callable, list[str]]:
-    """The first kernel that runs forward and backward at the model's head shape: (name, function, refusals).
-
-    The function takes q (B, T, H, E), k and v (B, T, K, E) and returns (B, T, H, E), causal. A kernel that is not
-    installed or does not run here is passed over and named in the refusals; `math` always works.
-    """
-    order = ("fa3", "torch-fa3", "torch-fa4", "cudnn", "flash", "efficient", "math") if device.type == "cuda" and not hp.deterministic else ("flash", "math")
-    if hp.attention != "auto":
-        order = (hp.attention, *(name for name in order if name != hp.attention))
-    refused = []
-    for name in order:
-        try:
-            attend = load_attention(name)
-            q, k = (torch.randn(2, 2 * WRITTEN_OUT, n, hp.head_dim, device=device, dtype=dtype) for n in (hp.num_heads, hp.num_kv_heads))
-            # torch's own operators always compile; some builds of flash_attn_interface do not.
-            probe = torch.compile(attend, fullgraph=True) if compiled and name == "fa3" else attend
-            with torch.enable_grad():
-                probe(q.requires_grad_(), k.requires_grad_(), k.detach().clone().requires_grad_()).float().sum().backward()
-            return name, attend, refused
-        except Exception as error:  # whatever a missing or unfit kernel raises, the next one is tried
-            refused.append(f"attention {name} passed over: {type(error).__name__}: {_reason(error)}")
-    raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
-
-
-# Positions up to which attention is written out on a CPU: the backward of torch's kernel takes as long for 4,096 tokens in
-# sequences of 128 as in sequences of 512, forward and backward together 2.6 times as long as the plain products.
-WRITTEN_OUT = 128
-
-
-def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The kernel called `name`; raises whatever its absence raises. Sets torch's own kernel switches as a side effect."""
-    if name == "fa3":
-        from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
-
-        if torch.cuda.get_device_capability()[0] != 9:
-            raise RuntimeError("needs a Hopper GPU")
-
-        def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = flash_attn_func(q, k, v, causal=True)
-            return out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
-
-        return attend_fa3
-    if name.startswith("torch-fa"):  # torch >= 2.11 can put FA3 or FA4 behind its own operator
-        torch.nn.attention.activate_flash_attention_impl(name.removeprefix("torch-").upper())
-    elif hasattr(torch.nn.attention, "restore_flash_attention_impl") and torch.nn.attention.current_flash_attention_impl():
-        torch.nn.attention.restore_flash_attention_impl()
-    # Exactly one kernel stays on: with others on, torch would take one of them without a word where this one is absent.
-    backends = torch.backends.cuda
-    backends.enable_cudnn_sdp(name == "cudnn")
-    backends.enable_flash_sdp(name == "flash" or name.startswith("torch-fa"))
-    backends.enable_mem_efficient_sdp(name == "efficient")  # for fp32, of which `math` would keep every score
-    backends.enable_math_sdp(name == "math")
-
-    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if name == "flash" and q.device.type == "cpu" and q.size(1) <= WRITTEN_OUT:
-            return attend_tail(q, k, v)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
-        if name == "efficient":  # knows no groups of heads
-            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-        return out.transpose(1, 2)
-
-    return attend_sdpa
-
-
-class Log:
-    """The run's log: lines on rank 0's console and in logs/<RUN_ID>.txt, events as JSON lines in logs/<RUN_ID>.jsonl."""
-
-    def __init__(self, hp: Hyperparameters, ranks: Ranks, folder: Path = Path("logs")):
-        self.name, self.start = hp.run_id or time.strftime("%Y%m%d-%H%M%S"), time.perf_counter()
-        self.files = []
-        if ranks.rank == 0:
-            with writing(folder / f"{self.name}.txt"):
-                folder.mkdir(parents=True, exist_ok=True)
-                self.files = [open(folder / f"{self.name}{suffix}", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-                              for suffix in (".txt", ".jsonl")]
-                self._lock()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system gives it back when this process ends, however
-        except BlockingIOError:
-            raise UserError(f"RUN_ID={self.name}: another run is writing {self.files[0].name}; wait for its end, or set another RUN_ID") from None
-
-    def line(self, text: str, console: bool = True) -> None:
-        """Write `text` to the log, and to the console unless it would only fill it (the source, the versions)."""
-        if self.files:
-            if console:
-                print(text, flush=True)
-            with writing(self.files[0].name):
-                self.files[0].write(text + "\n")
-
-    def event(self, kind: str, **fields) -> None:
-        """One JSON line {"event": kind, "seconds": since the log began, ...}."""
-        if self.files:
-            with writing(self.files[1].name):
-                self.files[1].write(json.dumps({"event": kind, "seconds": round(time.perf_counter() - self.start, 3), **fields}) + "\n")
-
-    def header(self, hp: Hyperparameters, runtime: Runtime, goes_on: bool = False) -> None:
-        """What a reader needs to repeat the run: source, versions, machine, every knob. A run that goes on adds to its log."""
-        if not goes_on:
-            for file in self.files:
-                file.truncate(0)
-            self.line(source_code().decode(), console=False)
-            self.line("=" * 100, console=False)
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self.line(f"started: {started}", console=False)
-        self.line(versions())
-        self.line(runtime.describe())
-        self.line("hyperparameters (* differs from the default)\n" + hp.describe(), console=False)
-        changed = [row[2:] for row in hp.describe().splitlines() if row.startswith("*")]
-        self.line("changed from the defaults: " + (" ".join(changed) or "nothing"))
-        for note in (*runtime.notes, *misspelt_knobs(os.environ)):
-            self.line(f"note: {note}")
-        self.event("start", run_id=self.name, started=started, versions=versions(), runtime=runtime.describe(), hyperparameters=dataclasses.asdict(hp))
-
-
-@contextlib.contextmanager
-def writing(path: str | Path):
-    """Turn what the operating system says about a failed write (folder not writable, disk full) into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose a writable folder") from error
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to. A crash leaves the old file at `path` or the whole new one: sync, then rename."""
-    partial = path.with_name(path.name + ".partial")
-    with writing(path):
-        try:
-            yield partial
-            with open(partial, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except Exception:
-            partial.unlink(missing_ok=True)
-            raise
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write `data` in the way of `replacing`."""
-    with replacing(path) as partial:
-        partial.write_bytes(data)
-
-
-class Stopwatch:
-    """Seconds of training, without the pauses for validation."""
-
-    def __init__(self):
-        self.total, self.since = 0.0, None
-
-    def start(self) -> None:
-        self.since = time.perf_counter()
-
-    def pause(self) -> None:
-        self.total, self.since = self.seconds(), None
-
-    def seconds(self) -> float:
-        return self.total + (time.perf_counter() - self.since if self.since is not None else 0.0)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Data: shards of uint16 tokens, the training loader, the validation stream with its byte counts
-
+# ---- Data: shards of uint16 tokens, the training loader, the validation stream with its byte counts ------------------
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
-BOS = 1  # every document of the challenge's data starts with it
+BOS = 1  # starts every document of the challenge's data
+MAX_FILE = 64 << 20  # bytes; tokenizers and manifests are far smaller
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens (n,) uint16 of a shard, memory-mapped.
-
-    A shard is 256 little-endian int32 (magic 20240520, version 1, token count n, zeros) and n little-endian uint16.
-    Raises UserError naming the file if header and length do not agree with that.
-    """
+    """The tokens (n,) uint16 of a shard, memory-mapped. A shard is 256 little-endian int32 (magic 20240520, version 1,
+    token count n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
+        size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
     except OSError as error:
         raise UserError(f"cannot read shard {path}: {error.strerror or error}") from error
-    _rule(len(header) == SHARD_HEADER_INTS, f"shard {path} has {size} bytes, less than its header of {SHARD_HEADER_BYTES}: fetch it again")
+    require(len(header) == SHARD_HEADER_INTS, f"shard {path} has {size} bytes, less than a header: download it again")
     magic, version, count = (int(n) for n in header[:3])
-    _rule(magic == SHARD_MAGIC, f"shard {path} starts with {magic} instead of {SHARD_MAGIC}: it is not a token shard of the challenge")
-    _rule(version == SHARD_VERSION, f"shard {path} has format version {version}, but only version {SHARD_VERSION} is known: convert it")
-    expected = SHARD_HEADER_BYTES + 2 * count
-    _rule(count > 0 and size == expected, f"shard {path} has {size} bytes, but its header promises {count} tokens in {expected}: fetch it again")
+    require(magic == SHARD_MAGIC, f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard")
+    require(version == SHARD_VERSION, f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it")
+    promised = f"its header promises {count} tokens in {SHARD_HEADER_BYTES + 2 * count}: download it again"
+    whole = count > 0 and size == SHARD_HEADER_BYTES + 2 * count
+    require(whole, f"shard {path} has {size} bytes, but {promised}")
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
 class TokenStream:
-    """All shards of a split, end to end, as one sequence of tokens that is read a slice at a time.
-
-    Every shard is opened at the start, so that going on to the next one is not an event.
-    """
+    """All shards of a split, concatenated. All are opened at the start, so crossing a shard boundary costs nothing."""
 
     def __init__(self, folder: str, split: str, vocab_size: int):
-        self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
-        _rule(Path(folder).is_dir(), f"DATA_PATH={folder} is not a folder: set DATA_PATH to the folder of the shards (see data/README.md)")
-        _rule(bool(self.paths), f"DATA_PATH={folder} holds no fineweb_{split}_*.bin: fetch or make the shards (see data/README.md)")
+        self.vocab_size, self.paths = vocab_size, sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
+        require(bool(self.paths), f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.versions = [self._version(path) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
-        self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) uint16. Raises UserError if one is not in the vocabulary, or if the
-        shard is no longer the file that was opened. Read from the file and not from its mapping: where a file was cut short,
-        be it a moment ago, reading the mapping would kill the process."""
-        pieces = []
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError if a token is not in the vocabulary or a
+        shard has changed. Reads the file, not its mapping: after a truncation that would kill the process."""
+        pieces, vocab = [], self.vocab_size
         while count:
-            shard, offset = self._place(start)
-            wanted = min(count, len(self.shards[shard]) - offset)
+            shard = int(np.searchsorted(self.ends, start, side="right"))
+            offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
+            path, wanted = self.paths[shard], min(count, len(self.shards[shard]) - offset)
             raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
-            _rule(len(raw) == 2 * wanted and self._version(self.paths[shard]) == self.versions[shard],
-                  f"shard {self.paths[shard]} has changed or vanished since the run began: leave the data alone and start again")
-            piece = np.frombuffer(raw, dtype="<u2")
-            if piece.max() >= self.vocab_size:
-                raise UserError(f"shard {self.paths[shard]} holds token {piece.max()}, but VOCAB_SIZE={self.vocab_size}: "
-                                "set VOCAB_SIZE and TOKENIZER_PATH to those of the shards")
-            pieces.append(piece)
-            start, count = start + len(piece), count - len(piece)
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def announce(self, start: int, count: int) -> None:
-        """Let the system fetch these tokens now, to be read in a moment. A disk then works on many rows at a time: 48 of them,
-        from all over shards that were not in memory, took a quarter of the time."""
-        if hasattr(os, "posix_fadvise"):
-            shard, offset = self._place(start)
-            os.posix_fadvise(self.files[shard].fileno(), SHARD_HEADER_BYTES + 2 * offset, 2 * count, os.POSIX_FADV_WILLNEED)
-
-    def _place(self, start: int) -> tuple[int, int]:
-        """Number of the shard, and number in it, of a token."""
-        shard = int(np.searchsorted(self.ends, start, side="right"))
-        return shard, start - int(self.ends[shard]) + len(self.shards[shard])
+            same = len(raw) == 2 * wanted and self._version(path) == self.versions[shard]
+            require(same, f"shard {path} has changed or vanished since the run began: restore it and start again")
+            pieces.append(np.frombuffer(raw, dtype="<u2"))
+            largest = int(pieces[-1].max())
+            require(
+                largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set it to the data's"
+            )
+            start += wanted
+            count -= wanted
+        return np.concatenate(pieces)
 
     @staticmethod
     def _version(path: Path) -> tuple[int, ...]:
-        try:
-            status = path.stat()
-        except OSError:
-            return ()
+        status = path.stat() if path.exists() else os.stat_result([0] * 10)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class TrainingLoader:
-    """Batch number s of the run, for any s: block k of the data is tokens [k*T, k*T + T], and step s takes the next
-    TRAIN_BATCH_TOKENS / T blocks as its rows, of which rank i has the i-th W-th. The number of the next step is all the
-    state there is: data do not depend on W, on the micro-batch or on what was read before. After the last block the
-    data begin again.
+    """Batch number s of the run, for any s. Block k of the data is tokens [k*T, k*T + T]. Step s takes the next
+    TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them. The step number is the only state: the
+    data depend neither on W nor on the micro-batch. The order is a permutation of all blocks per epoch, seeded by
+    SHUFFLE_SEED and SEED (rows were also spread in #1060 and #1394), so a batch is not a few documents in one piece."""
 
-    The order is a permutation of all blocks by SHUFFLE_SEED and SEED, another one each epoch (#1060 and #1394 spread rows,
-    too), so that a batch is not a few documents in one piece; with SHUFFLE_SEED=0 it is sequential, as in #399.
-    With ALIGN_TO_BOS a row begins at the first BOS of its block, if there is one: it then reads as far into the next
-    block, and what lies before the BOS is left to the row before, as far as that reaches.
-    """
+    AHEAD = 3  # batches kept ready, so a slow read does not stall a step
 
-    AHEAD = 3  # batches kept ready, so that one slow read of the disk is not felt
-
-    def __init__(self, hp: Hyperparameters, runtime: Runtime):
-        self.stream, self.seq_len = TokenStream(hp.data_path, "train", hp.vocab_size), hp.train_seq_len
-        self.seeds, self.align = (hp.shuffle_seed, hp.seed), hp.align_to_bos
+    def __init__(self, hp: Hyperparameters, runtime: "Runtime"):
+        self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
+        self.seq_len, self.seeds, self.device = hp.train_seq_len, (hp.shuffle_seed, hp.seed), runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
-        _rule(self.blocks > 0, f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, not one sequence of "
-                               f"TRAIN_SEQ_LEN={self.seq_len} and its last target: get more data or shorten the sequence")
-        ranks, self.device = runtime.ranks, runtime.device
-        self.step_rows = hp.train_batch_tokens // self.seq_len
-        _rule(self.step_rows % ranks.size == 0,
-              f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is {self.step_rows} sequences, which {ranks.size} ranks cannot share evenly: "
-              f"set it to a multiple of {ranks.size * self.seq_len}")
-        self.rows = self.step_rows // ranks.size
-        self.first_row = ranks.rank * self.rows
+        found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
+        require(self.blocks > 0, f"{found}, fewer than TRAIN_SEQ_LEN={self.seq_len} and its last target: lower it")
+        ranks, self.step_rows = runtime.comm.size, hp.train_batch_tokens // self.seq_len
+        multiple = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of {ranks * self.seq_len}"
+        require(self.step_rows % ranks == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
+        self.rows = self.step_rows // ranks
+        self.first_row = runtime.comm.rank * self.rows
         self.epoch, self.order = -1, None
-        self.ready, self.wanted = queue.Queue(), queue.Queue()
-        self.thread = threading.Thread(target=self._prefetch, daemon=True)
-        self.thread.start()
-        self.expected = None
+        self.reader = ThreadPoolExecutor(1)
+        self.pending = {}  # futures of the next batches, by step
 
     def close(self) -> None:
-        """End the background thread."""
-        self.wanted.put(None)
-        self.thread.join()
+        self.reader.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Tensor:
-        """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:].
-
-        The next steps' rows are read in the background. Raises UserError if a shard turns out to be unfit.
-        """
-        if step != self.expected:
-            for ahead in range(self.AHEAD):
-                self.wanted.put(step + ahead)
-        found = None
-        while found != step:
-            found, rows = self.ready.get()
-        if isinstance(rows, BaseException):
-            raise rows
-        self.wanted.put(step + self.AHEAD)
-        self.expected = step + 1
-        return rows.to(self.device, non_blocking=True)
-
-    def _prefetch(self) -> None:
-        while (step := self.wanted.get()) is not None:
-            try:
-                self.ready.put((step, self._read(step)))
-            except BaseException as error:  # whatever it is: a thread that dies silently would leave the run waiting for ever
-                self.ready.put((step, error))
+        """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:]. The rows of the next
+        steps are read in the background. Raises UserError if a shard is invalid."""
+        steps = range(step, step + 1 + self.AHEAD)
+        self.pending = {s: self.pending.get(s) or self.reader.submit(self._read, s) for s in steps}
+        return self.pending.pop(step).result().to(self.device, non_blocking=True)
 
     def _read(self, step: int) -> Tensor:
         rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
-        first = step * self.step_rows + self.first_row
-        starts = [self.seq_len * self._permuted(*divmod(number, self.blocks)) for number in range(first, first + self.rows)]
-        for start in starts:
-            self.stream.announce(start, self.seq_len + 1)
-        for out, start in zip(rows.numpy(), starts, strict=True):
-            out[:] = self._row(start)
+        for row in range(self.rows):
+            epoch, block = divmod(step * self.step_rows + self.first_row + row, self.blocks)
+            start = self.seq_len * self.block_order(epoch, block)
+            rows.numpy()[row] = self.stream.read(start, self.seq_len + 1)
         return rows
 
-    def _permuted(self, epoch: int, index: int) -> int:
-        if not self.seeds[0]:
-            return index
+    def block_order(self, epoch: int, index: int) -> int:
+        """The block that comes at this place of the epoch."""
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng((*self.seeds, epoch)).permutation(self.blocks)
+            seed = (*self.seeds, epoch)
+            order = np.random.default_rng(seed).permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
+            self.epoch, self.order = epoch, order
         return int(self.order[index])
-
-    def _row(self, start: int) -> np.ndarray:
-        row = self.stream.read(start, self.seq_len + 1)
-        shift = int((row[:-1] == BOS).argmax()) if self.align else 0  # 0 where there is no BOS, too
-        shift = min(shift, len(self.stream) - len(row) - start)
-        return self.stream.read(start + shift, len(row)) if shift else row
 
 
 class ByteCounter:
-    """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece.
-
-    A byte piece is 1 byte; any other normal piece is the bytes of its text. U+2581 stands for a space, 1 byte; one
-    that leads a piece counts only if the token before is no boundary (control, unknown or unused, such as BOS).
-    Raises UserError if the tokenizer is not the one of the shards.
-    """
+    """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece. A byte piece is 1 byte. Any
+    other normal piece is the bytes of its text, with U+2581 as a space of 1 byte; a leading U+2581 counts only if the
+    previous token is not a boundary (control, unknown or unused, such as BOS)."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
-        _rule(Path(tokenizer_path).is_file(), f"TOKENIZER_PATH={tokenizer_path} is not a file: set it to the SentencePiece model of the shards")
-        check_length(tokenizer_path, "TOKENIZER_PATH")
+        setting = f"TOKENIZER_PATH={tokenizer_path}"
+        require(Path(tokenizer_path).is_file(), f"{setting} is not a file: set it to the shards' SentencePiece model")
         try:
-            pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
-        except (RuntimeError, OSError) as error:
-            raise UserError(f"TOKENIZER_PATH={tokenizer_path} is not a SentencePiece model: {_reason(error)}") from error
+            pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(Path(tokenizer_path)))
+        except RuntimeError as error:
+            raise UserError(f"{setting} is not a SentencePiece model: {reason(error)}") from error
         found = pieces.vocab_size()
-        _rule(found == vocab_size, f"TOKENIZER_PATH={tokenizer_path} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
-        _rule(pieces.piece_to_id("\u2581") != pieces.unk_id(),
-              f"TOKENIZER_PATH={tokenizer_path} has no piece for U+2581 alone, so that a space may cost three byte pieces: train it with one")
+        require(found == vocab_size, f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
+        spaced = pieces.piece_to_id("\u2581") != pieces.unk_id()
+        require(
+            spaced, f"{setting} has no piece for U+2581 alone, so a space could become 3 byte pieces: use another one"
+        )
         self.length = np.zeros(vocab_size, dtype=np.int16)  # bytes without the leading space
         self.spaced = np.zeros(vocab_size, dtype=bool)
         self.boundary = np.ones(vocab_size, dtype=bool)
@@ -846,48 +423,45 @@ class ByteCounter:
             text = pieces.id_to_piece(token)
             self.boundary[token] = False
             self.spaced[token] = text.startswith("\u2581")
-            self.length[token] = 1 if pieces.is_byte(token) else len(text.removeprefix("\u2581").replace("\u2581", " ").encode())
+            text = text.removeprefix("\u2581").replace("\u2581", " ")
+            self.length[token] = 1 if pieces.is_byte(token) else len(text.encode())
 
     def count(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
         return self.length[tokens[1:]] + (self.spaced[tokens[1:]] & ~self.boundary[tokens[:-1]])
 
 
-def check_length(path: str | Path, what: str) -> None:
-    """Raises UserError for a file that is far larger than any of its kind, before it fills the memory."""
-    limit = 64 << 20
-    size = Path(path).stat().st_size
-    _rule(size <= limit, f"{what} {path} has {size} bytes, over the limit of {limit} for such a file: it is not what it should be")
+def read_small(path: Path) -> bytes:
+    """The bytes of a tokenizer or manifest. Raises UserError for a file that would fill the memory."""
+    size = path.stat().st_size
+    require(size <= MAX_FILE, f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file")
+    return path.read_bytes()
 
 
-def sha256_of(path: str) -> str:
-    """The file's sha256, in hexadecimal."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+def sha256_of(path: str | Path) -> str:
+    return hashlib.sha256(read_small(Path(path))).hexdigest()
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Hold the data against DATA_PATH/manifest.json, if the tools of data/ have left one there.
-
-    Raises UserError if the tokenizer is not the one of the shards or the validation split is not whole: either would
-    give a wrong score that looks like a right one.
-    """
+    """Compare the data with DATA_PATH/manifest.json, if the tools in data/ wrote one. Raises UserError for another
+    tokenizer or an incomplete validation split: both would give a wrong score that looks right."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
-    check_length(path, "the manifest")
     try:
-        manifest = json.loads(path.read_bytes())
-        sizes = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items() if name.startswith("fineweb_val_")}
+        manifest = json.loads(read_small(path))
+        files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as a manifest ({_reason(error)}): make or fetch the data again") from error
-    _rule(sha256_of(tokenizer_path) == digest,
-          f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}: set it to that one")
-    for shard, size in sizes.items():
-        _rule(shard.is_file() and shard.stat().st_size == size, f"{shard} is missing or not of {size} bytes as {path} says: fetch it again")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a valid manifest ({reason(error)}): make or download the data again") from error
+    other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}"
+    require(sha256_of(tokenizer_path) == digest, other)
+    for shard, size in files.items():
+        whole = not shard.name.startswith("fineweb_val_") or (shard.is_file() and shard.stat().st_size == size)
+        require(whole, f"{shard} is missing or not of {size} bytes as {path} says: download it again")
 
 
-MAX_VALIDATION = 1 << 29  # tokens; the challenge has 62 million, and all of them are kept in memory
+MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 class Validation:
@@ -895,75 +469,59 @@ class Validation:
 
     def __init__(self, hp: Hyperparameters, device: torch.device):
         stream = TokenStream(hp.data_path, "val", hp.vocab_size)
-        _rule(len(stream) <= MAX_VALIDATION, f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens, over the limit of {MAX_VALIDATION}")
+        self.targets, found = len(stream) - 1, f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
+        require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
+        window = f"one window of EVAL_SEQ_LEN={hp.eval_seq_len}"
+        require(self.targets >= hp.eval_seq_len, f"{found}, fewer than {window} and its last target: lower it")
         tokens = stream.read(0, len(stream))
-        self.targets = len(tokens) - 1
-        _rule(self.targets >= hp.eval_seq_len, f"DATA_PATH={hp.data_path} holds {len(tokens)} validation tokens, fewer than one window "
-                                               f"of EVAL_SEQ_LEN={hp.eval_seq_len} and its last target: shorten the window or get the whole split")
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
         check_manifest(hp.data_path, hp.tokenizer_path)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
 
     def spans(self, documents: bool) -> np.ndarray:
-        """[begin, end) of the inputs (S, 2) that may see each other: the whole stream, or each document with its BOS."""
+        """[begin, end) (S, 2) of the inputs that may see each other: all, or each document with its BOS."""
         inputs = self.tokens[:-1].cpu().numpy()
         begins = np.union1d([0], np.flatnonzero(inputs == BOS)) if documents else np.array([0])
         return np.stack((begins, np.append(begins[1:], len(inputs))), axis=1)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The table of matrices: initialisation, forward, optimizer, quantiser and export all read it
-
-
+# ---- Table of matrices: initialisation, forward, optimizer, quantiser and export all read it -------------------------
 class Matrix(NamedTuple):
-    """One kind of matrix, of which each layer has one (out, in)."""
+    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16. `bits` only bounds
+    the codes; their bytes, about 4.6 bits each, follow from the step, clip / (2^(bits-1) - 1) deviations. Clipping
+    costs: int6 cut at 5 deviations lost 7 thousandths of a nat, the same step with twice the range 1 to 2."""
 
     name: str  # in the forward and in the artifact
-    bank: str  # the 3-D parameter it lives in
-    part: int  # it has rows part*L .. (part + 1)*L of that bank
-    out: str  # "dim", "kv" or "mlp": number of its outputs ...
-    into: str  # ... and inputs
-    reads: str  # the activations that it multiplies, as `GPT.forward` calls them to its watcher
-    bits: int = 8  # of its codes in the artifact ...
-    clip: float = 20.0  # ... whose range is so many standard deviations of a row
-    transposed: bool = False  # stands in its bank as (in, out)
-    zero: bool = False  # starts at zero (projections back to the stream) instead of orthogonal
-    gain: str = ""  # learned gain (L, out) of its outputs
+    bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
+    reads: str  # the first matrix that multiplies the same activations, for one Hessian; "" if rows are looked up
+    bits: int = 8  # of its codes ...
+    clip: float = 20.0  # ... which range over this many standard deviations of a row
+    out: str = "dim"  # its outputs, "dim", "kv" or "mlp" ...
+    into: str = "dim"  # ... and inputs
+    transposed: bool = False  # stored as (in, out)
+    zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
+    gain: str = ""  # name of the learned gain (L, out) of its outputs
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
-LAYERED = ("resid_mix", "q_gain", "attn_scale", "mlp_scale")  # other parameters whose first dimension is the layer
-# Three banks of 2L matrices each: at 11 layers 22 rows, which 8 ranks share as 24. #399 has four, of 22, 22, 11 and 11
-# rows, where 8 ranks pad 11 to 16 and two of them have no MLP matrix at all. The down projection stands transposed
-# beside the up projection: Newton-Schulz does not mind.
+# Three banks of 2L rows, in the order of this table: 8 ranks pad 22 rows to 24 (with #399's four banks two of them own
+# no MLP matrix). The down projection is stored transposed beside the up projection: Newton-Schulz does not care.
 MATRICES = (
-    Matrix("q", "qo_bank", 0, "dim", "dim", "stream", normed=True),
-    Matrix("out", "qo_bank", 1, "dim", "dim", "heads", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", 0, "kv", "dim", "stream", normed=True),
-    Matrix("v", "kv_bank", 1, "kv", "dim", "stream", normed=True),
-    Matrix("up", "mlp_bank", 0, "mlp", "dim", "mlp", normed=True),
-    Matrix("down", "mlp_bank", 1, "dim", "mlp", "hidden", transposed=True, zero=True, gain="mlp_scale"),
+    Matrix("q", "qo_bank", reads="q", normed=True),
+    Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", reads="q", out="kv", normed=True),
+    Matrix("v", "kv_bank", reads="q", out="kv", normed=True),
+    Matrix("up", "mlp_bank", reads="up", out="mlp", normed=True),
+    Matrix("down", "mlp_bank", reads="down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
+)
+# Rounding the token embedding, a fiftieth of the weights, costs as much as all others at ten times the step.
+TABLES = (
+    Matrix("tok_emb", "", "tok_emb", bits=10, clip=8.0),
+    Matrix("bigram_emb", "", "", bits=8, clip=16.0),
+    Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
 BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
-# Bits bound the range of codes and nothing else: what a code costs is its entropy, some 4.6 bits here, which
-# clip / (2^(bits-1) - 1), the step in deviations, decides. So the range should cut nothing off: on two models trained on
-# English text int6 cut at 5 deviations lost 7 thousandths of a nat, and the same step with twice the range 1 to 2.
-
-
-class Table(NamedTuple):
-    """One of the (out, in) matrices outside the banks that the artifact holds as codes; all else is fp16 there."""
-
-    name: str
-    reads: str  # as above; "" where rows are looked up instead of multiplied
-    bits: int
-    clip: float
-
-
-# The token embedding is a fiftieth of the weights, but its rounding costs as much as that of all others with steps ten
-# times as wide.
-TABLES = {table.name: table for table in (Table("tok_emb", "final", 10, 8.0), Table("lm_head", "final", 10, 8.0),
-                                          Table("bigram_emb", "", 8, 16.0), Table("bigram_proj", "pair", 9, 12.0))}
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -973,30 +531,27 @@ def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
-    """(R, a, b) of a bank; all matrices in it have one shape, once those that stand transposed are."""
+    """(R, a, b). All matrices of a bank have one shape as stored."""
     kinds = [matrix for matrix in MATRICES if matrix.bank == bank]
     ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in kinds}
     return len(kinds) * hp.num_layers, a, b
 
 
 def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
-    """The matrices (L, out, in) of one kind, a view of their bank (R, a, b)."""
-    parts = sum(matrix.bank == kind.bank for matrix in MATRICES)
-    matrices = bank.unflatten(0, (parts, -1)).unbind(0)[kind.part]
+    """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
+    parts = [matrix for matrix in MATRICES if matrix.bank == kind.bank]
+    matrices = bank.unflatten(0, (len(parts), -1)).unbind(0)[parts.index(kind)]
     return matrices.mT if kind.transposed else matrices
 
 
 def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
-    """For each row of a bank whether its matrix stands transposed, and the scale of its updates: as in #399, matrices
-    that are tall, by their own shape and not by the bank's, get larger ones."""
+    """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates, by
+    their own shape and not by the shape they are stored in."""
     shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in MATRICES if kind.bank == bank]
     return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Model
-
-
+# ---- Model -----------------------------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
@@ -1011,84 +566,49 @@ def rotary_tables(hp: Hyperparameters) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Partial RoPE (arXiv:2104.09864): turn the first 2*cos.size(-1) dimensions of x (B, T, H, E), leave the rest."""
+    """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
     half = cos.size(-1)
-    a, b, rest = x[..., :half], x[..., half:2 * half], x[..., 2 * half:]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat(((a * cos + b * sin).to(x.dtype), (b * cos - a * sin).to(x.dtype), rest), dim=-1)
 
 
-def attend_tail(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last queries only: q (B, n, H, E) of the last n of T positions, k and v (B, T, K, E).
-
-    Written out, as torch's kernels take the queries for the first ones; n, or T, is small.
-    """
-    n, time = q.size(1), k.size(1)
-    grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
-    scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
-    later = torch.ones(n, time, dtype=torch.bool, device=q.device).triu(time - n + 1)
-    chances = scores.masked_fill(later, -math.inf).softmax(dim=-1).to(v.dtype)
-    return torch.einsum("bkgnt,btke->bnkge", chances, v).flatten(2, 3)
-
-
-def exclude_self(y: Tensor, v: Tensor) -> Tensor:
-    """XSA, exclusive self-attention (#265): remove from y (B, T, H, E) its component along the value of its own position.
-
-    v is (B, T, K, E); each key/value head serves a group of H / K query heads, seen here as one more dimension.
-    """
+def xsa(y: Tensor, v: Tensor) -> Tensor:
+    """Exclusive self-attention (XSA, #265): remove from y (B, T, H, E) its component along the position's own value in
+    v (B, T, K, E). Each key/value head serves a group of H / K query heads."""
     grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
     v_hat = F.normalize(v.float(), dim=-1).unsqueeze(3)
     along = (grouped * v_hat).sum(dim=-1, keepdim=True)
     return (grouped - along * v_hat).to(y.dtype).flatten(2, 3)
 
 
-def previous(x: Tensor, starts: Tensor) -> Tensor:
-    """x (B, T, D) moved one position later; zero where `starts` (B, T) says that nothing precedes."""
-    return F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
-
-
-LORA_KINDS = ("k", "v", "out")  # matrices that test-time training may change by a low rank
-Adapter = dict[str, tuple[Tensor, Tensor]]  # by kind: A (B, L, rank, in) and B (B, L, out, rank), for each row of a batch
-
-
-def product(x: Tensor, weights: dict[str, Tensor], name: str, layer: int, adapter: Adapter | None) -> Tensor:
-    """x (B, T, in) by a matrix of the layer, changed for each row b of the batch by the adapter's B_b A_b, if there is one."""
-    y = F.linear(x, weights[name])
-    if adapter is None or name not in adapter:
-        return y
-    a, b = (matrix[:, layer].to(x.dtype).mT for matrix in adapter[name])
-    return y + x @ a @ b
-
-
-def unwatched(reads: str, layer: int, x: Tensor) -> None:
-    """Takes no notice of what the matrices read."""
-
-
 class GPT(nn.Module):
-    """The banked transformer. Banks and matrix arithmetic in `dtype`, all else in fp32.
+    """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and the loss are fp32.
 
-    First half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218); each
-    layer mixes the embedding stream back in; the MLP's activation is a squared leaky ReLU (slopes: #1948). Parameters of
-    all layers are stacked: banks (R, a, b) and gains (L, ...). Weights in full precision are dicts of fp32 tensors by the
-    names of the parameters; the optimizer keeps those of the banks.
-    """
+    The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
+    Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (slopes: #1948).
+    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward:
+    `qat` rounds the banks as a plain export does (compiled code guards on it); `calibration` sees what each matrix
+    reads and `adapter` adds low-rank changes to matrices (both eager)."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp, self.attend, self.dtype = hp, attend, dtype
+        self.qat = False
+        self.calibration: Hessians | None = None
+        self.adapter: Adapter | None = None
         layers, dim = hp.num_layers, hp.model_dim
         self.encoder_layers = layers // 2
         for bank in BANKS:
             self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
         self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
-        self.lm_head = None if hp.tie_embeddings else nn.Parameter(torch.zeros(hp.vocab_size, dim))
         if hp.bigram_vocab_size:
             self.bigram_emb = nn.Parameter(torch.zeros(hp.bigram_vocab_size, hp.bigram_dim))
             self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         self.smear_gate = nn.Parameter(torch.zeros(dim))
-        # Gates start where weight decay draws them: at -1.5 itself it would open those that nothing else moves.
+        # Gates are stored as an offset from -1.5, so weight decay pulls towards the initial value.
         self.skip_scale = nn.Parameter(torch.full((self.encoder_layers, dim), 0.0 if hp.skip_gates else 1.0))
-        self.resid_mix = nn.Parameter(torch.stack((torch.ones(layers, dim), torch.zeros(layers, dim)), dim=1))  # (L, 2, D)
+        self.resid_mix = nn.Parameter(torch.tensor([1.0, 0.0])[None, :, None].repeat(layers, 1, dim))  # (L, 2, D)
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
         self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
@@ -1099,17 +619,15 @@ class GPT(nn.Module):
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
     def initialise(self, seed: int) -> dict[str, Tensor]:
-        """Orthogonal matrices, zero projections back to the stream, small normal embedding; the same on any device and rank.
-
-        Returns the weights that the model now has, before their rounding to its dtype.
-        """
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding, equal on all devices and
+        ranks. Returns the weights by parameter name, before they were rounded to the model's dtype."""
         weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
             for matrix in bank_part(weights[kind.bank], kind):
                 if not kind.zero:
                     nn.init.orthogonal_(matrix, generator=generator)
-        weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std if self.hp.tie_embeddings else 1.0, generator=generator)
+        weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
         self.load(weights)
@@ -1117,71 +635,67 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Take these weights (all of them, by the names of the parameters)."""
+        """Copy all weights, by parameter name, into the model."""
         for name, parameter in self.named_parameters():
             parameter.copy_(weights[name])
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean", qat: bool = False,
-                tail: int = 0, adapter: Adapter | None = None, watch: Callable = unwatched) -> Tensor:
-        """ids, targets (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, T).
-
-        `qat`: matrices pass through the export's rounding, gradients pass straight through it. `tail`: only the last so
-        many positions of each row are wanted (and `targets` has but these); the last layer then computes keys and values
-        for all positions and everything else for these. `adapter`: changes of low rank to the matrices. `watch` is shown
-        the activations (..., in) that matrices multiply, by the names of the tables.
-        """
-        weights = self.matrices(qat)
-        x = x0 = self.embed(ids, watch)  # (B, T, D)
-        skips, gates = [], (self.skip_scale - 1.5).sigmoid() if self.hp.skip_gates else self.skip_scale
-        for i, w in enumerate(weights):
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """ids (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, n). The
+        targets (B, n) belong to the last n positions. With n < T, as in sliding windows, only these positions pass
+        through the head and the last layer, which still computes keys and values for all."""
+        hp, weights = self.hp, self.matrices()
+        x = x0 = self.embed(ids, weights)  # (B, T, D)
+        skips, gates = [], (self.skip_scale - 1.5).sigmoid() if hp.skip_gates else self.skip_scale
+        for i in range(hp.num_layers):
             if i >= self.encoder_layers and skips:
                 x = (x + gates[i - self.encoder_layers] * skips.pop()).to(self.dtype)
-            mix = self.resid_mix[i]
-            x = (mix[0] * x + mix[1] * x0).to(self.dtype)
-            kept = tail if i == len(weights) - 1 else 0
-            x = x[:, -kept:] + self.attention(rms_norm(x), w, i, kept, adapter, watch)  # -0: all
-            normed = rms_norm(x)
-            hidden = F.leaky_relu(F.linear(normed, w["up"]), self.hp.mlp_slope).square()
-            watch("mlp", i, normed)
-            watch("hidden", i, hidden)
-            x = x + F.linear(hidden, w["down"])
+            x = (self.resid_mix[i, 0] * x + self.resid_mix[i, 1] * x0).to(self.dtype)
+            first = ids.size(1) - targets.size(1) if targets is not None and i == hp.num_layers - 1 else 0
+            x = x[:, first:] + self.attention(rms_norm(x), weights, i, first)
+            hidden = F.leaky_relu(self.linear(rms_norm(x), weights, "up", i), hp.mlp_slope).square()
+            x = x + self.linear(hidden, weights, "down", i)
             if i < self.encoder_layers:
                 skips.append(x)
-        head = self.tok_emb if self.lm_head is None else self.lm_head
-        x = rms_norm(x)
-        watch("final", 0, x)
-        logits = F.linear(x, head.to(self.dtype)).float()
-        logits = self.hp.logit_softcap * torch.tanh(logits / self.hp.logit_softcap)
+        logits = self.linear(rms_norm(x), weights, "tok_emb").float()
+        logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         return nats if reduction == "mean" else nats.view_as(targets)
 
-    def matrices(self, qat: bool = False) -> list[dict[str, Tensor]]:
-        """For each layer the (out, in) matrices by name, in the compute dtype.
-
-        Output gains and layer scales are folded in: W diag and diag W cost out*in products here, but B*T*out if they
-        were applied to activations. The result is the same but for rounding.
-        """
-        layers = [{} for _ in range(self.hp.num_layers)]
+    def matrices(self) -> dict[str, tuple[Tensor, ...]]:
+        """The (out, in) matrices by name, one per layer, in the compute dtype. Output gains and layer scales are folded
+        in: this costs out*in products, and B*T*out if applied to activations. Only rounding differs."""
+        found = {}
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
-            if qat:
+            if self.qat:
                 codes, scale = quantise_rows(bank.detach().float(), *code_range(kind, self.hp))
                 bank = bank + (codes * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
                 bank = bank * self.layer_scale
-            for layer, matrix in zip(layers, bank.to(self.dtype).unbind(0), strict=True):
-                layer[kind.name] = matrix
-        return layers
+            found[kind.name] = bank.to(self.dtype).unbind(0)
+        for kind in TABLES:
+            if kind.reads and hasattr(self, kind.name):
+                found[kind.name] = (getattr(self, kind.name).to(self.dtype),)
+        return found
 
-    def embed(self, ids: Tensor, watch: Callable = unwatched) -> Tensor:
-        """ids (B, T) -> stream (B, T, D): token and hashed bigram, normalised, smeared with the position before.
+    def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
+        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations. An
+        adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name, one pair per row of the batch."""
+        if self.calibration is not None:
+            self.calibration.add(name, layer, x)
+        y = F.linear(x, weights[name][layer])
+        if self.adapter is not None and name in self.adapter:
+            a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
+            y = y + x @ a @ b
+        return y
 
-        Nothing is taken from before a BOS: what precedes a document must not matter to it.
-        """
+    def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
+        """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash), normalised, mixed with the
+        previous position (SmearGate). Nothing crosses a BOS: a document must not depend on the previous one."""
         starts = ids == BOS
         starts = starts | F.pad(torch.zeros_like(starts[:, 1:]), (1, 0), value=True)
         x = F.embedding(ids, self.tok_emb)
@@ -1189,75 +703,269 @@ class GPT(nn.Module):
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
-            watch("pair", 0, pair)
-            x = x + self.bigram_scale * F.linear(pair, self.bigram_proj.to(self.dtype))
-        x = rms_norm(x)
-        gate = torch.sigmoid(self.smear_gate)
-        return ((1 - gate) * x + gate * previous(x, starts)).to(self.dtype)
+            x = x + self.bigram_scale * self.linear(pair, weights, "bigram_proj")
+        x, gate = rms_norm(x), torch.sigmoid(self.smear_gate)
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+        return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def attention(self, x: Tensor, w: dict[str, Tensor], layer: int, tail: int = 0, adapter: Adapter | None = None,
-                  watch: Callable = unwatched) -> Tensor:
-        """Causal grouped-query attention of the normalised stream x (B, T, D) with query gain and partial RoPE; of the last
-        `tail` positions alone if that is not 0."""
+    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int = 0) -> Tensor:
+        """Causal grouped-query attention of the normalised stream x (B, T, D), with query gain and partial RoPE, for
+        the positions from `first` on: (B, n, D)."""
         hp, time = self.hp, x.size(1)
-        watch("stream", layer, x)
-        q = F.linear(x[:, -tail:], w["q"]).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, T, H, E)
-        k, v = (product(x, w, name, layer, adapter).unflatten(-1, (hp.num_kv_heads, hp.head_dim)) for name in "kv")  # (B, T, K, E)
+        q = self.linear(x[:, first:], weights, "q", layer).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, n, H, E)
+        k = self.linear(x, weights, "k", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))  # (B, T, K, E)
+        v = self.linear(x, weights, "v", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))
         cos, sin = self.cos[:time], self.sin[:time]
-        q = (rotate(rms_norm(q), cos[-tail:], sin[-tail:]) * self.q_gain[layer][:, None]).to(self.dtype)
-        y = (attend_tail if tail else self.attend)(q, rotate(rms_norm(k), cos, sin), v)
+        q = (rotate(rms_norm(q), cos[first:], sin[first:]) * self.q_gain[layer][:, None]).to(self.dtype)
+        attend = attend_last if first else self.attend
+        y = attend(q, rotate(rms_norm(k), cos, sin), v)
         if layer >= hp.num_layers - hp.xsa_last_n:
-            y = exclude_self(y, v[:, -tail:])
-        y = y.flatten(2)
-        watch("heads", layer, y)
-        return product(y, w, "out", layer, adapter)
+            y = xsa(y, v[:, first:])
+        return self.linear(y.flatten(2), weights, "out", layer)
 
 
-def flops_per_token(hp: Hyperparameters, length: int) -> float:
-    """Forward and backward floating-point operations of a token of a training sequence of so many: 2 a multiply-add,
-    backward twice the forward, attention over the (T + 1) / 2 positions that a token sees on average."""
-    matrices = sum(math.prod(bank_shape(bank, hp)) for bank in BANKS)
-    head = hp.vocab_size * hp.model_dim
-    bigram = hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
-    attention = hp.num_layers * 2 * hp.model_dim * (length + 1) / 2
-    return 3 * 2 * (matrices + head + bigram + attention)
+# ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------
+class Comm:
+    """The collectives of W ranks; at W = 1 they copy or do nothing. Each starts the work and returns the function that
+    waits for it. Reductions are sums: the loss is divided by the global number of micro-batches beforehand."""
+
+    def __init__(self, rank: int = 0, size: int = 1):
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Sum `tensor` over the ranks, in place."""
+        return self._start(dist.all_reduce, tensor)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
+        """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard` (r, ...)."""
+        # torch 2.13 renamed this and the next collective.
+        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
+        """Collect every rank's `shard` (r, ...) in `full` (W*r, ...)."""
+        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
+
+    def share(self, value):
+        """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
+        box = [value]
+        if self.size > 1:
+            self._named(dist.broadcast_object_list, box, src=0)
+        return box[0]
+
+    def _start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
+        if self.size == 1:
+            if source and source[0].data_ptr() != out.data_ptr():  # shards may be views of the whole
+                out.copy_(source[0])
+            return lambda: None
+        work = self._named(collective, out, *source, async_op=True)
+        return lambda: self._named(work.wait)
+
+    def _named(self, call: Callable, *arguments, **options):
+        try:
+            return call(*arguments, **options)
+        except RuntimeError as error:
+            lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
+            advice = "look at the first rank that reported an error, then start the run again"
+            raise UserError(f"{lost} ({reason(error)}); {advice}") from error
 
 
-# Dense bf16 peaks in FLOP/s from the makers' data sheets, by a part of the device's name.
-PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Where and how this process computes. Made once by `start` and passed on."""
+
+    comm: Comm
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    attention: str
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    micro_batch_tokens: int  # tokens of one forward
+    notes: tuple[str, ...]  # for the log: why a choice is not the first one
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, hp: Hyperparameters) -> Iterator["Runtime"]:
+        """Set up the process group, device, dtype and kernels; shut down cleanly when the body succeeds."""
+        comm = Comm(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
+        on_gpu = device.type == "cuda"
+        if comm.size > 1:
+            shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with dead ranks (pytorch #135712)
+            restarts = shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+            require(not restarts, "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it")
+            options = {"timeout": timedelta(minutes=10), "device_id": device if on_gpu else None}
+            dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+        if not on_gpu:
+            keep_freed_memory()
+        dtype, (compiled, missing) = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
+        attention, attend, refused = choose_attention(hp, device, dtype, compiled)
+        # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a laptop's memory.
+        micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
+        yield cls(comm, device, dtype, compiled, attention, attend, micro, (*missing, *refused))
+        # Not in a `finally`: a barrier would wait for dead ranks. A group that something still holds, such as defaults
+        # that torch.distributed.nn bound on import, keeps gloo threads, which can abort the process at exit.
+        if comm.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def synchronize(self) -> None:
+        """Wait for queued device work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def describe(self) -> str:
+        """One line for the log."""
+        cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        name = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
+        name = f"CPU {name}, {torch.get_num_threads()} threads"
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+        kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
+        return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The data-sheet peak of this GPU, or None where it is not known (a CPU, for one)."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """This process's device: GPU number LOCAL_RANK, or the CPU if there is no GPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    require(torch.cuda.is_available(), "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu")
+    gpus = torch.cuda.device_count()
+    require(local_rank < gpus, f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Optimizers: Parallel Muon for the banks, Adam for the rest
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    return getattr(torch, wanted if wanted != "auto" else "bfloat16" if fast else "float32")
 
-# One (a, b, c) an iteration. The quintic's slope at 0 is steep and it never settles: singular values land in about
-# 0.7 .. 1.2. Polar Express (arXiv:2505.16932) takes the best polynomial for what the one before has left.
+
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
+    """(compile or not, notes): torch.compile needs compilers and headers that some machines lack."""
+    needs = {
+        "Linux": sys.platform == "linux",  # elsewhere Inductor's C++ needs an OpenMP that compilers do not bring
+        "a C++ compiler": any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))),
+        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "triton": device.type == "cpu" or find_spec("triton") is not None,
+    }
+    missing = ", ".join(name for name, found in needs.items() if not found)
+    if wanted != "auto" or not missing:
+        return wanted != "0", []
+    return False, [f"not compiled, which is slower: {missing} is missing"]
+
+
+def compile_whole(function: Callable, compiled: bool) -> Callable:
+    """`function` (or a module) compiled as one graph per set of shapes and switches; unchanged if not `compiled`."""
+    if not compiled:
+        return function
+    # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
+    triton = torch._inductor.config.triton
+    options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
+    torch._dynamo.config.recompile_limit = 32  # training, short sequences, late QAT and the few evaluation shapes
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc to keep freed blocks; a no-op on other C libraries. A step frees and allocates the same hundreds of
+    megabytes again. By default every page then faults again, which cost more than the arithmetic of a step."""
+    with contextlib.suppress(OSError, AttributeError):
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 30)
+        ctypes.CDLL(None).mallopt(m_trim_threshold, -1)
+
+
+# ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
+# On a CPU the backward of torch's kernel takes as long for 4,096 tokens in sequences of 128 as in sequences of 512. Up
+# to this length plain products are faster: 2.6 times at 128, forward and backward.
+PLAIN_ATTENTION = 128
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E). torch's
+    kernels cannot do this: they align the causal mask with the first position."""
+    n, time = q.size(1), k.size(1)
+    grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
+    scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
+    future = torch.ones(n, time, dtype=torch.bool, device=q.device).triu(time - n + 1)
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1).to(v.dtype)
+    return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
+
+
+def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
+    """(name, function, notes): the first kernel that runs forward and backward at the model's head shape. The function
+    maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E), causally. `math` always works."""
+    order, refused = KERNELS if device.type == "cuda" else ("flash", "math"), []
+    for name in dict.fromkeys((hp.attention, *order) if hp.attention != "auto" else order):
+        try:
+            attend = load_attention(name)
+            # torch's own operators always compile; some builds of flash_attn_interface do not.
+            probe = torch.compile(attend, fullgraph=True) if compiled and name == "fa3" else attend
+            shapes = [(2, 2 * PLAIN_ATTENTION, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
+            inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+            with torch.enable_grad():
+                probe(*inputs).float().sum().backward()
+            return name, attend, refused
+        except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
+            refused.append(f"attention {name} skipped: {type(error).__name__}: {reason(error)}")
+    raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
+
+
+def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel is missing."""
+    if name == "fa3":
+        from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
+
+        if torch.cuda.get_device_capability()[0] != 9:
+            raise RuntimeError("needs a Hopper GPU")
+
+        def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = flash_attn_func(q, k, v, causal=True)
+            return out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
+
+        return attend_fa3
+    # Exactly one kernel stays enabled; otherwise torch would silently fall back to another one.
+    for kernel in ("cudnn", "flash", "mem_efficient", "math"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
+
+    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if name == "flash" and q.device.type == "cpu" and q.size(1) <= PLAIN_ATTENTION:
+            return attend_last(q, k, v)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
+        if name == "mem_efficient":  # has no grouped-query form
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+        return out.transpose(1, 2)
+
+    return attend_sdpa
+
+
+# ---- Optimizer: Parallel Muon for the banks, Adam for the rest -------------------------------------------------------
+# One (a, b, c) per iteration. The quintic's slope at 0 is steep and it never converges: singular values end up in about
+# 0.7 .. 1.2. Polar Express (arXiv:2505.16932) uses the best polynomial for what the previous one left.
+# fmt: off
 NEWTON_SCHULZ = {
     "quintic": ((3.4445, -4.7750, 2.0315),),
     "polar-express": ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061),
                       (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)),
-}  # fmt: skip
+}
+# fmt: on
 
 
 def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
-
-    They need not get there: a direction of update is all that is wanted, and that allows the steep first steps. Zero
-    matrices stay zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the same from the other side
-    with A = X^TX, as three batched products in `dtype` without an elementwise pass between them. Iterations beyond the
-    list of coefficients use its last ones.
-    """
+    They need not arrive: the update only needs a direction, which allows the steep first steps. Zero matrices stay
+    zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the mirrored form with A = X^TX, as three
+    batched products in `dtype` without elementwise passes. Iterations beyond the list reuse its last coefficients."""
     norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
-    x, coefficients = (g / (norm + 1e-7)).to(dtype), NEWTON_SCHULZ[coefficients]
+    x, table = (g / (norm + 1e-7)).to(dtype), NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
     for step in range(steps):
-        a, b, c = coefficients[min(step, len(coefficients) - 1)]
+        a, b, c = table[min(step, len(table) - 1)]
         gram = x.mT @ x if tall else x @ x.mT
         poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
@@ -1265,12 +973,10 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
-    """One step of Muon on the rows (r, a, b) that a rank owns, from their summed gradient; clip, momentum, rate are ().
-
-    Nesterov momentum, rows normalised if asked (MuonEq-R), Newton-Schulz, decoupled weight decay. Changes the rows'
-    momentum and fp32 weights in place, and their copy in the compute dtype. Compiled, it reads and writes them once.
-    """
-    grad = shard.shard.float() * clip
+    """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate are ().
+    Nesterov momentum, row normalisation if enabled (MuonEq-R), Newton-Schulz, decoupled weight decay. Updates momentum,
+    master rows and their copy in the compute dtype in place. Compiled, it reads and writes each of them once."""
+    grad = shard.grad_shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
     if hp.muon_eq:
@@ -1278,216 +984,214 @@ def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor
         if shard.transposed is not None:
             norm = torch.where(shard.transposed, torch.linalg.vector_norm(update, dim=-2, keepdim=True), norm)
         update = update / norm.clamp(min=1e-7)
-    update = newton_schulz(update, shard.own.dtype, hp.muon_backend_steps, hp.muon_coeffs)
+    update = newton_schulz(update, shard.owned_rows.dtype, hp.muon_backend_steps, hp.muon_coeffs)
     shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
-    shard.own.copy_(shard.master)
+    shard.owned_rows.copy_(shard.master)
 
 
 class BankShard:
-    """One bank under Parallel Muon. Every rank has all of it and of its gradient in the compute dtype, in buffers padded
-    to W*r rows; the rank that owns r of the rows has their fp32 weights and momentum. So no collective needs a copy."""
+    """One bank under Parallel Muon. Every rank holds the whole bank and its gradient in the compute dtype, in buffers
+    padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
-    def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list[tuple[bool, float]], ranks: Ranks,
-                 reduce_dtype: torch.dtype, summed: bool):
-        self.bank, rows = bank, bank.size(0)
-        owned = -(-rows // ranks.size)  # r
-        self.padding = ranks.size * owned - rows
-        assert self.padding == -rows % ranks.size < ranks.size, "fewer padding rows than ranks"
-        padded, mine = (ranks.size * owned, *bank.shape[1:]), slice(ranks.rank * owned, (ranks.rank + 1) * owned)
+    def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
+        self.bank, rows, single = bank, bank.size(0), comm.size == 1
+        owned = -(-rows // comm.size)  # r
+        self.padding = comm.size * owned - rows  # always less than W
+        self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
 
-        self.working = torch.zeros(padded, dtype=bank.dtype, device=bank.device)
-        self.working[:rows] = weights
-        bank.data = self.working[:rows]
-        self.own = self.working[mine]
-        self.grad = torch.zeros_like(self.working)
-        bank.grad = self.grad[:rows]  # backward adds in place, so the padding rows stay zero
-        # Micro-batches are summed in fp32; a single one is already the sum.
-        self.sum = torch.zeros_like(self.grad, dtype=torch.float32) if summed and bank.dtype != torch.float32 else self.grad
-        self.wire = self.sum if ranks.size == 1 or self.sum.dtype == reduce_dtype else torch.empty_like(self.grad, dtype=reduce_dtype)
-        self.shard = self.wire[mine] if ranks.size == 1 else torch.empty_like(self.wire[mine])
-
-        full = torch.zeros(padded, device=bank.device)
+        full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
         full[:rows] = weights
-        self.master, self.momentum = full[mine].clone(), torch.zeros_like(full[mine])
+        self.padded = full.to(bank.dtype, copy=True)
+        bank.data = self.padded[:rows]
+        self.owned_rows, self.master = self.padded[self.mine], full[self.mine].clone()
+        self.momentum = torch.zeros_like(self.master)
+
+        self.grad = torch.zeros_like(self.padded)
+        bank.grad = self.grad[:rows]  # backward accumulates in place, so the padding rows stay zero
+        # Several micro-batches are summed in fp32; a single one already is the sum.
+        self.grad_sum = self.grad.float() if accumulate else self.grad
+        direct = single or self.grad_sum.dtype == bank.dtype
+        self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
+        self.grad_shard = self.comm_buffer[self.mine] if single else torch.empty_like(self.comm_buffer[self.mine])
+
         transposed, scale = zip(*traits, *[(False, 0.0)] * self.padding, strict=True)
-        self.transposed = torch.tensor(transposed, device=bank.device)[mine, None, None] if any(transposed) else None
-        self.scale = torch.tensor(scale, device=bank.device)[mine, None, None]
+        self.scale = torch.tensor(scale, device=bank.device)[self.mine, None, None]
+        self.transposed = (
+            torch.tensor(transposed, device=bank.device)[self.mine, None, None] if any(transposed) else None
+        )
 
 
-REPORT = 3  # what travels with the small gradients: loss, rank 0's clock, how many ranks want to stop
+class Report(NamedTuple):
+    """What travels with the small gradients of a step, summed over the ranks."""
+
+    loss: float  # mean
+    seconds: float  # rank 0's clock when it queued the update
+    stop: float  # ranks that were asked to stop
 
 
-class Optimizers:
-    """Every parameter is owned by exactly one optimizer; `step` is the only path, for 1..W ranks. Its phases:
+class ParallelMuon:
+    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for 1..W ranks. Its phases:
 
-    launch   small gradients, loss, clock and wish to stop in one flat all-reduce, then every bank's reduce-scatter, largest first
-    clip     the norm of the reduced gradient: own shards and small gradients, one scalar all-reduce
-    muon     bank by bank: momentum, Newton-Schulz and new fp32 weights of the own rows, start of their all-gather
-    adam     the small parameters, while the all-gathers are in flight
-    finish   wait for the gathers, as late as the caller can: the next forward needs them
+    reduce_gradients  small gradients and report in one flat all-reduce, every bank by reduce-scatter, the largest first
+    gradient_norm     norm of the reduced gradient: owned shards and small gradients, one scalar all-reduce
+    update_bank       bank by bank: momentum, Newton-Schulz and new weights of the owned rows, start of the all-gather
+    update_small      Adam on the small parameters while the all-gathers are in flight
+    finish            wait for the all-gathers, as late as possible: the next forward needs them"""
 
-    Every rank computes with what the owners of the rows have sent, so replicas are equal by construction.
-    """
-
-    def __init__(self, model: GPT, weights: dict[str, Tensor], hp: Hyperparameters, ranks: Ranks, accumulation: int = 1, compiled: bool = False):
-        self.hp, self.ranks = hp, ranks
-        named = dict(model.named_parameters())
-        token_lr = hp.tied_embed_lr if hp.tie_embeddings else hp.embed_lr
-        owner = {  # parameter -> peak learning rate; banks belong to Muon, all others to Adam
-            **dict.fromkeys(BANKS, hp.matrix_lr),
-            **dict.fromkeys(("tok_emb", "bigram_emb"), token_lr),
-            "lm_head": hp.head_lr,
-            **dict.fromkeys(("bigram_proj", "bigram_scale", "smear_gate", "skip_scale", "resid_mix", "q_gain", "attn_scale", "mlp_scale"),
-                            hp.scalar_lr),
-        }
-        assert set(named) <= set(owner), f"parameters without an optimizer: {set(named) - set(owner)}"
-        reduce_dtype = model.dtype if hp.reduce_dtype == "auto" else torch.float32
-        summed = accumulation > 1 or reduce_dtype != model.dtype
-        self.banks = {bank: BankShard(named[bank], weights[bank], row_traits(bank, hp), ranks, reduce_dtype, summed)
-                      for bank in sorted(BANKS, key=lambda bank: -named[bank].numel())}
+    def __init__(self, model: GPT, weights: dict, hp: Hyperparameters, comm: Comm, accumulate=False, compiled=False):
+        self.hp, self.comm, named, device = hp, comm, dict(model.named_parameters()), model.tok_emb.device
+        self.banks: dict[str, BankShard] = {}
+        for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
+            self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
         self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
-        device = model.tok_emb.device
-        self.flat = torch.zeros(sum(p.numel() for p in self.small.values()) + REPORT, device=device)  # gradients, then the report
-        views = self.flat[:-REPORT].split([p.numel() for p in self.small.values()])
-        for parameter, view in zip(self.small.values(), views, strict=True):
-            parameter.grad = view.view_as(parameter)  # backward adds in place: gradients need no packing
-        groups = [{"params": [p for name, p in self.small.items() if owner[name] == rate], "lr": rate, "peak_lr": rate}
-                  for rate in sorted({owner[name] for name in self.small})]
-        self.adam = torch.optim.AdamW(groups, betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
-        for parameter in self.small.values():  # as Adam would at its first step, so that all state is there from the start
-            self.adam.state[parameter] = {"step": torch.zeros((), device=device), **{moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}}
-        self.update = compile_whole(muon_update, compiled)
+        sizes = [parameter.numel() for parameter in self.small.values()]
+        self.flat = torch.zeros(sum(sizes) + len(Report._fields), device=device)  # gradients, then the report
+        self.flat_grad, tail = self.flat.split([sum(sizes), len(Report._fields)])
+        self.report = Report(*tail.unbind())  # () views, to be filled before `step`
+        for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
+            parameter.grad = view.view_as(parameter)  # backward accumulates in place, so gradients need no packing
+        rates = {name: hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr for name in self.small}
+        groups = [{"params": [], "lr": rate, "peak_lr": rate} for rate in sorted(set(rates.values()))]
+        for group in groups:
+            group["params"] = [parameter for name, parameter in self.small.items() if rates[name] == group["peak_lr"]]
+        assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
+        betas = (hp.beta1, hp.beta2)
+        self.adam = torch.optim.AdamW(groups, betas=betas, eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+        for parameter in self.small.values():  # what Adam creates at its first step, so a checkpoint can restore it
+            moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            self.adam.state[parameter] = {"step": torch.zeros((), device=device), **moments}
+        self.muon_update = compile_whole(muon_update, compiled)
         self.gathers: list[Callable[[], None]] = []
 
     def accumulate(self) -> None:
-        """Take in the gradients of one micro-batch."""
+        """Add the gradients of one micro-batch to the sum."""
         for shard in self.banks.values():
-            if shard.sum is not shard.grad:
-                shard.sum.add_(shard.grad)
+            if shard.grad_sum is not shard.grad:
+                shard.grad_sum.add_(shard.grad)
                 shard.grad.zero_()
 
     @torch.no_grad()
-    def step(self, lr_scale: float, momentum: float, mark: Callable = lambda part: None) -> Tensor:
-        """One update from the gradients in place; leaves them zero. Returns (REPORT,): mean loss, rank 0's clock, ranks that
-        want to stop. With SKIP_NONFINITE a step without a finite loss and norm changes nothing, and its loss reads nan.
-
-        The banks are not to be read before `finish`. `mark` is told which part begins.
-        """
-        mark("communication")
-        for arrived in self._launch():
-            arrived()
-        mark("clip")
-        norm = self._norm()
-        if self.hp.skip_nonfinite and not (norm + self.flat[-REPORT]).isfinite():  # waits for the device, where this is asked for
-            self.flat[-REPORT] = math.nan
-            return self._report()
-        clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
-        # Filled on the device: a copy from the host would wait for it.
-        settings = [torch.full((), value, device=self.flat.device) for value in (momentum, lr_scale * self.hp.matrix_lr)]
-        for shard in self.banks.values():
-            mark("Newton-Schulz")
-            self.update(shard, clip, *settings, self.hp)
-            mark("communication")
-            self.gathers.append(self.ranks.all_gather(shard.working, shard.own))
-        mark("small parameters")
-        self._adam(clip, lr_scale)
-        return self._report()
-
-    def _report(self) -> Tensor:
-        report = self.flat[-REPORT:].clone()
-        self.zero_grad()
+    def step(self, lr_scale: float, momentum: float) -> Tensor:
+        """One update from the gradients in place, which are zero afterwards. Returns the summed Report as (3,). Do not
+        read the banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
+        self.reduce_gradients()
+        norm = self.gradient_norm()
+        if self.hp.skip_nonfinite and not (norm + self.report.loss).isfinite():  # waits for the device
+            self.report.loss.fill_(math.nan)
+        else:
+            clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+            # Filled on the device: a copy from the host would wait for it.
+            settings = [torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)]
+            for shard in self.banks.values():
+                self.update_bank(shard, clip, *settings)
+            self.update_small(clip, lr_scale)
+        report = torch.stack(self.report)
+        for buffer in (self.flat, *(shard.grad_sum for shard in self.banks.values())):
+            buffer.zero_()
         return report
+
+    def reduce_gradients(self) -> None:
+        """Sum all gradients and the report over the ranks."""
+        arrivals = [self.comm.all_reduce(self.flat)]
+        for shard in self.banks.values():
+            if shard.comm_buffer is not shard.grad_sum:
+                shard.comm_buffer.copy_(shard.grad_sum)
+            arrivals.append(self.comm.reduce_scatter(shard.grad_shard, shard.comm_buffer))
+        for arrived in arrivals:
+            arrived()
+
+    def gradient_norm(self) -> Tensor:
+        """Norm () of the reduced gradient."""
+        norms = [torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()]
+        square = torch.stack([norm.square() for norm in norms]).sum()
+        self.comm.all_reduce(square)()
+        return (square + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
+
+    def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
+        """Update the owned rows and start to collect everyone's."""
+        self.muon_update(shard, clip, momentum, rate, self.hp)
+        self.gathers.append(self.comm.all_gather(shard.padded, shard.owned_rows))
+
+    def update_small(self, clip: Tensor, lr_scale: float) -> None:
+        """Adam on the replicated parameters."""
+        self.flat_grad.mul_(clip)
+        for group in self.adam.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale
+        self.adam.step()
 
     def finish(self) -> None:
         """Wait until the banks hold the new weights."""
         while self.gathers:
             self.gathers.pop()()
 
-    def _launch(self) -> list[Callable[[], None]]:
-        arrivals = [self.ranks.all_reduce(self.flat)]
-        for shard in self.banks.values():
-            if shard.wire is not shard.sum:
-                shard.wire.copy_(shard.sum)
-            arrivals.append(self.ranks.reduce_scatter(shard.shard, shard.wire))
-        return arrivals
-
-    def _norm(self) -> Tensor:
-        """() of the reduced gradient."""
-        square = torch.stack([torch.linalg.vector_norm(shard.shard, dtype=torch.float32).square() for shard in self.banks.values()]).sum()
-        self.ranks.all_reduce(square)()
-        return (square + torch.linalg.vector_norm(self.flat[:-REPORT]).square()).sqrt()
-
-    def _adam(self, clip: Tensor, lr_scale: float) -> None:
-        self.flat[:-REPORT].mul_(clip)
-        for group in self.adam.param_groups:
-            group["lr"] = group["peak_lr"] * lr_scale
-        self.adam.step()
-
     def owned(self) -> list[Tensor]:
         """The fp32 weights that this rank updates: its rows of each bank, all of each small parameter."""
         return [*(shard.master for shard in self.banks.values()), *(p.detach() for p in self.small.values())]
 
-    def publish(self) -> None:
-        """Give all ranks the banks as the owners have them, after a change that was no step."""
+    def sync_replicas(self) -> None:
+        """Give every rank the owners' bank rows after a change outside `step`."""
         for shard in self.banks.values():
-            shard.own.copy_(shard.master)
-            self.ranks.all_gather(shard.working, shard.own)()
+            shard.owned_rows.copy_(shard.master)
+            self.comm.all_gather(shard.padded, shard.owned_rows)()
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in fp32, gathered from their owners."""
-        found = {name: p.detach().clone() for name, p in self.small.items()}
-        for name, shard in self.banks.items():
-            full = torch.empty_like(shard.working, dtype=torch.float32)
-            self.ranks.all_gather(full, shard.master)()
-            found[name] = full[:shard.bank.size(0)]
-        return found
-
-    def reset(self) -> None:
-        """Forget all state, as if no step had been taken."""
-        for name, tensor in self.tensors().items():
-            if not name.endswith(".weight"):
-                tensor.zero_()
-
-    def zero_grad(self) -> None:
-        """Zero the gradient buffers in place; parameters keep their views of them."""
-        self.flat.zero_()
-        for shard in self.banks.values():
-            shard.sum.zero_()
+        """All weights in fp32, collected from their owners."""
+        owned = dict(zip((*self.banks, *self.small), self.owned(), strict=True))
+        return {name: self.whole(name, tensor).clone() for name, tensor in owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state that a step changes, by PARAMETER.KIND: of a bank the rows that this rank owns, of the others all.
-        Whoever writes into the weights must `publish` them."""
+        """All state that a step changes, by PARAMETER.KIND; of a bank only the rows that this rank owns. Call
+        `sync_replicas` after writing into the weights."""
         found = {}
         for name, shard in self.banks.items():
             found |= {f"{name}.weight": shard.master, f"{name}.momentum": shard.momentum}
         for name, parameter in self.small.items():
-            found |= {f"{name}.weight": parameter.detach(), **{f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}}
+            found[f"{name}.weight"] = parameter.detach()
+            found |= {f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}
         return found
 
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as `tensors` names it, on every rank: a bank's rows (R, a, b) collected from their owners, without
+        padding. All ranks must call this."""
+        shard = self.banks.get(name.partition(".")[0])
+        if shard is None or self.comm.size == 1:
+            return tensor
+        full = torch.empty_like(shard.padded, dtype=tensor.dtype)
+        self.comm.all_gather(full, tensor)()
+        return full[: shard.bank.size(0)]
 
-# ----------------------------------------------------------------------------------------------------------------
-# Schedules and averaging
+    def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
+        """The inverse of `whole`: copy rank 0's `source` into every rank's `tensor`."""
+        shard = self.banks.get(name.partition(".")[0])
+        full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
+        if self.comm.rank == 0:
+            target, shape = full if shard is None else full[: shard.bank.size(0)], getattr(source, "shape", None)
+            wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}: it belongs to another model"
+            require(shape == target.shape, wrong)
+            target.copy_(source)
+        self.comm.all_reduce(full)()  # zero on all other ranks
+        tensor.copy_(full if shard is None else full[shard.mine])
 
-PHASE_LIMIT = 0.5  # phases given in steps take at most this part of a run: 3,000 steps are the end of the published
-# run, but on a machine eight times slower they would be all of it, and the rate would never reach its peak
-SWA_START = 0.2  # part of the peak rate under which SWA samples (#399)
+
+# ---- Schedules, clock and averaging ----------------------------------------------------------------------------------
+PHASE_LIMIT = 0.5  # of a run at most for warm-ups and warmdowns given in steps, or slow machines never reach the peak
+SHORT_SEQ_FRACTION = 0.4  # of the run that SHORT_SEQ_PARTS cuts sequences for
+SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples (#399)
 
 
-class Moment(NamedTuple):
+class StepSettings(NamedTuple):
     """What the schedules prescribe for one step."""
 
     lr_scale: float  # multiplies every learning rate
     momentum: float  # Muon's
-    qat: bool  # train through the int6 rounding
+    qat: bool  # train through the export's rounding
     seq_len: int  # tokens T of a training sequence
 
 
-def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> Moment:
-    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`.
-
-    A pure function of values that all ranks share. Progress is the part used up of ITERATIONS or of the wall clock,
-    whichever is further; the warmdown is linear in it and ends at 0.
-    """
+def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> StepSettings:
+    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`. A pure
+    function of values that all ranks share. Progress is the used fraction of ITERATIONS or of the wall clock, the
+    larger one; the warmdown is linear in it and ends at 0."""
     cap, steps = hp.max_wallclock_seconds, max(hp.iterations, 1)
     progress = max(step / steps, seconds / cap if cap else 0.0)
     if cap and step_seconds:
@@ -1497,32 +1201,46 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
     momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
     qat = hp.late_qat and lr_scale < hp.qat_threshold
-    parts = hp.short_seq_parts if progress < hp.short_seq_frac and not qat else 1  # late QAT with short ones would be one graph more
-    return Moment(lr_scale, momentum, qat, hp.train_seq_len // parts)
+    short = progress < SHORT_SEQ_FRACTION and not qat  # late QAT with short sequences would be one more graph
+    return StepSettings(lr_scale, momentum, qat, hp.train_seq_len // (hp.short_seq_parts if short else 1))
 
 
 class Clock:
-    """Rank 0's training time as all ranks know it: it arrives with the gradients, so they decide alike by it."""
+    """Training time: a timer that validation pauses, and rank 0's reading of it, which travels with the gradients. All
+    ranks decide by the reading, so they decide alike."""
 
     def __init__(self, cap: float, in_flight: int):
         self.cap, self.in_flight = cap, in_flight
-        self.step, self.seconds = -1, 0.0  # the last step whose time is known
-        self.recent = deque(maxlen=20)
+        self.paused_at, self.started = 0.0, None  # the timer
+        self.step, self.seconds = -1, 0.0  # the last step whose time is known, and that time
+        self.recent = deque(maxlen=20)  # seconds of recent steps
+
+    def start(self) -> None:
+        self.started = self.started or time.perf_counter()
+
+    def pause(self) -> None:
+        self.paused_at, self.started = self.elapsed(), None
+
+    def elapsed(self) -> float:
+        """Seconds on this rank's timer."""
+        return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
 
     def agree(self, step: int, seconds: float) -> None:
-        """Rank 0 asked for the update of `step` after `seconds` of training."""
+        """Rank 0 queued the update of `step` after `seconds` of training."""
         self.recent.append((seconds - self.seconds) / (step - self.step))
         self.step, self.seconds = step, seconds
 
-    def expect(self, step_seconds: float) -> None:
-        """A step took so long in the warm-up."""
-        self.recent.append(step_seconds)
+    def reset(self, step: int, seconds: float, recent: list[float]) -> None:
+        """Continue before `step`, `seconds` into the run, with these recent step times."""
+        self.step, self.seconds, self.paused_at, self.started = step - 1, seconds, seconds, None
+        self.recent.clear()
+        self.recent.extend(recent)
 
     def reserve(self, seconds: float) -> None:
-        """Keep so much of the cap for what comes after the last step. Raises UserError if the cap has not as much."""
-        _rule(not self.cap or seconds < self.cap, f"MAX_WALLCLOCK_SECONDS={self.cap:g} is less than the {seconds:.1f} s that GPTQ_BATCHES takes: "
-                                                  "set it to 0, or give the run more time")
-        self.cap = self.cap and self.cap - seconds
+        """Take this time from the cap, for work after the last step. Raises UserError if the cap is too short."""
+        short = f"MAX_WALLCLOCK_SECONDS={self.cap:g} is less than the {seconds:.1f} s that GPTQ_BATCHES takes"
+        require(seconds < self.cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
+        self.cap -= seconds
 
     @property
     def step_seconds(self) -> float:
@@ -1534,70 +1252,59 @@ class Clock:
         return self.seconds + (step - self.step - 1) * self.step_seconds
 
     def fits(self, step: int) -> bool:
-        """Whether `step` would surely end before the cap, were it and those in flight as slow as the slowest of late."""
-        return not self.cap or self.seconds + (step - self.step + self.in_flight + 1) * max(self.recent, default=0.0) <= self.cap
+        """Whether `step` ends before the cap, assuming the slowest recent step time."""
+        steps = step - self.step + self.in_flight + 1
+        return not self.cap or self.seconds + steps * max(self.recent, default=0.0) <= self.cap
 
 
 class WeightAverage:
-    """The weights to export: their exponential moving average, or a plain average of late samples, in fp32. A rank
-    averages what it owns (`Optimizers.owned`)."""
+    """The weights to export: an EMA, or a plain average of late samples, in fp32. A rank averages what it owns."""
 
     def __init__(self, weights: list[Tensor], hp: Hyperparameters):
         self.hp, self.weights, self.samples = hp, weights, 0
         self.mean = [w.clone() for w in weights] if hp.ema_enabled or hp.swa_enabled else []
 
-    def reset(self) -> None:
-        """Begin anew at the present weights, in place: others hold on to these tensors."""
-        self.samples = 0
-        if self.mean:
-            torch._foreach_copy_(self.mean, self.weights)
-
     def update(self, step: int, lr_scale: float) -> None:
-        """Take in the weights after `step`."""
-        if self.hp.ema_enabled:
+        """Add the weights after `step`."""
+        late = self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0
+        if self.hp.ema_enabled or late:
             self.samples += 1
-            torch._foreach_lerp_(self.mean, self.weights, 1 - self.hp.ema_decay)
-        elif self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0:
-            self.samples += 1
-            torch._foreach_lerp_(self.mean, self.weights, 1 / self.samples)
+            weight = 1 - self.hp.ema_decay if self.hp.ema_enabled else 1 / self.samples
+            torch._foreach_lerp_(self.mean, self.weights, weight)
 
     def apply(self) -> str:
-        """Put the average in the place of the weights. Returns what they now are, for the log."""
+        """Replace the weights by the average. Returns what they are now, for the log."""
         if not self.samples:
             return "the last weights"
         torch._foreach_copy_(self.weights, self.mean)
         return f"EMA of {self.samples} steps" if self.hp.ema_enabled else f"SWA of {self.samples} samples"
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Quantisation: weights -> whole codes, a scale a row
-
-
-def code_range(kind: Matrix | Table, hp: Hyperparameters, coarser: float = 1.0) -> tuple[int, float | None]:
-    """Bits of a matrix's codes, and their range in deviations of a row, `coarser` times that of the table.
-
-    The published rule, of #399, has int6 for the blocks and int8 for all else, and None in the place of a range.
-    """
+# ---- Quantisation: weights -> integer codes and one scale per row ----------------------------------------------------
+def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tuple[int, float | None]:
+    """(bits, range in standard deviations of a row) of a matrix's codes; the range is `step_scale` times the table's.
+    #399's rule uses int6 for the blocks and int8 for the rest, and None as the range."""
     if hp.row_range == "published":
-        return (6 if isinstance(kind, Matrix) else 8), None
-    return kind.bits, kind.clip * coarser
+        return (6 if kind.bank else 8), None
+    return kind.bits, kind.clip * step_scale
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
-    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in).
-
-    A range of `clip` standard deviations, taken about zero (SDClip, #1394), gives every row the same number of levels
-    and bytes, whatever the size of its weights. The published rule is the largest weight, but at least 1 (fault B13):
-    most rows then share one step. Four significant bits are enough, since codes are made for the step as it is; they
-    are cut by whole numbers, because a pair of casts is what a compiler may remove, and training would see other codes.
-    """
-    reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0) if clip is None else rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
+    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). A range of `clip` standard deviations
+    about zero (SDClip, #1394) gives every row the same number of levels and bytes. #399's rule is the largest weight,
+    but at least 1, so most rows share one step. Scales keep four significant bits, which is enough: codes are made for
+    the scale as stored. The bits are cut by integer arithmetic because a compiler may remove a pair of casts, and then
+    training would see other codes than the export."""
+    if clip is None:
+        reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+    else:
+        reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
     scale = reach / (2 ** (bits - 1) - 1)
     return ((scale.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
 
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The nearest whole codes within +-(2^(bits-1) - 1), as fp32; 0 where there is no scale."""
+    """The nearest integer codes within +-(2^(bits-1) - 1), as fp32; 0 where the scale is 0."""
     top = 2 ** (bits - 1) - 1
     return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
 
@@ -1608,30 +1315,27 @@ def quantise_rows(rows: Tensor, bits: int, clip: float | None) -> tuple[Tensor, 
     return to_codes(rows, scale, bits), scale
 
 
-class Moments:
-    """Second moments x^T x (L or 1, in, in) in fp32 of the activations that matrices read, summed over all tokens seen.
-
-    For a matrix W that multiplies x they are the Hessian of the squared error of Wx, the same for each row of W.
-    """
+class Hessians:
+    """GPTQ's Hessians: sums of x^T x (L or 1, in, in) in fp32 over the activations x that matrices read. For a matrix W
+    that multiplies x this is the Hessian of the squared error of Wx, the same for every row of W."""
 
     def __init__(self, hp: Hyperparameters, device: torch.device):
-        size = {kind.reads: (hp.num_layers, matrix_shape(kind, hp)[1]) for kind in MATRICES}
-        size |= {"final": (1, hp.model_dim)} | ({"pair": (1, hp.bigram_dim)} if hp.bigram_vocab_size else {})
-        self.sums = {reads: torch.zeros(layers, width, width, device=device) for reads, (layers, width) in size.items()}
+        sizes = {"tok_emb": (1, hp.model_dim)} | ({"bigram_proj": (1, hp.bigram_dim)} if hp.bigram_vocab_size else {})
+        sizes |= {kind.name: (hp.num_layers, matrix_shape(kind, hp)[1]) for kind in MATRICES if kind.reads == kind.name}
+        self.sums = {name: torch.zeros(layers, n, n, device=device) for name, (layers, n) in sizes.items()}
 
-    def __call__(self, reads: str, layer: int, x: Tensor) -> None:
-        """Take in activations (..., in)."""
-        x = x.flatten(0, -2).float()
-        self.sums[reads][layer].addmm_(x.mT, x)
+    def add(self, name: str, layer: int, x: Tensor) -> None:
+        """Add the activations (..., in) that this matrix reads, unless another matrix of the table reads the same."""
+        if name in self.sums:
+            x = x.flatten(0, -2).float()
+            self.sums[name][layer].addmm_(x.mT, x)
 
 
 def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
-    """Codes (L, out, in) of fp32 weights (L, out, in) that keep Wx rather than W, given its Hessian (L, in, in).
-
-    GPTQ (arXiv:2210.17323): columns are rounded one after the other, those with the largest activations first, and each
-    error is made up for by the columns still open, along the inverse Hessian. Of that only the Cholesky factor is
-    needed. The diagonal is raised by 1 % of its mean, which also keeps inputs that were always zero.
-    """
+    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its Hessian (L, in, in).
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, those with the largest activations first, and the columns
+    still open compensate each error along the inverse Hessian; only its Cholesky factor is needed. The diagonal is
+    raised by 1 % of its mean, which also handles inputs that were always zero."""
     width = weights.size(-1)
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
@@ -1639,45 +1343,42 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
     hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
     hessian = torch.take_along_dim(torch.take_along_dim(hessian, order[:, :, None], 1), order[:, None, :], 2).double()
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True).float()
-    open_columns, codes = torch.take_along_dim(weights, order[:, None, :], 2), torch.empty_like(weights)
+    remaining, codes = torch.take_along_dim(weights, order[:, None, :], 2), torch.empty_like(weights)
     for first in range(0, width, block):
-        part, rows = slice(first, min(first + block, width)), factor[:, first:first + block]
-        inner, errors = open_columns[:, :, part].clone(), []
+        part, rows = slice(first, min(first + block, width)), factor[:, first : first + block]
+        inner, errors = remaining[:, :, part].clone(), []
         for i, column in enumerate(range(first, part.stop)):
-            code = to_codes(inner[:, :, i:i + 1], scale, bits)
-            codes[:, :, column:column + 1] = code
-            errors.append((inner[:, :, i:i + 1] - code * scale) / rows[:, i, column, None, None])
-            inner[:, :, i + 1:].baddbmm_(errors[-1], rows[:, i:i + 1, column + 1:part.stop], alpha=-1)
-        open_columns[:, :, part.stop:].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, part.stop:], alpha=-1)
+            code = to_codes(inner[:, :, i : i + 1], scale, bits)
+            codes[:, :, column : column + 1] = code
+            errors.append((inner[:, :, i : i + 1] - code * scale) / rows[:, i, column, None, None])
+            inner[:, :, i + 1 :].baddbmm_(errors[-1], rows[:, i : i + 1, column + 1 : part.stop], alpha=-1)
+        remaining[:, :, part.stop :].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, part.stop :], alpha=-1)
     return torch.empty_like(codes).scatter_(2, order[:, None, :].expand_as(codes), codes)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Coders: codes (L, out, in) int16 -> bytes, and back, exactly and on every machine
+# ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine -----------------------------------
+# Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
+LZMA_FILTERS = [
+    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}
+]
 
 
-def squeeze(raw: bytes) -> bytes:
-    """LZMA2 without a container, for data without words or alignment: literal context and position bits would only cost."""
+def lzma_pack(raw: bytes) -> bytes:
+    """LZMA2 without a container."""
     return lzma.compress(raw, lzma.FORMAT_RAW, filters=LZMA_FILTERS)
 
 
-def expand(blob: bytes, size: int) -> bytes:
-    """What `squeeze` was given, if that had `size` bytes. Raises ValueError, in the memory of `size`, if not."""
+def lzma_unpack(blob: bytes, size: int) -> bytes:
+    """The inverse of `lzma_pack` for `size` bytes; uses memory for `size` bytes. Raises an error if damaged."""
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
-    try:
-        raw = decoder.decompress(blob, max_length=size + 1)
-    except lzma.LZMAError as error:
-        raise ValueError(f"a compressed part is damaged ({error})") from error
-    if len(raw) != size or not decoder.eof or decoder.unused_data:
-        raise ValueError(f"a compressed part does not hold {size} bytes")
+    raw = decoder.decompress(blob, max_length=size + 1)
+    whole = len(raw) == size and decoder.eof and not decoder.unused_data
+    require(whole, f"a compressed part does not hold {size} bytes")
     return raw
 
 
-LZMA_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}]
-
-
 def to_planes(values: np.ndarray) -> bytes:
-    """16-bit values as all their low bytes, then all their high ones: compressors see what is alike side by side."""
+    """16-bit values as all low bytes, then all high bytes, which compresses better."""
     return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
 
 
@@ -1686,111 +1387,77 @@ def from_planes(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
 
 
-def code_planes(codes: np.ndarray) -> bytes:
-    """What general compressors are given: column by column, whose codes are alike (1.5 % fewer bytes), from 0 on, so that
-    codes of up to 8 bits leave the high bytes zero."""
-    return to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128))
-
-
-def planes_codes(raw: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes of `code_planes`."""
-    layers, out, width = shape
-    return (from_planes(raw) - np.int16(128)).reshape(layers, width, out).transpose(0, 2, 1)
-
-
 def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by LZMA2."""
-    return squeeze(code_planes(codes))
+    """Codes (L, out, in) int16 by LZMA2: column by column, where codes are alike (1.5 % fewer bytes), shifted so that
+    the high bytes of codes of up to 8 bits are zero."""
+    return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
 
 def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_lzma`. Raises ValueError if they are not of this shape or damaged."""
-    return planes_codes(expand(blob, 2 * math.prod(shape)), shape)
-
-
-def encode_zstd(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by Zstandard."""
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=22).compress(code_planes(codes))
-
-
-def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_zstd`. Raises ValueError if they are not of this shape or damaged."""
-    import zstandard
-
-    size = 2 * math.prod(shape)
-    try:
-        if zstandard.frame_content_size(blob) != size:
-            raise ValueError(f"a compressed part does not hold {size} bytes")
-        return planes_codes(zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False), shape)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"a compressed part is damaged ({error})") from error
+    """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of another shape."""
+    codes = from_planes(lzma_unpack(blob, 2 * math.prod(shape))) - np.int16(128)
+    return codes.reshape(shape[0], shape[2], shape[1]).transpose(0, 2, 1)
 
 
 MAX_BITS = 12  # of a code
-ANS_TOTAL = 1 << 15  # the frequencies of a class add up to it
-ANS_BUCKETS = 3  # classes an octave of code size
+ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
+ANS_BUCKETS = 3  # classes per octave of code size
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
-    """Asymmetric numeral systems (arXiv:1311.2540) with a table of frequencies for each class of codes.
+    """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of codes. The class of a
+    code is a bucket of its row plus a bucket of its column: the mean code sizes there, in thirds of an octave. This
+    models the size of a code as a product of both. The result is exact on every machine. Layout (docs/formats.md):
 
-    The class of a code is a whole number for its row plus one for its column: the sizes of the codes there, in thirds
-    of an octave. That models the size of a code as a product of both. Numbers, tables and codes are all that is in the
-    file; a reader computes with whole numbers only. Layout, little-endian:
+        length of the packed part (uint32) | packed: least code, classes, symbols per table (3 x int16), buckets of rows
+        (L, out) and columns (L, in) uint8, tables (classes, symbols) uint16 | words of the coder (uint32)"""
+    import constriction
 
-        bytes of the squeezed part (uint32) | squeezed: least code, classes, codes in the tables (3 x int16), numbers of
-        rows (L, out) and columns (L, in) uint8, tables (classes, codes) uint16 | words of the coder (uint32)
-    """
     size = np.abs(codes).astype(np.float32)
     mean = size.mean(axis=(1, 2), keepdims=True)
-    rows, columns = (_buckets(part) for part in (size.mean(axis=2), (size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0]))
+    rows = _buckets(size.mean(axis=2))
+    columns = _buckets((size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0])
     order, bounds = _classes(rows, columns)
     least = int(codes.min())
     symbols = (codes.ravel()[order] - least).astype(np.int32)
-    tables = np.stack([_frequencies(np.bincount(symbols[a:b], minlength=int(symbols.max()) + 1)) for a, b in zip(bounds, bounds[1:], strict=False)])
-    stack, model = _ans()
-    coder = stack.AnsCoder()
-    for table, a, b in reversed(list(zip(tables, bounds, bounds[1:], strict=False))):  # what goes on the stack last comes off first
+    parts = [symbols[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    tables = np.stack([_frequencies(np.bincount(part, minlength=int(symbols.max()) + 1)) for part in parts])
+    coder, distribution = constriction.stream.stack.AnsCoder(), constriction.stream.model.Categorical
+    for table, part in zip(tables[::-1], parts[::-1], strict=True):  # the coder is a stack: last in, first out
         if np.count_nonzero(table) > 1:
-            coder.encode_reverse(symbols[a:b], model.Categorical(table.astype(np.float64), perfect=False))
-    side = squeeze(b"".join((struct.pack("<3h", least, *tables.shape), rows.tobytes(), columns.tobytes(), tables.astype("<u2").tobytes())))
+            # Its fixed-point weights are exact for frequencies that sum to a power of two.
+            coder.encode_reverse(part, distribution(table.astype(np.float64), perfect=False))
+    counts = struct.pack("<3h", least, *tables.shape)
+    side = lzma_pack(counts + rows.tobytes() + columns.tobytes() + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
 def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_ans`. Raises ValueError or struct.error if they are not of this shape or damaged."""
-    layers, out, width = shape
-    (length,) = struct.unpack_from("<I", blob)
-    head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(blob[4:4 + length], max_length=6)
-    least, classes, count = struct.unpack("<3h", head)
-    if not (0 < classes < 512 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS):
-        raise ValueError(f"{classes} tables of {count} codes from {least} are not possible")
-    numbers = layers * (out + width)
-    side = np.frombuffer(expand(blob[4:4 + length], 6 + numbers + 2 * classes * count), np.uint8)[6:]
-    rows, columns = side[:layers * out].reshape(layers, out), side[layers * out:numbers].reshape(layers, width)
-    tables = side[numbers:].view("<u2").reshape(classes, count)
-    order, bounds = _classes(rows, columns)
-    if len(bounds) != classes + 1 or any((tables.sum(axis=1) != ANS_TOTAL) & (np.diff(bounds) > 0)):
-        raise ValueError("its tables of frequencies do not fit")
-    stack, model = _ans()
-    coder = stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
-    codes = np.empty(math.prod(shape), dtype=np.int16)
-    for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
-        single = np.count_nonzero(table) <= 1
-        codes[order[a:b]] = least + (table.argmax() if single else coder.decode(model.Categorical(table.astype(np.float64), perfect=False), int(b - a)))
-    if not coder.is_empty():
-        raise ValueError("its codes do not end where they should")
-    return codes.reshape(shape)
-
-
-def _ans() -> tuple:
-    """constriction's stack coder and its models. Its fixed-point weights are exact for frequencies that add up to a
-    power of two, so that no rounding of floats is between what was written and what is read."""
+    """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of another shape."""
     import constriction
 
-    return constriction.stream.stack, constriction.stream.model
+    layers, out, width = shape
+    (length,) = struct.unpack_from("<I", blob)
+    packed, numbers = blob[4 : 4 + length], layers * (out + width)
+    head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(packed, max_length=6)
+    least, classes, count = struct.unpack("<3h", head)
+    possible = 0 < classes < 512 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
+    require(possible, f"{classes} tables of {count} codes from {least} are impossible")
+    side = np.frombuffer(lzma_unpack(packed, 6 + numbers + 2 * classes * count), np.uint8)[6:]
+    rows, columns, tables = np.split(side, (layers * out, numbers))
+    tables = tables.view("<u2").reshape(classes, count)
+    order, bounds = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
+    fit = len(bounds) == classes + 1 and all((tables.sum(axis=1) == ANS_TOTAL) | (np.diff(bounds) == 0))
+    require(fit, "its tables of frequencies do not fit")
+    coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
+    codes, distribution = np.empty(math.prod(shape), dtype=np.int16), constriction.stream.model.Categorical
+    for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
+        found = table.argmax()  # all there is if one symbol has all the weight
+        if np.count_nonzero(table) > 1:
+            found = coder.decode(distribution(table.astype(np.float64), perfect=False), int(b - a))
+        codes[order[a:b]] = least + found
+    require(coder.is_empty(), "its codes do not end where they should")
+    return codes.reshape(shape)
 
 
 def _buckets(sizes: np.ndarray) -> np.ndarray:
@@ -1799,176 +1466,139 @@ def _buckets(sizes: np.ndarray) -> np.ndarray:
 
 
 def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All positions in the order of their classes, and the bounds (classes + 1,) between these."""
+    """All positions sorted by class, and the bounds (classes + 1,) between classes."""
     classes = (rows[:, :, None].astype(np.int16) + columns[:, None, :]).ravel()
     return classes.argsort(kind="stable"), np.concatenate(([0], np.bincount(classes).cumsum()))
 
 
 def _frequencies(counts: np.ndarray) -> np.ndarray:
-    """Counts scaled to whole numbers that add up to ANS_TOTAL: 1 for each that is not 0, the rest in proportion."""
+    """Counts scaled to integers that sum to ANS_TOTAL: 1 for each nonzero count, the rest in proportion."""
     present = counts > 0
     shared = (ANS_TOTAL - present.sum()) * np.concatenate(([0], counts.cumsum())) // max(1, counts.sum())
     return present + np.diff(shared)
 
 
-def check_coder(hp: Hyperparameters) -> None:
-    """Raises UserError if the coder is not installed: better before the training than after it."""
-    package = {"ans": "constriction", "zstd": "zstandard", "lzma": "lzma"}[hp.compressor]
-    _rule(importlib.util.find_spec(package) is not None,
-          f"COMPRESSOR={hp.compressor} needs the package {package}, which is not installed: pip install {package}, or set COMPRESSOR=lzma")
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 
 
-CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma), "zstd": (encode_zstd, decode_zstd)}
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Export: codes -> artifact bytes, and back
-
-ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whatever the coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 4
-# What a reader takes from a file that it does not trust: bytes of the file and of its header, weights in all (in memory
-# at most 20 bytes each while they are decoded).
+# ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
+ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 5
+# Limits for a file from a stranger: bytes of file and header, weights (20 bytes each in memory while they are decoded).
 MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 28, 1 << 20, 1 << 26
-# The knobs without which the weights mean nothing; and those that the score depends on, whose values are defaults.
-MODEL_KNOBS = ("vocab_size", "num_layers", "model_dim", "num_heads", "num_kv_heads", "mlp_mult", "tie_embeddings", "logit_softcap",
-               "rope_base", "rope_dims", "ln_scale", "xsa_last_n", "bigram_vocab_size", "bigram_dim", "mlp_slope", "skip_gates")
-EVAL_KNOBS = ("eval_seq_len", "eval_stride")
-COARSEST = 4.0  # octaves by which TARGET_BYTES may widen the steps
+MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 
 
-class Entry(NamedTuple):
-    """One tensor of the artifact. Up to 12 bits are codes, with a scale a row and the range `clip`; 16 is plain fp16."""
-
-    name: str
-    shape: tuple[int, ...]
-    bits: int
-    clip: float | None
-    nbytes: int  # of its codes in the file
-
-
-def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | Table | None, str, Tensor]]:
-    """Every tensor that the artifact holds, as (row of its table if it becomes codes (L, out, in), name, view of the
-    weights), in file order."""
+def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
+    """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are (L, out, in)."""
     for kind in MATRICES:
         yield kind, kind.name, bank_part(weights[kind.bank], kind)
+    tables = {kind.name: kind for kind in TABLES}
     for name, tensor in weights.items():
         if name not in BANKS:
-            yield TABLES.get(name), name, tensor[None] if name in TABLES else tensor
+            yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
-def pack_artifact(weights: dict[str, Tensor], hp: Hyperparameters, moments: dict[str, Tensor] | None = None,
-                  facts: dict | None = None, coarser: float = 1.0) -> bytes:
-    """The artifact's bytes, little-endian:
+def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=None, step_scale: float = 1.0) -> bytes:
+    """The artifact's bytes. With `hessians` the codes are GPTQ's. `metadata` is added to the header. Steps between
+    codes are `step_scale` times those of the tables. Layout, little-endian:
 
-        magic (8) | version (uint16) | bytes of the header (uint32) | header (JSON) | codes, tensor by tensor |
-        scales (bfloat16) and plain values (fp16) as byte planes, squeezed | sha256 of all before (32)
-
-    `moments` of what the matrices read make the codes GPTQ's, `facts` go into the header, and steps between codes are
-    `coarser` times those of the tables.
-    """
-    entries, streams, plain = [], [], []
-    encode, _ = CODERS[hp.compressor]
-    for kind, name, tensor in export_views(weights):
+        magic (8) | version (uint16) | length of the header (uint32) | header (JSON) | codes, tensor by tensor |
+        scales (bfloat16) and plain values (fp16) as byte planes, LZMA | sha256 of everything before (32)"""
+    streams, plain = [], []
+    for kind, _, tensor in export_views(weights):
         if kind is None:
             plain.append(tensor.half().view(torch.int16).cpu().numpy().ravel())
-            entries.append(Entry(name, tuple(tensor.shape), 16, None, 0))
             continue
-        (bits, clip), hessian = code_range(kind, hp, coarser), (moments or {}).get(kind.reads)
-        scale = row_scales(tensor, bits, clip)
+        bits, clip = code_range(kind, hp, step_scale)
+        scale, hessian = row_scales(tensor, bits, clip), (hessians or {}).get(kind.reads)
         codes = to_codes(tensor, scale, bits) if hessian is None else gptq(tensor, hessian, scale, bits)
-        streams.append(encode(codes.to(torch.int16).cpu().numpy()))
+        streams.append(CODERS[hp.compressor][0](codes.to(torch.int16).cpu().numpy()))
         plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
-        entries.append(Entry(name, tuple(tensor.shape), bits, clip, len(streams[-1])))
-    streams.append(squeeze(to_planes(np.concatenate(plain))))
-    header = json.dumps({**{group: {name: getattr(hp, name) for name in names} for group, names in (("model", MODEL_KNOBS), ("evaluation", EVAL_KNOBS))},
-                         **(facts or {}), "coder": hp.compressor, "tensors": entries}).encode()
-    body = b"".join((ARTIFACT_MAGIC, struct.pack("<HI", ARTIFACT_VERSION, len(header)), header, *streams))
+    facts = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
+    facts |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
+    header = json.dumps(facts | {"code_bytes": [len(stream) for stream in streams]}).encode()
+    start = ARTIFACT_MAGIC + struct.pack("<HI", ARTIFACT_VERSION, len(header))
+    body = b"".join((start, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
     return body + hashlib.sha256(body).digest()
 
 
-def fit_artifact(weights: dict[str, Tensor], hp: Hyperparameters, moments: dict[str, Tensor], facts: dict, room: float, say: Callable) -> bytes:
-    """The artifact with the finest steps, at least those of the tables, that has at most `room` bytes.
-
-    An octave of coarser steps saves about a bit a weight, which makes a good guess; a bracket holds the guesses in.
-    Raises UserError if no step is coarse enough.
-    """
-    blob = pack_artifact(weights, hp, moments, facts)
-    if len(blob) <= room or hp.row_range == "published":
+def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, max_bytes: float, log) -> bytes:
+    """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the tables'. An octave of
+    wider steps saves about a bit per weight, a good guess that bisection bounds. Raises UserError if none fits."""
+    blob = pack_artifact(weights, hp, hessians, metadata)
+    if len(blob) <= max_bytes or hp.row_range == "published":
         return blob
+    best = pack_artifact(weights, hp, hessians, metadata, 2**MAX_OCTAVES)
+    widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes; {max_bytes} are available"
+    require(len(best) <= max_bytes, f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; make the model smaller")
     coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
-    octaves, low, high, slack, best = 0.0, 0.0, COARSEST, room / 1000, None
+    octaves, low, high, slack = 0.0, 0.0, MAX_OCTAVES, max_bytes / 1000
     for _ in range(12):
-        guess = octaves + (len(blob) - room + slack / 2) * 8 / coded
-        octaves = guess if low < guess < high else high if best is None and high - low < 0.1 else (low + high) / 2
-        blob = pack_artifact(weights, hp, moments, facts, 2**octaves)
-        say(f"export: steps {2**octaves:.3f} times coarser give {len(blob)} bytes where {room} are left")
-        if len(blob) <= room:
-            best, high = blob, octaves
-        else:
+        octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
+        if not low < octaves < high:
+            octaves = (low + high) / 2
+        blob = pack_artifact(weights, hp, hessians, metadata, 2**octaves)
+        log(f"export: steps {2**octaves:.3f} times wider give {len(blob)} bytes; {max_bytes} are available")
+        if len(blob) > max_bytes:
             low = octaves
-        if best is not None and room - len(best) <= slack:
+            continue
+        best, high = blob, octaves
+        if max_bytes - len(best) <= slack:
             break
-    _rule(best is not None, f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**COARSEST:.0f} times coarser leave {len(blob)} bytes "
-                            f"where {room} are left beside the code; make the model smaller")
     return best
 
 
-def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], int]:
-    """(header, knobs of the model, tensors, where their bytes begin), all checked before anything is made after them.
-
-    Raises ValueError where the file is not as written. No content of a file is ever run.
-    """
+def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]:
+    """(header, the model's knobs, [(kind, name, shape, bytes of its codes)], offset of the codes). Everything is
+    checked before memory is allocated for it, and nothing is executed. Raises an error if the file is invalid."""
     start = len(ARTIFACT_MAGIC) + 6
-    if not blob.startswith(ARTIFACT_MAGIC) or len(blob) < start + 32:
-        raise ValueError("it is not an artifact of this script")
+    require(blob.startswith(ARTIFACT_MAGIC) and len(blob) >= start + 32, "it is not an artifact of this script")
     version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
-    if version != ARTIFACT_VERSION:
-        raise ValueError(f"its format has version {version}, but this script knows version {ARTIFACT_VERSION} only")
-    if len(blob) > MAX_FILE_BYTES or hashlib.sha256(blob[:-32]).digest() != blob[-32:]:
-        raise ValueError("its checksum is wrong" if len(blob) <= MAX_FILE_BYTES else f"it has over {MAX_FILE_BYTES} bytes")
-    if length > min(MAX_HEADER_BYTES, len(blob) - start - 32):
-        raise ValueError(f"its header claims {length} bytes")
-    header = json.loads(blob[start:start + length])
-    entries = [Entry(name, tuple(shape), bits, clip, nbytes) for name, shape, bits, clip, nbytes in header["tensors"]]
-    hp = Hyperparameters.from_env({name.upper(): str(header["model"][name]) for name in MODEL_KNOBS}
-                                  | {name.upper(): str(header["evaluation"][name]) for name in EVAL_KNOBS})
+    known = f"its format has version {version}, but this script reads version {ARTIFACT_VERSION} only"
+    require(version == ARTIFACT_VERSION, known)
+    require(hashlib.sha256(blob[:-32]).digest() == blob[-32:], "its checksum is wrong")
+    require(length <= min(MAX_HEADER_BYTES, len(blob) - start - 32), f"its header claims {length} bytes")
+    header = json.loads(blob[start : start + length])
+    knobs = {name.upper(): str(header[role][name]) for role in ("model", "evaluation") for name in knobs_with(role)}
+    hp = Hyperparameters.from_env(knobs | {"ROW_RANGE": str(header["row_range"])})
     with torch.device("meta"):  # shapes without memory
-        wanted = [(kind, name, tuple(tensor.shape)) for kind, name, tensor in export_views(dict(GPT(hp, None, torch.float32).named_parameters()))]
-    if sum(math.prod(shape) for _, _, shape in wanted) > MAX_WEIGHTS:
-        raise ValueError(f"its model has over {MAX_WEIGHTS} weights")
-    if [(name, shape) for _, name, shape in wanted] != [(entry.name, entry.shape) for entry in entries]:
-        raise ValueError("its tensors are not those of its model")
-    for (kind, _, _), entry in zip(wanted, entries, strict=True):
-        if type(entry.bits) is not int or type(entry.nbytes) is not int or entry.nbytes < 0 or (kind is None) != (entry.bits == 16):
-            raise ValueError(f"its tensor {entry.name} is described in a way that is not possible")
-    if header["coder"] not in CODERS or sum(entry.nbytes for entry in entries) > len(blob) - start - length - 32:
-        raise ValueError("it is shorter than its tensors, or of an unknown coder")
+        weights = dict(GPT(hp, None, torch.float32).named_parameters())
+    count = sum(tensor.numel() for tensor in weights.values())
+    require(count <= MAX_WEIGHTS, f"its model has {count} weights, over the limit of {MAX_WEIGHTS}")
+    views, counts = list(export_views(weights)), list(header["code_bytes"])
+    whole = all(type(n) is int and n >= 0 for n in counts)
+    coded = [kind for kind, _, _ in views if kind]
+    require(whole and len(counts) == len(coded), "its tensors are not those of its model")
+    fits = header["coder"] in CODERS and sum(counts) <= len(blob) - start - length - 32
+    require(fits, "it is shorter than its tensors, or of an unknown coder")
+    sizes = iter(counts)
+    entries = [(kind, name, tuple(view.shape), next(sizes) if kind else 0) for kind, name, view in views]
     return header, hp, entries, start + length
 
 
-def decode_artifact(blob: bytes) -> Iterator[tuple[Entry, np.ndarray | None, Tensor]]:
-    """Each tensor's entry, codes (L, out, in) int16 if it has any, and fp32 values. Raises ValueError as `open_artifact`."""
+def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tensor]]:
+    """(name, codes (L, out, in) int16 or None, fp32 values) of each tensor. Raises an error like `open_artifact`."""
     header, _, entries, offset = open_artifact(blob)
-    _, decode = CODERS[header["coder"]]
-    counts = [math.prod(entry.shape[:2] if entry.bits < 16 else entry.shape) for entry in entries]
-    squeezed = blob[offset + sum(entry.nbytes for entry in entries):-32]
-    plain = torch.from_numpy(from_planes(expand(squeezed, 2 * sum(counts))))
-    for entry, values in zip(entries, plain.split(counts), strict=True):
-        if entry.bits == 16:
-            yield entry, None, values.view(torch.float16).float().view(entry.shape)
+    counts = [math.prod(shape[:2] if kind else shape) for kind, _, shape, _ in entries]
+    packed = blob[offset + sum(nbytes for *_, nbytes in entries) : -32]
+    plain = torch.from_numpy(from_planes(lzma_unpack(packed, 2 * sum(counts))))
+    for (kind, name, shape, nbytes), values in zip(entries, plain.split(counts), strict=True):
+        if kind is None:
+            yield name, None, values.view(torch.float16).float().view(shape)
             continue
-        codes = decode(blob[offset:offset + entry.nbytes], entry.shape)
-        scale = values.view(torch.bfloat16).float().view(*entry.shape[:2], 1)
-        yield entry, codes, torch.from_numpy(codes.astype(np.float32)) * scale
-        offset += entry.nbytes
+        codes = CODERS[header["coder"]][1](blob[offset : offset + nbytes], shape)
+        scale = values.view(torch.bfloat16).float().view(*shape[:2], 1)
+        yield name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
+        offset += nbytes
 
 
 def load_artifact(blob: bytes, model: GPT) -> None:
-    """Put the artifact's weights into the model. Raises ValueError if they are of another one."""
-    _, hp, _, _ = open_artifact(blob)
-    differing = [name for name in MODEL_KNOBS if getattr(hp, name) != getattr(model.hp, name)]
-    if differing:
-        raise ValueError("it was made with " + ", ".join(f"{n.upper()}={getattr(hp, n)} (here {getattr(model.hp, n)})" for n in differing))
+    """Copy the artifact's weights into the model. Raises an error if they belong to another model."""
+    _, made, _, _ = open_artifact(blob)
+    for name in knobs_with("model"):
+        there, here = getattr(made, name), getattr(model.hp, name)
+        require(there == here, f"it was made with {name.upper()}={there} (here {here})")
     weights = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
     for (_, _, view), (_, _, values) in zip(export_views(weights), decode_artifact(blob), strict=True):
         view.copy_(values)
@@ -1976,980 +1606,772 @@ def load_artifact(blob: bytes, model: GPT) -> None:
 
 
 def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
-    """The knobs of `environ`, with those that shape the model from the artifact, and its windows of evaluation unless
-    `environ` has others. Raises UserError if model or tokenizer are not those of the artifact."""
+    """The knobs of `environ`, with the model's knobs from the artifact, and its evaluation windows unless `environ`
+    sets others. Raises UserError if model or tokenizer differ from the artifact's."""
     with reading_artifact(path):
         header, made, _, _ = open_artifact(blob)
-    hp = Hyperparameters.from_env({name.upper(): str(getattr(made, name)) for name in MODEL_KNOBS + EVAL_KNOBS} | environ)
-    for name in MODEL_KNOBS:
-        _rule(getattr(hp, name) == getattr(made, name),
-              f"{name.upper()}={getattr(hp, name)} is set, but EVAL_ONLY={path} was made with {getattr(made, name)}: unset {name.upper()}")
-    digest = header.get("tokenizer_sha256")
-    _rule(not digest or not Path(hp.tokenizer_path).is_file() or sha256_of(hp.tokenizer_path) == digest,
-          f"TOKENIZER_PATH={hp.tokenizer_path} is not the tokenizer of EVAL_ONLY={path}, by the sha256 in that: set it to that one")
+    hp = Hyperparameters.from_env(
+        {n.upper(): str(getattr(made, n)) for n in knobs_with("model", "evaluation")} | environ
+    )
+    for name in knobs_with("model"):
+        here, there = getattr(hp, name), getattr(made, name)
+        require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
+    digest, tokenizer = header.get("tokenizer_sha256"), Path(hp.tokenizer_path)
+    same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
+    require(same, f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: set it to that")
     return hp
 
 
 def read_artifact(path: str | Path) -> bytes:
-    """The file's bytes. Raises UserError if it cannot be read or is larger than any artifact."""
+    """The file's bytes. Raises UserError if it cannot be read or is too large."""
     with reading_artifact(path):
         size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ValueError(f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
+        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
         return Path(path).read_bytes()
 
 
 @contextlib.contextmanager
-def reading_artifact(path: str | Path):
-    """Turn whatever is wrong with an artifact into a UserError that names the file."""
+def reading_artifact(path: str | Path) -> Iterator[None]:
+    """Turn every error of reading an artifact into a UserError that names the file."""
     try:
         yield
     except OSError as error:
         raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, struct.error, lzma.LZMAError, UserError) as error:
-        reason = _reason(error)
-        if not isinstance(error, ValueError | UserError) or isinstance(error, json.JSONDecodeError | UnicodeError):  # not a sentence of ours
-            reason = f"its content is not as it should be ({type(error).__name__}: {reason})"
-        raise UserError(f"artifact {path} cannot be used: {reason}; it may be truncated or altered, copy it again") from error
+    except Exception as error:  # hostile content can cause any
+        what = f"invalid content ({type(error).__name__}: {reason(error)})"
+        what = str(error) if isinstance(error, UserError) else what
+        raise UserError(f"artifact {path} cannot be used: {what}; it may be truncated or altered") from error
 
 
-def inspection(path: str) -> str:
-    """What --inspect prints: the header, and for each tensor its shape, bits, range and bytes."""
-    blob = read_artifact(path)
-    with reading_artifact(path):
-        header, _, entries, start = open_artifact(blob)
-        lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}",
-                 *(f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "tensors"),
-                 f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}   (bits a code)"]
-        for entry, codes, values in decode_artifact(blob):
-            row = f"  {entry.name:12} {'x'.join(map(str, entry.shape)) or 'scalar':>18} {entry.bits:5}"
-            if codes is None:
-                lines.append(f"{row} {'':7} {'':8} {16:8} {2 * values.numel():10}   before squeezing")
-            else:
-                clip = "max" if entry.clip is None else f"{entry.clip:.3f}"
-                lines.append(f"{row} {clip:>7} {order0_entropy(codes) / codes.size:8.4f} {8 * entry.nbytes / codes.size:8.4f} {entry.nbytes:10}")
-    coded = sum(entry.nbytes for entry in entries)
-    return "\n".join([*lines, f"  codes {coded}, scales and plain values {len(blob) - start - coded - 32}, header and checksum {start + 32} bytes"])
-
-
-def order0_entropy(codes: np.ndarray) -> float:
-    """Bits of codes (L, ...) by their frequencies alone, those of each of the L matrices for itself."""
-    total = 0.0
-    for matrix in codes:
-        counts = np.unique(matrix, return_counts=True)[1]
-        total += float((counts * np.log2(matrix.size / counts)).sum())
-    return total
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Evaluation
-
-
+# ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
 class Score(NamedTuple):
-    """A result over the validation stream, or over so much of it as was scored."""
+    """A result over the validation stream, or over the scored part of it."""
 
     nats: float  # mean per token
     bits_per_byte: float
-    seconds: float
     targets: int
     nbytes: int
+    seconds: float
 
     def fields(self, digits: int = 8) -> str:
         return f"val_loss:{self.nats:.{digits}f} val_bpb:{self.bits_per_byte:.{digits}f}"
 
 
 class Interrupted(Exception):
-    """Ctrl-C during an evaluation, with the score of what was scored until then."""
+    """Ctrl-C during an evaluation, with the score so far."""
 
 
-class Windows(NamedTuple):
-    """Arrays (N,): each window reads the inputs [start, stop) of the stream and scores those from `scored` on."""
-
-    start: np.ndarray
-    scored: np.ndarray
-    stop: np.ndarray
-
-    def select(self, which: np.ndarray) -> "Windows":
-        return Windows(*(column[which] for column in self))
-
-
-def plan_windows(spans: np.ndarray, window: int, stride: int) -> Windows:
-    """Windows of `window` inputs that score every input of the spans (S, 2) once.
-
-    In each span they begin `stride` apart. The first scores all it reads, each later one its last `stride` inputs, so
-    that a target has at least window - stride inputs before it. What lies after a target plays no part in where its
-    window lies: the last one may reach over the end of the span, where it scores nothing.
-    """
+def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
+    """Windows (3, N) that score every input of the spans (S, 2) once: each reads the inputs [start, stop) and scores
+    those from `scored` on. In each span they begin `stride` apart. The first scores everything it reads, each later one
+    its last `stride` inputs, so a target has at least window - stride inputs before it. A window's position does not
+    depend on what follows its targets: the last one may extend over the end of the span, where it scores nothing."""
     begin, end = spans.T
     count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
     span = np.repeat(np.arange(len(spans)), count)
     number = np.arange(len(span)) - np.repeat(count.cumsum() - count, count)
     start = begin[span] + number * stride
-    return Windows(start, np.where(number == 0, start, start + window - stride), np.minimum(start + window, end[span]))
+    scored = np.where(number == 0, start, start + window - stride)
+    return np.stack((start, scored, np.minimum(start + window, end[span])))
 
 
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
-    """Windows of `width` tokens that one rank scores at once."""
-    return max(1, min(hp.val_batch_size // runtime.ranks.size, micro_batch_tokens(hp, runtime.device)) // width)
+    """Windows of `width` tokens that one rank scores per forward."""
+    return max(1, min(hp.val_batch_size // runtime.comm.size, runtime.micro_batch_tokens) // width)
 
 
 class Evaluator:
-    """Scores windows of the validation stream; `nats` (n + 1,) has the loss of each target that this rank has scored, NaN
-    for the others (the last place takes what is computed but not scored).
+    """Scores windows of the validation stream. `nats` (n + 1,) holds the loss of each target that this rank has scored
+    and NaN for the others; the last place takes what is computed but not scored. Ranks take equal parts of the windows.
+    Batches have few shapes and the last one of each shape is filled up, so a compiled forward meets no new shape."""
 
-    Ranks take equal parts of the windows. Batches come in few shapes, the last of each filled up, so that a compiled
-    forward meets no new one. Where a window scores but its end, the last layer and the head compute but that.
-    """
-
-    def __init__(self, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable):
-        self.forward, self.val, self.hp, self.runtime, self.stride, self.progress = forward, val, hp, runtime, stride, progress
+    def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
+        self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
+        self.log = log or (lambda text: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
-        self.started = self.said = time.perf_counter()
+        self.started = self.reported = time.perf_counter()
 
-    def take(self, nats: Tensor, target: Tensor, counts: Tensor, share: float) -> None:
-        """Note the losses (rows, m) of the targets with these numbers, where `counts`; `share` of all is then done."""
+    def run(self, method: Callable, *arguments) -> Score:
+        """Score with `method`. Raises Interrupted, with what this rank has scored, on Ctrl-C."""
+        try:
+            method(*arguments)
+            return self.result()
+        except KeyboardInterrupt:
+            raise Interrupted(self.result(complete=False)) from None
+
+    def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
+        """Store the losses (rows, n) of these targets where `counts`."""
         self.nats.scatter_(0, torch.where(counts, target, self.val.targets).flatten(), nats.flatten().float())
         self.count += counts.sum()
-        if time.perf_counter() - self.said > 10:
-            self.said = time.perf_counter()
-            spent = self.said - self.started
-            self.progress(f"evaluating stride:{self.stride} done:{100 * share:.1f}% bpb_so_far:{self._sums()[1]:.4f} "
-                          f"eta:{spent / max(share, 1e-3) - spent:.0f}s")
+        if time.perf_counter() - self.reported > 10:
+            self.reported = time.perf_counter()
+            bpb, done = self.result(complete=False).bits_per_byte, self.done()
+            eta = (self.reported - self.started) * (1 / done - 1)
+            self.log(f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s")
+
+    def done(self) -> float:
+        """The scored fraction, assuming that all ranks are as fast as this one."""
+        return max(1e-9, min(1.0, int(self.count) * self.runtime.comm.size / self.val.targets))
 
     @torch.no_grad()
-    def score(self, windows: Windows, done: float = 0.0, share: float = 1.0) -> None:
-        """Score these windows, which are the part from `done` to `done + share` of all, for the progress."""
-        full, ranks, finished = self.hp.eval_seq_len, self.runtime.ranks, 0
-        tails = self.stride * (windows.scored > windows.start)
-        widths = np.full(len(tails), full)
-        for narrower in (full // 2, full // 4, full // 8):  # documents that are shorter than a window
-            widths[(windows.stop - windows.start <= narrower) & (tails == 0) & (narrower >= 64)] = narrower
-        for width, tail in sorted(set(zip(widths.tolist(), tails.tolist(), strict=True)), key=lambda shape: (-shape[0], shape[1])):
-            members = np.flatnonzero((widths == width) & (tails == tail))
-            mine = members[len(members) * ranks.rank // ranks.size:len(members) * (ranks.rank + 1) // ranks.size]
+    def score(self, windows: np.ndarray) -> None:
+        """Score these windows; each rank takes its part."""
+        full, comm, (start, scored, stop) = self.hp.eval_seq_len, self.runtime.comm, windows
+        ends = self.stride * (scored > start)  # 0: the whole window is scored
+        widths = np.full(len(ends), full)
+        for narrower in (full // 2, full // 4, full // 8):  # documents shorter than a window
+            widths[(stop - start <= narrower) & (ends == 0) & (narrower >= 64)] = narrower
+        shapes = sorted(set(zip((-widths).tolist(), ends.tolist(), strict=True)))  # the widest first, in stream order
+        for width, n in ((-negative, n) for negative, n in shapes):
+            members = np.flatnonzero((widths == width) & (ends == n))
+            mine = members[len(members) * comm.rank // comm.size : len(members) * (comm.rank + 1) // comm.size]
             rows = eval_rows(self.hp, self.runtime, width)
             for first in range(0, len(mine), rows):
-                finished += min(rows, len(mine) - first) * ranks.size
-                self._batch(windows.select(mine[first:first + rows]), rows, width, tail, done + share * min(1.0, finished / len(widths)))
+                self._batch(windows[:, mine[first : first + rows]], rows, width, n or width)
 
-    def _batch(self, windows: Windows, rows: int, width: int, tail: int, share: float) -> None:
-        """One forward. Rows that are left over repeat the last window and score nothing."""
-        spare, device, last = rows - len(windows.start), self.runtime.device, self.val.targets - 1
-        start, scored, stop = (torch.from_numpy(np.pad(column, (0, spare), mode="edge"))[:, None].to(device) for column in windows)
+    def _batch(self, windows: np.ndarray, rows: int, width: int, n: int) -> None:
+        """One forward; each row scores at most its last n positions. Spare rows repeat a window and score nothing."""
+        spare, device, last = rows - windows.shape[1], self.runtime.device, self.val.targets - 1
+        padded = np.pad(windows, ((0, 0), (0, spare)), mode="edge")
+        start, scored, stop = torch.from_numpy(padded)[..., None].to(device)  # (rows, 1) each
         position = start + torch.arange(width, device=device)  # (rows, width)
-        target = position[:, -tail:]  # all of it if tail is 0
+        target = position[:, width - n :]
         counts = (target >= scored) & (target < stop) & (torch.arange(rows, device=device) < rows - spare)[:, None]
-        ids, targets = self.val.tokens[position.clamp(max=last)].long(), self.val.tokens[target.clamp(max=last) + 1].long()
-        nats = self.forward(ids, targets, reduction="none", **({"tail": tail} if tail else {}))
-        self.take(nats, target, counts, share)
+        ids = self.val.tokens[position.clamp(max=last)].long()
+        targets = self.val.tokens[target.clamp(max=last) + 1].long()
+        self.take(self.forward(ids, targets, reduction="none"), target, counts)
 
-    def _sums(self, ranks: Ranks | None = None) -> tuple[float, float, int, int, int]:
-        """(nats a token, bits a byte, scored targets, their bytes, scores) of these ranks, by default this one alone."""
+    def result(self, complete: bool = True) -> Score:
+        """The score over all ranks, or so far on this one. Raises RuntimeError unless every target of a complete score
+        has exactly one finite loss."""
         nats = self.nats[:-1]
         scored = ~nats.isnan()
-        sums = [nats.nan_to_num(0).sum(dtype=torch.float64), scored.sum(), (self.val.nbytes * scored).sum(dtype=torch.int64), self.count]
+        nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
+        sums = [nats.nan_to_num(0).sum(dtype=torch.float64), scored.sum(), nbytes, self.count]
         totals = torch.stack([value.double() for value in sums])
-        if ranks:
-            ranks.all_reduce(totals)()
-        total, targets, nbytes, count = totals.tolist()
-        return total / max(targets, 1), total / math.log(2) / max(nbytes, 1), int(targets), int(nbytes), int(count)
-
-    def result(self, whole: bool = True) -> Score:
-        """The score over all ranks. Raises RuntimeError if not every target was scored exactly once, and with finite loss."""
-        *score, targets, nbytes, count = self._sums(self.runtime.ranks if whole else None)
-        if whole and (targets, nbytes, count) != (self.val.targets, self.val.total_bytes, self.val.targets):
-            raise RuntimeError(f"scored {targets} targets of {nbytes} bytes in {count} scores instead of {self.val.targets} of {self.val.total_bytes}")
-        return Score(*score, time.perf_counter() - self.started, targets, nbytes)
+        if complete:
+            self.runtime.comm.all_reduce(totals)()
+        total, *counts = totals.tolist()
+        wanted = [self.val.targets, self.val.total_bytes, self.val.targets]
+        if complete and counts != wanted:
+            raise RuntimeError(f"scored [targets, bytes, scores] {counts} instead of {wanted}")
+        targets, nbytes = int(counts[0]), int(counts[1])
+        bits_per_byte, seconds = total / math.log(2) / max(nbytes, 1), time.perf_counter() - self.started
+        return Score(total / max(targets, 1), bits_per_byte, targets, nbytes, seconds)
 
 
-def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, progress: Callable = lambda text: None) -> Score:
-    """Score every target of the validation stream once, with windows of T = EVAL_SEQ_LEN tokens, `stride` apart: of the
-    stream as it is, or with EVAL_DOCUMENTS of each document alone. stride = T gives windows side by side.
-
-    `progress` gets a line every ten seconds. Raises Interrupted, with what this rank has scored, on Ctrl-C.
-    """
-    evaluator = Evaluator(forward, val, hp, runtime, stride, progress)
-    try:
-        evaluator.score(plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, stride))
-    except KeyboardInterrupt:
-        raise Interrupted(evaluator.result(whole=False)) from None
-    return evaluator.result()
+def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
+    """Score every target of the validation stream once, with windows of EVAL_SEQ_LEN tokens, `stride` apart, over the
+    packed stream or, with EVAL_DOCUMENTS, over each document alone. stride = EVAL_SEQ_LEN gives disjoint windows. `log`
+    gets a progress line every ten seconds. Raises Interrupted on Ctrl-C."""
+    evaluator = Evaluator(forward, val, hp, runtime, stride, log)
+    return evaluator.run(evaluator.score, plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, stride))
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Test-time training: learning from the validation text, each target only after it was scored (conditions C1 to C4)
+# ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
+LORA_KINDS = ("k", "v", "out")  # matrices that get a low-rank change
+Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in) and B (B, L, out, rank)
 
 
-class ScoreFirst:
-    """Scores the validation stream and learns from what it has scored, with an Evaluator as its only way to a score.
+def out_of_time(scorer: Evaluator) -> bool:
+    """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
+    limit, spent = scorer.hp.eval_max_seconds, time.perf_counter() - scorer.started
+    if not limit or scorer.runtime.comm.share(spent) <= limit:
+        return False
+    done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
+    scorer.log(f"ttt: {done}; the rest is scored with fixed weights")
+    return True
 
-    sgd: chunk after chunk of the packed stream is scored by sliding windows, then a few epochs of SGD on all weights
-    take in its targets; the last chunk is not learned from. Ranks share windows and sequences, and all take one step.
 
-    lora: each document for itself, with low-rank changes (arXiv:2106.09685) to some matrices that begin at zero. Its
-    chunks are scored one after the other; the same forward pass that scores a chunk gives the gradient for one step of
-    AdamW after it. Documents of like length go together. Ranks share the documents.
-
-    After EVAL_MAX_SECONDS nothing is learned any more, and the rest is scored as it then is.
-    """
-
-    def __init__(self, model: GPT, evaluator: Evaluator, log: Log):
-        self.model, self.evaluator, self.log = model, evaluator, log
-        self.hp, self.val, self.runtime = evaluator.hp, evaluator.val, evaluator.runtime
-        self.out_of_time = False
-
-    def run(self) -> Score:
-        """The score. Changes the model's weights (sgd). Raises Interrupted as `evaluate` does."""
-        try:
-            self.sgd() if self.hp.ttt_mode == "sgd" else self.lora()
-        except KeyboardInterrupt:
-            raise Interrupted(self.evaluator.result(whole=False)) from None
-        return self.evaluator.result()
-
-    def time_is_up(self, share: float) -> bool:
-        """Whether rank 0 says so; all ranks ask together."""
-        if self.hp.eval_max_seconds and not self.out_of_time:
-            seconds = time.perf_counter() - self.evaluator.started if self.runtime.ranks.rank == 0 else 0.0
-            spent = torch.tensor(seconds, device=self.runtime.device)
-            self.runtime.ranks.all_reduce(spent)()
-            self.out_of_time = float(spent) > self.hp.eval_max_seconds
-            if self.out_of_time:
-                self.log.line(f"ttt: EVAL_MAX_SECONDS={self.hp.eval_max_seconds:g} are over after {100 * share:.1f}% of the text; "
-                              "the rest is scored without further training")
-        return self.out_of_time
-
-    def sgd(self) -> None:
-        """Score and learn chunk by chunk."""
-        hp, chunk = self.hp, self.hp.ttt_chunk_tokens
-        windows = plan_windows(self.val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
-        chunks = -(-self.val.targets // chunk)
-        parameters = dict(self.model.named_parameters())
-        weights = {name: p.detach().float().clone() for name, p in parameters.items()}  # steps are too small for bfloat16
-        momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
-        for number in range(chunks):
-            self.evaluator.score(windows.select(windows.scored // chunk == number), number / chunks, 1 / chunks)
-            if number == chunks - 1 or self.time_is_up((number + 1) / chunks):
-                continue
+def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
+    """Score the packed stream chunk by chunk with sliding windows, and train all weights on each chunk after it is
+    scored: a few steps of SGD with momentum. The last chunk is not trained on. Changes the model's weights. Ranks share
+    windows and sequences and take the same steps."""
+    hp, val, chunk = scorer.hp, scorer.val, scorer.hp.ttt_chunk_tokens
+    windows = plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
+    chunks, training = -(-val.targets // chunk), True
+    weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
+    momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for number in range(chunks):
+        scorer.score(windows[:, windows[1] // chunk == number])
+        training = training and number < chunks - 1 and not out_of_time(scorer)
+        for _ in range(hp.ttt_epochs if training else 0):
             rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (chunks - 1)))
-            for _ in range(hp.ttt_epochs):
-                for name, gradient in self._gradients(parameters, number * chunk).items():
-                    momentum[name].mul_(hp.ttt_momentum).add_(gradient)
-                    weights[name].sub_(momentum[name], alpha=rate)
-                self.model.load(weights)
+            for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
+                momentum[name].mul_(hp.ttt_momentum).add_(gradient)
+                weights[name].sub_(momentum[name], alpha=rate)
+            model.load(weights)
 
-    def _gradients(self, parameters: dict[str, nn.Parameter], begin: int) -> dict[str, Tensor]:
-        """Mean gradient of the chunk that begins there, over all ranks, clipped to norm 1; zero for frozen blocks."""
-        hp, ranks = self.hp, self.runtime.ranks
-        length = min(hp.train_seq_len, hp.ttt_chunk_tokens)
-        starts = range(begin, begin + hp.ttt_chunk_tokens - length + 1, length)
-        total = torch.zeros(sum(p.numel() for p in parameters.values()), device=self.runtime.device)
-        rows = max(1, micro_batch_tokens(hp, self.runtime.device) // length)
-        mine = torch.tensor(starts[ranks.rank::ranks.size], dtype=torch.int64, device=self.runtime.device)
-        for part in mine.split(rows) if len(mine) else ():
-            position = part[:, None] + torch.arange(length, device=part.device)
-            loss = self.model(self.val.tokens[position].long(), self.val.tokens[position + 1].long()) * (len(part) / len(starts))
-            total += torch.cat([gradient.flatten().float() for gradient in torch.autograd.grad(loss, list(parameters.values()))])
-        ranks.all_reduce(total)()
-        found = {name: part.view_as(p) for (name, p), part in
-                 zip(parameters.items(), total.split([p.numel() for p in parameters.values()]), strict=True)}
-        for name, gradient in found.items():
-            if name in BANKS:
-                gradient.unflatten(0, (-1, hp.num_layers))[:, :hp.ttt_freeze_blocks] = 0
-            elif name in LAYERED:
-                gradient[:hp.ttt_freeze_blocks] = 0
-        total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
-        return found
 
-    def lora(self) -> None:
-        """Score and learn document by document, many at once."""
-        spans = self.val.spans(documents=True)
-        spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # the longest first
-        window, ranks, done = self.hp.eval_seq_len, self.runtime.ranks, 0
-        lengths = np.concatenate(([0], (spans[:, 1] - spans[:, 0]).cumsum())) / self.val.targets  # share of the text until each
-        while done < len(spans):
-            width = min(window, -(-int(spans[done, 1] - spans[done, 0]) // self.hp.ttt_lora_chunk) * self.hp.ttt_lora_chunk)
-            group = spans[done:done + ranks.size * max(1, micro_batch_tokens(self.hp, self.runtime.device) // width)]
-            if self.time_is_up(lengths[done]):
-                self.evaluator.score(plan_windows(spans[done:], window, self.hp.eval_stride), lengths[done], 1 - lengths[done])
-                return
-            if len(group[ranks.rank::ranks.size]):
-                self._documents(group[ranks.rank::ranks.size], lengths[done], lengths[done + len(group)] - lengths[done])
-            done += len(group)
+def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
+    """Mean gradient over all ranks of the chunk that begins there, clipped to norm 1."""
+    hp, runtime, tokens = scorer.hp, scorer.runtime, scorer.val.tokens
+    parameters = dict(model.named_parameters())
+    sizes = [p.numel() for p in parameters.values()]
+    length = min(hp.train_seq_len, hp.ttt_chunk_tokens)
+    starts = range(begin, begin + hp.ttt_chunk_tokens - length + 1, length)
+    mine = torch.tensor(starts[runtime.comm.rank :: runtime.comm.size], dtype=torch.int64, device=runtime.device)
+    total = torch.zeros(sum(sizes), device=runtime.device)
+    for part in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
+        position = part[:, None] + torch.arange(length, device=part.device)
+        loss = model(tokens[position].long(), tokens[position + 1].long()) * (len(part) / len(starts))
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        total += torch.cat([gradient.flatten().float() for gradient in gradients])
+    runtime.comm.all_reduce(total)()
+    total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
+    return {name: part.view_as(p) for (name, p), part in zip(parameters.items(), total.split(sizes), strict=True)}
 
-    def _documents(self, spans: np.ndarray, done: float, share: float) -> None:
-        """Score these documents, side by side, each with changes of its own; the longest comes first."""
-        hp, device, step = self.hp, self.runtime.device, self.hp.ttt_lora_chunk
-        adapter = new_adapter(hp, len(spans), device)
-        adam = torch.optim.AdamW([matrix for pair in adapter.values() for matrix in pair], lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
-        begin, end = (torch.from_numpy(column.copy())[:, None].to(device) for column in spans.T)
-        longest = int((spans[:, 1] - spans[:, 0]).max())
-        for first in range(0, longest, step):
-            start, live = max(0, first + step - hp.eval_seq_len), int((spans[:, 1] - spans[:, 0] > first).sum())
-            position = begin[:live] + torch.arange(start, first + step, device=device)
-            target = position[:, -step:]
-            counts = target < end[:live]
-            position, safe = position.clamp(max=self.val.targets - 1), target.clamp(max=self.val.targets - 1)
-            with torch.enable_grad():
-                own = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
-                nats = self.model(self.val.tokens[position].long(), self.val.tokens[safe + 1].long(), "none", tail=step, adapter=own)
-            self.evaluator.take(nats.detach(), target, counts, done + share * first / longest)
-            if first + step < longest:
-                adam.zero_grad()
-                ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=[m for pair in adapter.values() for m in pair])
-                adam.step()
+
+def ttt_lora(model: GPT, scorer: Evaluator) -> None:
+    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. Its chunks are
+    scored in order; the forward that scores a chunk also gives the gradient of one AdamW step after it. Documents of
+    similar length are batched. Ranks share the documents."""
+    hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
+    spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
+    while len(spans):
+        if out_of_time(scorer):
+            return scorer.score(plan_windows(spans, hp.eval_seq_len, hp.eval_stride))
+        chunks = -(-int(spans[0, 1] - spans[0, 0]) // hp.ttt_lora_chunk)
+        rows = max(1, scorer.runtime.micro_batch_tokens // min(hp.eval_seq_len, chunks * hp.ttt_lora_chunk))
+        group, spans = np.split(spans, [comm.size * rows])
+        if len(group) > comm.rank:
+            lora_documents(model, scorer, group[comm.rank :: comm.size])
+
+
+def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
+    """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
+    hp, tokens, device, chunk = scorer.hp, scorer.val.tokens, scorer.runtime.device, scorer.hp.ttt_lora_chunk
+    adapter, last = new_adapter(hp, len(spans), device), scorer.val.targets - 1
+    factors = [factor for pair in adapter.values() for factor in pair]
+    adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
+    begin, end = (torch.from_numpy(column.copy())[:, None].to(device) for column in spans.T)
+    lengths = spans[:, 1] - spans[:, 0]
+    for first in range(0, int(lengths[0]), chunk):
+        start, live = max(0, first + chunk - hp.eval_seq_len), int((lengths > first).sum())
+        position = begin[:live] + torch.arange(start, first + chunk, device=device)
+        target = position[:, -chunk:]
+        counts = target < end[:live]
+        ids, targets = tokens[position.clamp(max=last)].long(), tokens[target.clamp(max=last) + 1].long()
+        model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
+        with torch.enable_grad():
+            nats = model(ids, targets, "none")
+        model.adapter = None
+        scorer.take(nats.detach(), target, counts)
+        if first + chunk < lengths[0]:
+            adam.zero_grad()
+            ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
+            adam.step()
 
 
 def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Adapter:
-    """Low-rank changes that change nothing yet: random A (documents, L, rank, in), the same for all, and B of zeros."""
+    """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
     generator, adapter = torch.Generator().manual_seed(0), {}
     for kind in MATRICES:
         if kind.name in LORA_KINDS:
             out, into = matrix_shape(kind, hp)
             a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
-            adapter[kind.name] = (a.to(device).repeat(documents, 1, 1, 1).requires_grad_(),
-                                  torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True))
+            b = torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
+            adapter[kind.name] = (a.to(device).repeat(documents, 1, 1, 1).requires_grad_(), b)
     return adapter
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Checkpoints: a run that is killed goes on where it was
+# ---- Log and files ---------------------------------------------------------------------------------------------------
+def source_code() -> bytes:
+    """This script as people read it. A self-extracting copy (tools/pack_code.py) keeps it in the global SOURCE."""
+    return globals().get("SOURCE") or Path(__file__).read_bytes()
 
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Turn a failed write (folder not writable, disk full) into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"cannot write {path}: {why}; free space or choose a writable folder") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; then synced and renamed, so a crash leaves the old file or the complete new one."""
+    partial = path.with_name(path.name + ".partial")
+    with writing(path):
+        try:
+            yield partial
+            with open(partial, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except Exception:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+class Log:
+    """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in logs/<RUN_ID>.jsonl."""
+
+    def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
+        self.name, self.started, self.files = hp.run_id or time.strftime("%Y%m%d-%H%M%S"), time.perf_counter(), []
+        if comm.rank == 0:
+            paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
+            with writing(paths[0]):
+                folder.mkdir(parents=True, exist_ok=True)
+                self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
+            try:
+                fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
+            except BlockingIOError:
+                raise UserError(f"RUN_ID={self.name}: another run is writing {paths[0]}; wait or set another") from None
+
+    def __call__(self, line: str, event: str = "", console: bool = True, **fields) -> None:
+        """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began, **fields}."""
+        if not self.files:
+            return
+        if console:
+            print(line, flush=True)
+        with writing(self.files[0].name):
+            self.files[0].write(line + "\n")
+            if event:
+                seconds = round(time.perf_counter() - self.started, 3)
+                self.files[1].write(json.dumps({"event": event, "seconds": seconds, **fields}) + "\n")
+
+    def header(self, hp: Hyperparameters, runtime: Runtime, notes=(), resumed: bool = False) -> None:
+        """What is needed to repeat the run: source, versions, machine, every knob. A resumed run appends to its log."""
+        for file in () if resumed else self.files:
+            file.truncate(0)
+        started, settings = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hp.describe()
+        found = f"torch {torch.__version__}, numpy {np.__version__}, sentencepiece {sentencepiece.__version__}"
+        facts = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
+        facts["runtime"] = runtime.describe()
+        source = "" if resumed else source_code().decode() + "\n" + "=" * 100 + "\n"
+        self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)
+        self("\n".join(facts.values()))
+        changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
+        facts |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
+        self(f"changed from the defaults: {changed or 'nothing'}", event="start", **facts)
+        for note in (*runtime.notes, *misspelt_knobs(os.environ), *notes):
+            self(f"note: {note}")
+
+
+# ---- Checkpoints: a killed run continues where it was (docs/formats.md) ----------------------------------------------
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 3
-# What a run that goes on may have otherwise than the one that stopped: how long it is, what it says, where and how it
-# computes, and everything that comes after training.
-MAY_CHANGE = frozenset({
-    "data_path", "tokenizer_path", "micro_batch_tokens", "iterations", "max_wallclock_seconds", "warmup_steps", "row_range", "gptq_batches",
-    "target_bytes", "compressor", "pack_code", "eval_seq_len", "eval_documents", "eval_stride", "val_batch_size", "val_loss_every",
-    "eval_max_seconds", "eval_only", "train_log_every", "checkpoint_every", "resume", "skip_nonfinite", "deterministic", "profile_steps",
-    "reduce_dtype", "compute_dtype", "device", "attention", "compile", *(name for name in Hyperparameters.__dataclass_fields__ if name.startswith("ttt_"))})
+CHECKPOINT_VERSION = 4
 
 
 class Stopped(Exception):
-    """The run ends early because it was asked to: (signal, steps done, folder of the checkpoint)."""
-
-
-class Checkpoint(NamedTuple):
-    """A checkpoint on disk that was found whole: its folder, and what rank 0's header says."""
-
-    path: Path
-    step: int  # the next one to be done
-    ranks: int
-    header: dict
-
-    def file(self, rank: int) -> Path:
-        return self.path / f"rank{rank}-of-{self.ranks}.safetensors"
+    """The run ends early on request: (signal, steps done, path of the checkpoint)."""
 
 
 class Checkpoints:
-    """Writes checkpoints/<RUN_ID>/step_<N>/: for each rank its tensors (safetensors) and then a JSON header with their
-    sha256, each renamed into place, so that a header stands for a whole file.
+    """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.safetensors: whole tensors, with everything else as metadata. A step
+    only waits for the copy to host memory; a thread hashes, writes, syncs and renames. The last two are kept."""
 
-    The step waits for a copy in memory alone; a thread does the rest. A checkpoint is whole when all ranks have written:
-    that is sure for the one before the last when the next is begun, as the steps between hold the ranks together. So the
-    last two whole ones are kept, beside the one in the making.
-    """
-
-    def __init__(self, hp: Hyperparameters, ranks: Ranks, tensors: dict[str, Tensor], log: Log):
-        self.hp, self.ranks, self.log = hp, ranks, log
-        self.folder = CHECKPOINTS / hp.run_id
-        self.tensors = {name: tensor for name, tensor in tensors.items() if is_sharded(name) or ranks.rank == 0}
-        self.copies: dict[str, Tensor] = {}
-        self.writer: threading.Thread | None = None
-        self.failure, self.last = "", None
-        if hp.checkpoint_every:
+    def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
+        self.hp, self.comm, self.log, self.folder = hp, comm, log, CHECKPOINTS / hp.run_id
+        self.copies: dict[str, Tensor] = {}  # in host memory
+        self.writer, self.newest = None, None  # thread and path of the newest checkpoint
+        self.step, self.seconds = 0, 0.0  # of the newest, from which intervals count
+        if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-        self.begin(0, 0.0)
-
-    def begin(self, step: int, seconds: float) -> None:
-        """The run begins there."""
-        self.step, self.seconds = step, seconds
 
     def due(self, step: int, seconds: float) -> bool:
-        """Whether to save before `step`, which begins `seconds` into the run: the same on all ranks."""
+        """Whether to save before `step`, which begins `seconds` into the run; the same on all ranks."""
         every = self.hp.checkpoint_every
-        if every.endswith("s"):
-            return seconds - self.seconds >= int(every[:-1])
-        return bool(every) and step - self.step >= int(every)
+        spent = seconds - self.seconds if every.endswith("s") else step - self.step
+        return bool(every) and spent >= int(every.rstrip("s"))
 
-    def save(self, step: int, state: dict) -> None:
-        """Copy the tensors and start to write them, as the state before `step`."""
+    def save(self, step: int, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
+        """Copy the whole tensors and start writing them as the state before `step`. All ranks must call this."""
         self.wait()
-        if not self.copies:
-            pin = next(iter(self.tensors.values())).device.type == "cuda"
-            self.copies = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for name, tensor in self.tensors.items()}
-        for name, tensor in self.tensors.items():
-            self.copies[name].copy_(tensor, non_blocking=True)
-        norms, copied = torch.stack(torch._foreach_norm(list(self.tensors.values()))).to("cpu", non_blocking=True), None
-        if torch.cuda.is_initialized():
-            copied = torch.cuda.Event()
-            copied.record()
-        self.begin(step, state["clock"]["seconds"])
-        path = self.folder / f"step_{step:08d}"
-        header = {"version": CHECKPOINT_VERSION, "step": step, "ranks": self.ranks.size, "rank": self.ranks.rank, "state": state,
-                  "hyperparameters": dataclasses.asdict(self.hp), "source_sha256": hashlib.sha256(source_code()).hexdigest()}
-        self.writer = threading.Thread(target=self._write, args=(path, header, norms, copied), name="checkpoint")
-        self.writer.start()
+        self.step, self.seconds, copied = step, state["seconds"], None
+        self.newest = self.folder / f"step_{step:08d}.safetensors"
+        for name, tensor in tensors:  # collected from the owners, so every rank iterates
+            if self.comm.rank == 0:
+                self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+                copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+        if self.comm.rank == 0:
+            source = hashlib.sha256(source_code()).hexdigest()
+            facts = {"version": CHECKPOINT_VERSION, "step": step, "source_sha256": source}
+            metadata = {**facts, **state, "hyperparameters": dataclasses.asdict(self.hp)}
+            self.writer = threading.Thread(target=self._write, args=(self.newest, metadata, copied))
+            self.writer.start()
 
-    def _write(self, path: Path, header: dict, norms: Tensor, copied: torch.cuda.Event | None) -> None:
+    def _write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
         from safetensors import SafetensorError
-        from safetensors.torch import save_file  # frees the interpreter while it writes, which save does not
+        from safetensors.torch import save_file  # releases the interpreter lock while it writes; `save` does not
 
-        started = time.perf_counter()
+        started, step = time.perf_counter(), metadata["step"]
         if copied is not None:
             copied.synchronize()
         try:
-            _rule(all(map(math.isfinite, norms.tolist())), "it has values that are not finite")
-            with writing(path):
-                path.mkdir(parents=True, exist_ok=True)
-            if self.ranks.rank == 0:
-                self._prune(keep=3)
-            file = path / f"rank{self.ranks.rank}-of-{self.ranks.size}.safetensors"
-            with replacing(file) as partial:
-                save_file(self.copies, partial)
-                header |= {"bytes": partial.stat().st_size, "sha256": file_digest(partial)}
-            write_atomic(file.with_suffix(".json"), json.dumps(header).encode())
-            self.last = path
-            self.log.event("checkpoint", step=header["step"], bytes=header["bytes"], wall_seconds=time.perf_counter() - started)
-        except (UserError, SafetensorError) as error:
-            self.failure = f"there is no checkpoint of step {header['step']}: {error}"
-
-    def _prune(self, keep: int) -> None:
-        """Leave the last so many folders."""
-        for old in sorted(self.folder.glob("step_*"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            finite = all(torch.linalg.vector_norm(tensor).isfinite() for tensor in self.copies.values())
+            require(finite, "it has values that are not finite")
+            text = {"checkpoint": json.dumps(metadata), "sha256": checkpoint_digest(metadata, self.copies)}
+            with replacing(path) as partial:
+                save_file(self.copies, partial, metadata=text)
+            older = sorted(other for other in self.folder.glob("step_*.safetensors") if other < path)
+            for other in older[:-1]:
+                other.unlink(missing_ok=True)
+            fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
+            self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
+        except (UserError, SafetensorError) as error:  # such as a full disk; the run continues without it
+            self.log(f"note: there is no checkpoint of step {step}: {error}")
+            self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
 
     def wait(self) -> None:
-        """Until the last one is written. A failure (a full disk) is said and does not end the run: the one before is kept."""
+        """Wait for the writer."""
         if self.writer is not None:
             self.writer.join()
-            self.writer = None
-        if self.failure:
-            self.log.line(f"note: {self.failure}")
-            self.failure = ""
-
-    def close(self) -> None:
-        """Wait, and leave the last two."""
-        self.wait()
-        if self.hp.checkpoint_every and self.ranks.rank == 0:
-            self._prune(keep=2)
 
 
-def is_sharded(name: str) -> bool:
-    """Whether ranks own different rows of this tensor of `Training.tensors`."""
-    return name.partition(".")[0] in BANKS
+def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
+    """The sha256 over metadata and tensors, in hexadecimal."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
-def file_digest(path: Path) -> str:
-    """The sha256 of a large file, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in that folder. Raises ValueError if it is not whole, by the sizes and sums in its headers."""
-    first = sorted(path.glob("rank0-of-*.json"))
-    if not first:
-        raise ValueError("it has no header of rank 0")
-    headers = []
-    ranks = int(re.fullmatch(r"rank0-of-(\d{1,6})\.json", first[0].name)[1])
-    for rank in range(ranks):
-        file = path / f"rank{rank}-of-{ranks}.json"
-        if not file.is_file() or file.stat().st_size > MAX_HEADER_BYTES:
-            raise ValueError(f"the header of rank {rank} is missing or too large")
-        header = json.loads(file.read_bytes())
-        if header["version"] != CHECKPOINT_VERSION:
-            raise ValueError(f"its format has version {header['version']}, but this script knows version {CHECKPOINT_VERSION} only")
-        tensors = file.with_suffix(".safetensors")
-        if not tensors.is_file() or tensors.stat().st_size != header["bytes"]:
-            raise ValueError(f"{tensors.name} is missing or not of {header['bytes']} bytes")
-        if file_digest(tensors) != header["sha256"]:
-            raise ValueError(f"the checksum of {tensors.name} is wrong")
-        headers.append(header)
-    if {(header["step"], header["ranks"]) for header in headers} != {(headers[0]["step"], ranks)}:
-        raise ValueError("its files are not of one checkpoint")
-    header, state = headers[0], headers[0]["state"]
-    kinds = ((header["step"], int), (header["hyperparameters"], dict), (header["source_sha256"], str), (state["samples"], int),
-             (state["skipped"], int), (state["clock"]["seconds"], float), *((seconds, float) for seconds in state["clock"]["recent"]))
-    if not all(type(value) is kind for value, kind in kinds) or header["step"] < 1:
-        raise ValueError("its header holds what cannot be")
-    return Checkpoint(path, header["step"], ranks, header)
-
-
-def find_checkpoint(hp: Hyperparameters, runtime: Runtime) -> tuple[Checkpoint | None, list[str]]:
-    """What RESUME asks for, on all ranks by rank 0's word, and notes for the log on what was passed over. All ranks must
-    see its folder. Raises UserError if there are checkpoints, but none that this run can go on from."""
-    found, notes, fault = None, [], ""
-    if runtime.ranks.rank == 0:
-        try:
-            found, notes = _newest_checkpoint(hp)
-        except UserError as error:
-            fault = str(error)
-    if runtime.ranks.size > 1:
-        word = json.dumps([found and str(found.path), found and found.step, found and found.ranks, found and found.header, notes, fault]).encode()
-        path, *rest, notes, fault = json.loads(runtime.ranks.broadcast_bytes(word if runtime.ranks.rank == 0 else None, runtime.device))
-        found = path and Checkpoint(Path(path), *rest)
-    _rule(not fault, fault)
-    return found or None, notes
-
-
-def _newest_checkpoint(hp: Hyperparameters) -> tuple[Checkpoint | None, list[str]]:
-    folders = sorted((CHECKPOINTS / hp.run_id).glob("step_*"), reverse=True)
-    _rule(not folders or bool(hp.resume) or not hp.checkpoint_every,
-          f"{CHECKPOINTS / hp.run_id} holds checkpoints of an earlier run: set RESUME=auto to go on from them, or another RUN_ID, or delete them")
-    if not hp.resume or (hp.resume == "auto" and not folders):
-        return None, []
-    notes = []
-    for path in folders if hp.resume == "auto" else [Path(hp.resume)]:
-        try:
-            found = open_checkpoint(path)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"its header has no {error}" if isinstance(error, KeyError) else _reason(error)
-            notes.append(f"checkpoint {path} passed over: {reason}")
-            continue
-        _check_same_run(hp, found)
-        if hp.resume == "auto":
-            for later in folders[:folders.index(path)]:  # what was not whole; the run will come to it again
-                shutil.rmtree(later, ignore_errors=True)
-        if found.header["source_sha256"] != hashlib.sha256(source_code()).hexdigest():
-            notes.append("the script is another one than that of the checkpoint")
-        return found, notes
-    raise UserError(f"RESUME={hp.resume}: {'; '.join(notes)}; delete {CHECKPOINTS / hp.run_id} to begin anew")
-
-
-def _check_same_run(hp: Hyperparameters, found: Checkpoint) -> None:
-    before, now = found.header["hyperparameters"], dataclasses.asdict(hp)
-    unlike = [f"{name.upper()}={now[name]} instead of {before.get(name)}" for name in now if name not in MAY_CHANGE and before.get(name) != now[name]]
-    _rule(not unlike, f"RESUME={hp.resume}: {found.path} is of another run, with {', '.join(unlike)}: set what it had, or another RUN_ID; "
-                      f"only these may change: {' '.join(sorted(name.upper() for name in MAY_CHANGE))}")
-
-
-def load_tensors(found: Checkpoint, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    """Copy this rank's part of a checkpoint, of however many ranks, into `tensors`. Raises UserError if they do not fit."""
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is executed."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        files = [safe_open(found.file(rank), framework="pt") for rank in range(found.ranks)]
-        for name, tensor in tensors.items():
-            if is_sharded(name):
-                tensor.copy_(_rows([file.get_slice(name) for file in files], ranks.rank * len(tensor), tensor))
-            else:
-                whole = files[0].get_tensor(name)
-                _rule(whole.shape == tensor.shape, f"{found.path} has {name} in another shape: it is of another model")
-                tensor.copy_(whole)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"checkpoint {found.path} cannot be read: {_reason(error)}; delete it to go on from the one before") from error
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata() or {}
+            metadata, stated = json.loads(text["checkpoint"]), text["sha256"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        numbers = [metadata["step"], metadata["seconds"], metadata["samples"], metadata["skipped"], *metadata["recent"]]
+        valid = all(isinstance(n, int | float) and n >= 0 for n in numbers) and metadata["hyperparameters"].keys()
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"it is truncated or not a checkpoint ({type(error).__name__}: {reason(error)})") from error
+    known = f"its format has version {metadata.get('version')}, but this script reads {CHECKPOINT_VERSION} only"
+    require(metadata.get("version") == CHECKPOINT_VERSION, known)
+    require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
+    require(bool(valid), "its metadata is invalid")
+    return metadata, tensors
 
 
-def _rows(parts: list, begin: int, like: Tensor) -> Tensor:
-    """Rows [begin, begin + r) of the parts (r', a, b) end to end, in the shape of `like` (r, a, b). Ranks pad a bank to equal
-    parts with rows of zeros; beyond the last part there are but such."""
-    per, rest = parts[0].get_shape()[0], tuple(parts[0].get_shape()[1:])
-    _rule(rest == tuple(like.shape[1:]), f"the checkpoint has matrices of {rest} where the model has {tuple(like.shape[1:])}")
-    rows = torch.zeros(like.shape)
-    for number, part in enumerate(parts):
-        low, high = max(begin, number * per), min(begin + len(rows), (number + 1) * per)
-        if low < high:
-            rows[low - begin:high - begin] = part[low - number * per:high - number * per]
-    return rows
+def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
+    """(path, metadata, tensors, notes for the log) of the checkpoint that RESUME asks for. Only rank 0 looks at its
+    disk and has the tensors. Raises UserError if there are checkpoints but none can be used."""
+    found, notes, tensors, folder = (None, {}), [], {}, CHECKPOINTS / hp.run_id
+    paths = sorted(folder.glob("step_*.safetensors"), reverse=True) if comm.rank == 0 else []
+    fresh = not paths or bool(hp.resume) or not hp.checkpoint_every
+    require(fresh, f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID")
+    if hp.resume != "auto":
+        paths = [Path(hp.resume)] if hp.resume and comm.rank == 0 else []
+    for path in paths:
+        try:
+            metadata, tensors = read_checkpoint(path)
+        except ValueError as error:
+            notes.append(f"checkpoint {path} skipped: {reason(error)}")
+            continue
+        before, now, fixed = metadata["hyperparameters"], dataclasses.asdict(hp), knobs_with("training", "model")
+        unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in fixed if before.get(n) != now[n])
+        free = " ".join(knobs_with("evaluation", "run")).upper()
+        other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
+        require(not unlike, f"{other}; only these may change: {free}")
+        if metadata["source_sha256"] != hashlib.sha256(source_code()).hexdigest():
+            notes.append("train_gpt.py has changed since this checkpoint")
+        found = path, metadata
+        break
+    require(bool(tensors or not notes), f"RESUME={hp.resume}: {'; '.join(notes)}; delete {folder} to start over")
+    (path, metadata), notes = comm.share((found, notes))
+    return path, metadata, tensors, notes
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training --------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def stop_signals(enabled: bool) -> Iterator[list[signal.Signals]]:
+    """The signals received so far. If enabled, SIGTERM and the first Ctrl-C are only noted; a second one ends it."""
+    received = []
 
+    def note(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        received.append(signal.Signals(number))
 
-def micro_batch_tokens(hp: Hyperparameters, device: torch.device) -> int:
-    """Tokens of one forward: on a GPU what 8 ranks take of the record's batch, on a CPU what fits a laptop's memory."""
-    return hp.micro_batch_tokens or (98_304 if device.type == "cuda" else 16_384)
-
-
-def micro_batches(hp: Hyperparameters, runtime: Runtime, rows: int) -> int:
-    """Into how many equal parts a rank divides its `rows` sequences of a step: as few as the micro-batch allows."""
-    fitting = max(1, micro_batch_tokens(hp, runtime.device) // hp.train_seq_len)
-    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
-
-
-class Profile:
-    """Milliseconds of the parts of a step, by device events (on a CPU by the clock); nothing unless steps are asked for."""
-
-    def __init__(self, steps: int, device: torch.device):
-        self.device, self.skip, self.steps = device, 2, steps  # the first steps are no measure of the rest
-        self.marks, self.times = [], []
-
-    def mark(self, part: str) -> None:
-        """From here on time belongs to `part`."""
-        if self.steps and not self.skip:
-            self.marks.append((part, self._now()))
-
-    def _now(self) -> torch.cuda.Event | float:
-        if self.device.type != "cuda":
-            return 1000 * time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def end_step(self) -> None:
-        """The last part of the step is over."""
-        self.mark("")
-        if self.steps and self.skip:
-            self.skip -= 1
-        elif self.steps:
-            self.steps -= 1
-            self.times.append(self.marks)
-            self.marks = []
-
-    def table(self) -> str:
-        """Medians over the steps, one part a line; empty before the last of the steps, and after it was asked for once."""
-        if self.steps or not self.times:
-            return ""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        spent: list[dict[str, float]] = []
-        for marks in self.times:
-            spent.append({})
-            for (part, begin), (_, end) in zip(marks, marks[1:], strict=False):
-                elapsed = end - begin if isinstance(begin, float) else begin.elapsed_time(end)
-                spent[-1][part] = spent[-1].get(part, 0.0) + elapsed
-        self.times = []
-        totals = [sum(step.values()) for step in spent]
-        rows = [(part, statistics.median(step[part] for step in spent)) for part in spent[0]] + [("step", statistics.median(totals))]
-        return "\n".join([f"profile of {len(spent)} steps, medians in ms", *(f"  {part:18}{value:10.3f}" for part, value in rows)])
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if enabled}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Training:
-    """A run: model, optimizers, data and clock, and the loop over them."""
+    """A run: model, data, optimizer, average and clock, and the loop over them."""
 
-    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation):
+    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None):
         self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
         self.loader = TrainingLoader(hp, runtime)
-        self.accumulation = micro_batches(hp, runtime, self.loader.rows)
+        rows, fitting = self.loader.rows, max(1, runtime.micro_batch_tokens // hp.train_seq_len)
+        self.accumulation = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
         self.model = GPT(hp, runtime.attend, runtime.dtype)
         weights = self.model.initialise(hp.seed)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
-        self.optimizers = Optimizers(self.model, weights, hp, runtime.ranks, self.accumulation, runtime.compiled)
-        self.average = WeightAverage(self.optimizers.owned(), hp)
-        self.profile = Profile(hp.profile_steps, runtime.device)
-        # On a GPU the host stays up to two steps ahead, so that the device never waits for it.
-        self.depth = 2 if runtime.device.type == "cuda" else 0
-        self.watch, self.clock, self.in_flight = Stopwatch(), Clock(hp.max_wallclock_seconds, self.depth), deque()
-        self.signal, self.stopping, self.skipped, self.first = None, False, 0, 0  # signal that this process got; what all agreed on
-        self.checkpoints = Checkpoints(hp, runtime.ranks, self.tensors(), log)
+        self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
+        self.average = WeightAverage(self.optimizer.owned(), hp)
+        self.checkpoints = Checkpoints(hp, runtime.comm, log)
+        self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
+        self.clock, self.in_flight = Clock(hp.max_wallclock_seconds, self.depth), deque()
+        self.signals, self.stopping = [], False  # signals of this rank; whether any rank has one
+        self.first = self.skipped = 0
 
-    def train_step(self, step: int, moment: Moment) -> Tensor:
-        """Forward, backward and update on batch `step`. Returns (REPORT,) on the device: mean loss, rank 0's clock, wish to stop."""
-        ranks, flat, mark = self.runtime.ranks, self.optimizers.flat, self.profile.mark
-        mark("data")
+    def train_step(self, step: int, settings: StepSettings) -> Tensor:
+        """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
+        comm, report = self.runtime.comm, self.optimizer.report
+        self.model.qat = settings.qat
         for rows in self.loader.batch(step).chunk(self.accumulation):
             ids = rows.to(torch.int64)
-            mark("forward")
-            x, y = (part.reshape(-1, moment.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y, qat=moment.qat) / (self.accumulation * ranks.size)
-            mark("backward")
+            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+            loss = self.forward(x, y) / (self.accumulation * comm.size)
             loss.backward()
-            self.optimizers.accumulate()
-            flat[-REPORT] += loss.detach()
-        flat[-2].fill_(self.watch.seconds() if ranks.rank == 0 else 0.0)
-        flat[-1].fill_(float(self.signal is not None))
-        report = self.optimizers.step(moment.lr_scale, moment.momentum, mark)
-        mark("average")
-        self.average.update(step, moment.lr_scale)
-        mark("communication")
-        self.optimizers.finish()
-        self.profile.end_step()
-        return report
+            self.optimizer.accumulate()
+            report.loss.add_(loss.detach())
+        self.model.qat = False
+        report.seconds.fill_(self.clock.elapsed() if comm.rank == 0 else 0.0)
+        report.stop.fill_(float(bool(self.signals)))
+        summed = self.optimizer.step(settings.lr_scale, settings.momentum)
+        self.average.update(step, settings.lr_scale)
+        self.optimizer.finish()
+        return summed
 
     def warm_up(self) -> None:
-        """Run every graph and collective that the run will use, before its clock starts, then undo all effects."""
-        started = time.perf_counter()
-        self._rehearse_moments()
-        if not self.hp.warmup_steps:
+        """Run the graphs and collectives of the run before its clock starts, then restore all state."""
+        hp, started, queued = self.hp, time.perf_counter(), []
+        if hp.gptq_batches and hp.max_wallclock_seconds:  # reserve time for GPTQ, as rank 0 measures it
+            self.calibrate(range(1))  # loads kernels
+            took = self.calibrate(range(1))[1]
+            self.clock.reserve(1.1 * hp.gptq_batches * self.runtime.comm.share(took))
+            reserved = hp.max_wallclock_seconds - self.clock.cap
+            self.log(f"warmup: {reserved:.2f} s of the wall clock are reserved for GPTQ")
+        if not hp.warmup_steps:
             return
-        weights = [tensor.clone() for tensor in self.optimizers.owned()]
-        self.watch.start()
-        asked, moment = [], Moment(1.0, self.hp.muon_momentum_warmup_start, False, self.hp.train_seq_len)
-        for step in range(self.hp.warmup_steps):
-            if step == 0 and self.runtime.compiled:
-                self.log.line("warmup: compiling the training step (the first time: minutes; later runs reuse the cache)")
-            report = self.train_step(step, moment)
-            asked.append(float(report[1]))
-            if step in (0, self.hp.warmup_steps - 1):
-                self.log.line(f"warmup_step:{step + 1}/{self.hp.warmup_steps} seconds:{time.perf_counter() - started:.1f}")
-        if self.hp.short_seq_parts > 1 and self.hp.short_seq_frac:
-            self.log.line("warmup: the same with short sequences")
-            self.train_step(0, moment._replace(seq_len=self.hp.train_seq_len // self.hp.short_seq_parts))
-        if self.hp.late_qat:
-            self.log.line("warmup: the same with late QAT")
-            self.train_step(0, moment._replace(qat=True))
-        self.log.line("warmup: evaluation")
-        window, stride = self.hp.eval_seq_len, self.hp.eval_stride
-        blank = torch.zeros(eval_rows(self.hp, self.runtime, window), window, dtype=torch.int64, device=self.runtime.device)
-        with torch.no_grad():
-            self.forward(blank, blank.clone(), reduction="none")
-            if stride < window:
-                self.forward(blank, blank[:, :stride].clone(), reduction="none", tail=stride)
-        torch._foreach_copy_(self.optimizers.owned(), weights)
-        self.optimizers.publish()
-        self.optimizers.reset()
-        self.average.reset()
+        before = {name: tensor.clone() for name, tensor in self.tensors().items()}
+        whole = StepSettings(1.0, hp.muon_momentum_warmup_start, False, hp.train_seq_len)
+        kinds = [whole] * hp.warmup_steps
+        if hp.short_seq_parts > 1:
+            kinds.append(whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts))
+        if hp.late_qat:
+            kinds.append(whole._replace(qat=True))
+        self.clock.start()
+        for step, settings in enumerate(kinds):
+            if step in (0, hp.warmup_steps - 1) or settings is not whole:  # compiling takes minutes the first time
+                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
+                self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
+            queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
+        rows, window = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
+        blank = torch.zeros(rows, window, dtype=torch.int64, device=self.runtime.device)
+        for n in (window, hp.eval_stride):
+            with torch.no_grad():
+                self.forward(blank, blank[:, :n].clone(), reduction="none")
+        for name, tensor in self.tensors().items():
+            tensor.copy_(before[name])
+        self.optimizer.sync_replicas()
+        self.average.samples = 0
         self.runtime.synchronize()
-        self.watch, self.profile = Stopwatch(), Profile(self.hp.profile_steps, self.runtime.device)
-        if len(asked) > 1:
-            self.clock.expect(asked[-1] - asked[-2])
-        self.log.line(f"warmup: done seconds:{time.perf_counter() - started:.1f}")
-        self.log.event("warmup", wall_seconds=time.perf_counter() - started)
+        last = queued[max(0, hp.warmup_steps - 2) : hp.warmup_steps]  # ordinary steps, already compiled
+        self.clock.reset(0, 0.0, [last[1] - last[0]] if len(last) > 1 else [])
+        elapsed = time.perf_counter() - started
+        self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
     def train(self) -> None:
-        """Steps until ITERATIONS or the wall clock end, with validations in between (the clock stands still for them)."""
+        """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
+        hp, clock, step = self.hp, self.clock, self.first
         gc.collect()
-        gc.freeze()  # long-lived objects out of the collector's sight: its full passes stall a step
-        for step in range(self.first, self.hp.iterations + 1):
-            done, fits = step == self.hp.iterations, self.clock.fits(step)
-            if done or not fits or (self.hp.val_loss_every and step % self.hp.val_loss_every == 0):
-                self._settle(0)
-                self.watch.pause()
-                self._validate(step)
-                if not done and not fits:
-                    self.log.line(f"stopping_early: wallclock_cap train_time:{1000 * self.watch.total:.0f}ms step:{step}/{self.hp.iterations}")
-                    self.log.event("stopping_early", step=step, train_seconds=self.watch.total)
-                if done or not fits:
-                    self.save(step)
+        gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
+        profile = contextlib.nullcontext()
+        if hp.profile:  # of steps 4 to 8; the trace opens in a browser (ui.perfetto.dev)
+            handler = torch.profiler.tensorboard_trace_handler(hp.profile, f"rank{self.runtime.comm.rank}")
+            window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
+            profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
+        with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
+            while True:
+                fits = clock.fits(step)
+                done = step >= hp.iterations or not fits
+                if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
+                    self._settle(0)
+                    clock.pause()
+                    self._validate(step)
+                if done:
                     break
-            if self.watch.since is None:
-                self.watch.start()
-            moment = schedule(self.hp, step, self.clock.begins(step), self.clock.step_seconds)
-            report = self.train_step(step, moment)
-            self.in_flight.append((step, moment, *self._fetch(report)))
-            self._settle(self.depth if step > self.first + 1 else 0)  # run ahead only once it is known how long a step takes
-            if self.stopping or self.checkpoints.due(step + 1, self.clock.begins(step + 1)):
-                self._settle(0)
-                self.save(step + 1)
-            if self.stopping:
-                self.checkpoints.wait()
-                raise Stopped(self.signal or signal.SIGTERM, step + 1, self.checkpoints.last)
+                clock.start()
+                settings = schedule(hp, step, clock.begins(step), clock.step_seconds)
+                values = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
+                copied = torch.cuda.current_stream().record_event() if self.depth else None
+                self.in_flight.append((step, settings, values, copied))
+                self._settle(self.depth if step > self.first + 1 else 0)  # queue ahead once a step's time is known
+                step += 1
+                if self.stopping or self.checkpoints.due(step, clock.begins(step)):
+                    self._settle(0)
+                    self.save(step)
+                if self.stopping:
+                    self.checkpoints.wait()
+                    newest = self.runtime.comm.share(self.checkpoints.newest)  # after rank 0 has written it
+                    raise Stopped((*self.signals, signal.SIGTERM)[0], step, newest)
+                if hp.profile:
+                    profile.step()
+        if step < hp.iterations:
+            seconds = clock.elapsed()
+            line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
+            self.log(line, event="stopping_early", step=step, train_seconds=seconds)
+        self.save(step)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a checkpoint holds, as `Optimizers.tensors`: its state, and the average as KIND "average"."""
-        names = [*self.optimizers.banks, *self.optimizers.small]
-        return self.optimizers.tensors() | {f"{name}.average": mean for name, mean in zip(names, self.average.mean, strict=False)}
+        """All tensors of a checkpoint as this rank has them: the optimizer's, and the average as PARAMETER.average."""
+        names = [*self.optimizer.banks, *self.optimizer.small]
+        average = {f"{name}.average": mean for name, mean in zip(names, self.average.mean, strict=False)}
+        return self.optimizer.tensors() | average
 
     def save(self, step: int) -> None:
-        """Keep the state before `step`, if checkpoints are asked for and there is none of it yet."""
+        """Checkpoint the state before `step`, if checkpoints are enabled and this one does not exist yet."""
         if self.hp.checkpoint_every and step > self.checkpoints.step:
+            whole = ((name, self.optimizer.whole(name, tensor)) for name, tensor in self.tensors().items())
+            state = {"samples": self.average.samples, "skipped": self.skipped}
             clock = {"seconds": self.clock.seconds, "recent": list(self.clock.recent)}
-            self.checkpoints.save(step, {"clock": clock, "samples": self.average.samples, "skipped": self.skipped})
+            self.checkpoints.save(step, whole, state | clock)
 
-    def restore(self, found: "Checkpoint") -> None:
-        """Go on from there: everything that a step depends on or changes."""
-        load_tensors(found, self.tensors(), self.runtime.ranks)
-        self.optimizers.publish()
-        state = found.header["state"]
-        self.first, self.average.samples, self.skipped = found.step, state["samples"], state["skipped"]
-        self.clock.step, self.clock.seconds = found.step - 1, state["clock"]["seconds"]
-        self.clock.recent = deque(state["clock"]["recent"], maxlen=self.clock.recent.maxlen)
-        self.watch.total = self.clock.seconds
-        self.checkpoints.begin(found.step, self.clock.seconds)
-        self.checkpoints.last = found.path
-
-    @contextlib.contextmanager
-    def heeding_signals(self) -> Iterator[None]:
-        """With checkpoints, SIGTERM and the first Ctrl-C end the run after its step, on all ranks; a second one at once."""
-        def note(number: int, frame: object) -> None:
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-            self.signal = signal.Signals(number)
-
-        heeded = (signal.SIGTERM, signal.SIGINT) if self.hp.checkpoint_every else ()
-        before = [signal.signal(number, note) for number in heeded]
-        try:
-            yield
-        finally:
-            for number, handler in zip(heeded, before, strict=True):
-                signal.signal(number, handler)
+    def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
+        """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
+        for name, tensor in self.tensors().items():
+            self.optimizer.distribute(name, tensor, tensors.pop(name, None))
+        self.optimizer.sync_replicas()
+        self.first, self.average.samples, self.skipped = state["step"], state["samples"], state["skipped"]
+        self.clock.reset(self.first, state["seconds"], state["recent"])
+        self.checkpoints.step, self.checkpoints.seconds, self.checkpoints.newest = self.first, state["seconds"], path
+        for later in path.parent.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
+            if later > path:  # damaged, or of a branch that this run leaves
+                later.unlink()
+        line = f"resumed: step:{self.first} train_time:{1000 * state['seconds']:.0f}ms from:{path}"
+        self.log(line, event="resumed", step=self.first, train_seconds=state["seconds"], path=str(path))
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
-        """Put the average in the place of the weights, on all ranks, and see what its matrices read, within the wall
-        clock. Returns what the weights now are and the second moments by the names of the tables."""
-        self.watch.start()
-        begun = self.watch.total
+        """Replace the weights by their average on all ranks and calibrate GPTQ, within the wall clock. Returns what the
+        weights are now, and the Hessians by matrix name."""
+        batches, clock, hessians = self.hp.gptq_batches, self.clock, {}
+        clock.start()
         averaged = self.average.apply()
-        self.optimizers.publish()
-        moments = self._moments(self.clock.step + 1, self.hp.gptq_batches) if self.hp.gptq_batches else {}
-        self.watch.pause()
-        if moments:
-            self.log.line(f"gptq: second moments of {self.hp.gptq_batches * self.hp.train_batch_tokens} training tokens "
-                          f"took {1000 * (self.watch.total - begun):.0f}ms train_time:{1000 * self.watch.total:.0f}ms")
-            self.log.event("gptq", batches=self.hp.gptq_batches, train_seconds=self.watch.total, wall_seconds=self.watch.total - begun)
-        return averaged, moments
+        self.optimizer.sync_replicas()
+        if batches:
+            hessians, took = self.calibrate(range(clock.step + 1, clock.step + 1 + batches))
+        clock.pause()
+        if batches:
+            line = f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took {1000 * took:.0f}ms"
+            fields = {"batches": batches, "train_seconds": clock.elapsed(), "wall_seconds": took}
+            self.log(f"{line} train_time:{1000 * clock.elapsed():.0f}ms", event="gptq", **fields)
+        return averaged, hessians
 
     @torch.no_grad()
-    def _moments(self, first: int, batches: int) -> dict[str, Tensor]:
-        """Second moments over training batches `first`, `first` + 1, ..., of all ranks. Not compiled: it runs but once."""
-        moments = Moments(self.hp, self.runtime.device)
-        for step in range(first, first + batches):
+    def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
+        """(GPTQ's Hessians over the training batches of these steps, on all ranks; seconds). Too few to compile for."""
+        started, hessians = time.perf_counter(), Hessians(self.hp, self.runtime.device)
+        self.model.calibration = hessians
+        for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
-                self.model(rows[:, :-1].to(torch.int64), watch=moments)
-        for arrived in [self.runtime.ranks.all_reduce(total) for total in moments.sums.values()]:
+                self.model(rows[:, :-1].to(torch.int64))
+        self.model.calibration = None
+        for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.sums.values()]:
             arrived()
         self.runtime.synchronize()
-        return moments.sums
-
-    def _rehearse_moments(self) -> None:
-        """Learn how long `finish` will take, and keep that time of the wall clock for it: rank 0's word for all."""
-        if not (self.hp.gptq_batches and self.hp.max_wallclock_seconds):
-            return
-        for _ in range(2):  # the first one also loads kernels
-            began = time.perf_counter()
-            self._moments(0, 1)
-            took = torch.tensor(time.perf_counter() - began if self.runtime.ranks.rank == 0 else 0.0, device=self.runtime.device)
-        self.runtime.ranks.all_reduce(took)()
-        self.clock.reserve(1.1 * float(took) * self.hp.gptq_batches)
-        self.log.line(f"warmup: {self.hp.max_wallclock_seconds - self.clock.cap:.2f} s of the wall clock are kept for GPTQ")
-
-    def _fetch(self, report: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the report's way to the host; the event tells when it is there, and with it the whole step."""
-        if report.device.type != "cuda":
-            return report, None
-        values = torch.empty(report.shape, pin_memory=True)
-        values.copy_(report, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return values, event
+        return hessians.sums, time.perf_counter() - started
 
     def _settle(self, depth: int) -> None:
-        """Take in the reports of all but the last `depth` steps."""
+        """Process the reports of all but the last `depth` steps."""
         while len(self.in_flight) > depth:
-            step, moment, values, event = self.in_flight.popleft()
-            if event is not None:
-                event.synchronize()
-            loss, seconds, stop = values.tolist()
-            self.clock.agree(step, seconds)
-            self.stopping |= stop > 0
-            if not math.isfinite(loss):
+            step, settings, values, copied = self.in_flight.popleft()
+            if copied is not None:
+                copied.synchronize()
+            report, limit = Report(*values.tolist()), self.hp.skip_nonfinite
+            self.clock.agree(step, report.seconds)
+            self.stopping |= report.stop > 0
+            if not math.isfinite(report.loss):
                 self.skipped += 1
-                _rule(self.skipped <= self.hp.skip_nonfinite, self._not_finite(step + 1, loss))
-                self.log.line(f"note: step {step + 1} had no finite loss and gradient, and was left out ({self.skipped} of SKIP_NONFINITE="
-                              f"{self.hp.skip_nonfinite})")
+                require(self.skipped <= limit, self._not_finite(step + 1, report.loss))
+                self.log(f"note: step {step + 1} was not finite and was skipped ({self.skipped} of {limit})")
             if step < 10 or (step + 1) % self.hp.train_log_every == 0:
-                self._log_step(step + 1, loss, moment)
-            if table := self.profile.table():
-                self.log.line(table)
+                self._log_step(step + 1, report.loss, settings)
 
     def _not_finite(self, step: int, loss: float) -> str:
-        norms = ", ".join(f"{name.removesuffix('.weight')} {float(torch.linalg.vector_norm(tensor)):.3g}"
-                          for name, tensor in self.optimizers.tensors().items() if name.endswith(".weight"))
-        kept = f"; the last good checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
-        return (f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: lower MATRIX_LR, SCALAR_LR or "
-                "TIED_EMBED_LR, look at the data of that step, or set SKIP_NONFINITE")
+        state = {name: tensor for name, tensor in self.optimizer.tensors().items() if name.endswith(".weight")}
+        norms = ", ".join(f"{name[:-7]} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in state.items())
+        self.checkpoints.wait()
+        kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
+        advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
+        return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
 
-    def _log_step(self, step: int, loss: float, moment: Moment) -> None:
-        hp, seconds = self.hp, self.watch.seconds()
-        rate = step * hp.train_batch_tokens / seconds
-        mfu = ""
-        if peak := peak_flops(self.runtime.device):
-            recent = hp.train_batch_tokens / statistics.fmean(self.clock.recent)  # sequences were shorter before, and steps faster
-            mfu = f" mfu:{recent * flops_per_token(hp, moment.seq_len) / (peak * self.runtime.ranks.size):.3f}"
-        left = (hp.iterations - step) * seconds / step
-        if hp.max_wallclock_seconds:
-            left = min(left, hp.max_wallclock_seconds - seconds)
-        self.log.line(f"step:{step}/{hp.iterations} train_loss:{loss:.4f} train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / step:.2f}ms "
-                      f"tok_s:{rate:.0f}{mfu} lr_scale:{moment.lr_scale:.4f} momentum:{moment.momentum:.4f} qat:{int(moment.qat)} seq_len:{moment.seq_len} eta:{left:.0f}s")
-        self.log.event("train", step=step, train_loss=loss, train_seconds=seconds, tokens_per_second=rate, **moment._asdict())
+    def _log_step(self, step: int, loss: float, settings: StepSettings) -> None:
+        seconds, cap = self.clock.elapsed(), self.hp.max_wallclock_seconds or math.inf
+        rate, eta = step * self.hp.train_batch_tokens / seconds, (self.hp.iterations - step) * seconds / step
+        rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
+        more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{min(eta, cap - seconds):.0f}s"
+        fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
+        self._log_progress("train", step, f"train_loss:{loss:.4f}", more, fields)
 
     def _validate(self, step: int) -> None:
-        score = evaluate(self.forward, self.val, self.hp, self.runtime, stride=self.hp.eval_seq_len)
-        seconds = self.watch.total
-        self.log.line(f"step:{step}/{self.hp.iterations} {score.fields(4)} train_time:{1000 * seconds:.0f}ms "
-                      f"step_avg:{1000 * seconds / max(step, 1):.2f}ms eval_time:{1000 * score.seconds:.0f}ms")
-        self.log.event("val", step=step, val_loss=score.nats, val_bpb=score.bits_per_byte, train_seconds=seconds)
+        score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
+        self._log_progress("val", step, score.fields(4), f"eval_time:{1000 * score.seconds:.0f}ms", fields)
+
+    def _log_progress(self, event: str, step: int, result: str, more: str, fields: dict) -> None:
+        seconds = self.clock.elapsed()
+        used = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
+        line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
+        self.log(line, event=event, step=step, train_seconds=seconds, **fields)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The whole run
+# ---- The whole run ---------------------------------------------------------------------------------------------------
+def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
+    """Log the final scores of the model's weights: disjoint windows, sliding windows, test-time training."""
+    for name in ["roundtrip", "sliding_window"] + ([f"ttt_{hp.ttt_mode}"] if hp.ttt_enabled else []):
+        try:
+            if name.startswith("ttt"):
+                scorer = Evaluator(forward, val, hp, runtime, hp.eval_stride, log)
+                score = scorer.run({"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode], model, scorer)
+            else:
+                stride = hp.eval_seq_len if name == "roundtrip" else hp.eval_stride
+                score = evaluate(forward, val, hp, runtime, stride, log)
+            log_score(log, f"final_int6_{name}_exact", score)
+        except Interrupted as stopped:
+            log_score(log, f"final_int6_{name}_partial", stopped.args[0])
+            raise
 
 
 def log_score(log: Log, name: str, score: Score) -> None:
     """One final score, in the line that tools look for."""
-    log.line(f"{name} {score.fields()} eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}")
-    log.event(name, val_loss=score.nats, val_bpb=score.bits_per_byte, eval_seconds=score.seconds, val_tokens=score.targets, val_bytes=score.nbytes)
+    more = f"eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}"
+    fields = {"eval_seconds": score.seconds, "val_tokens": score.targets, "val_bytes": score.nbytes}
+    log(f"{name} {score.fields()} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
 
 
-def score_artifact(model: GPT, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """The final scores of the weights now in the model: windows without overlap, sliding ones, and test-time training."""
-    def learn() -> Score:
-        return ScoreFirst(model, Evaluator(forward, val, hp, runtime, hp.eval_stride, log.line), log).run()
-
-    ways = {"final_int6_roundtrip": lambda: evaluate(forward, val, hp, runtime, hp.eval_seq_len, log.line),
-            "final_int6_sliding_window": lambda: evaluate(forward, val, hp, runtime, hp.eval_stride, log.line)}
-    for name, way in (ways | ({f"final_int6_ttt_{hp.ttt_mode}": learn} if hp.ttt_enabled else {})).items():
-        try:
-            log_score(log, f"{name}_exact", way())
-        except Interrupted as stopped:
-            log_score(log, f"{name}_partial", stopped.args[0])
-            raise
-
-
-PACKED = Path("train_gpt.packed.py")
-PACKED_HEAD = b"# coding: latin-1\nimport bz2;exec(compile(bz2.decompress('"
-PACKED_TAIL = b"'.encode('latin-1')),__file__,'exec'))\n"
-
-
-def source_code() -> bytes:
-    """This script as it is read by people, also when its self-extracting copy is what runs."""
-    code = Path(__file__).read_bytes()
-    return unpack_code(code) if code.startswith(PACKED_HEAD) else code
-
-
-def pack_code(source: bytes) -> bytes:
-    """A program that does what `source` does: its compressed bytes as a Python string of Latin-1 characters, which
-    costs 2 % where base85 costs 25. Only what ends a line or a string in a source file has to be escaped."""
-    escapes = {ord(char): f"\\x{ord(char):02x}".encode() for char in "\0\n\r\x1a'\\"}
-    packed = b"".join(escapes.get(byte, bytes([byte])) for byte in bz2.compress(source, 9))
-    return PACKED_HEAD + packed + PACKED_TAIL
-
-
-def unpack_code(packed: bytes) -> bytes:
-    """The source within a self-extracting copy."""
-    literal = packed.removeprefix(PACKED_HEAD).removesuffix(PACKED_TAIL)
-    return bz2.decompress(ast.literal_eval(f"'{literal.decode('latin-1')}'").encode("latin-1"))
-
-
-def export(weights: dict[str, Tensor], moments: dict[str, Tensor], facts: dict, hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[bytes, int]:
-    """Rank 0 quantises, packs and writes the artifact; all ranks get its bytes. Returns them and the submission's size."""
-    started, blob, code = time.perf_counter(), None, source_code()
-    if hp.pack_code:
-        code = pack_code(code)
-    if runtime.ranks.rank == 0:
-        if hp.pack_code:
-            write_atomic(PACKED, code)
-        log.line(f"export: coding {sum(tensor.numel() for tensor in weights.values()):,} weights with {hp.compressor}, "
-                 f"{'rounded by GPTQ' if moments else 'plainly rounded'}")
-        room = hp.target_bytes - len(code) if hp.target_bytes else math.inf
-        blob = fit_artifact(weights, hp, moments, facts, room, log.line)
-        write_atomic(ARTIFACT, blob)
-    blob = runtime.ranks.broadcast_bytes(blob, runtime.device)
-    log.line(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes")
-    log.line(f"Code size: {len(code)} bytes")
-    log.line(f"Total submission size int6+{hp.compressor}: {len(blob) + len(code)} bytes")
-    log.event("artifact", path=str(ARTIFACT), model_bytes=len(blob), code_bytes=len(code), wall_seconds=time.perf_counter() - started)
-    return blob, len(blob) + len(code)
+def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
+    """Rank 0 quantises, packs and writes the artifact. Returns its bytes, on all ranks, and the submission's size."""
+    hp, comm, log, started, blob = run.hp, run.runtime.comm, run.log, time.perf_counter(), b""
+    code_bytes, weights, name = Path(__file__).stat().st_size, run.optimizer.weights(), f"int6+{run.hp.compressor}"
+    if comm.rank == 0:
+        log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
+        max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
+        blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
+        with replacing(ARTIFACT) as partial:
+            partial.write_bytes(blob)
+    blob = comm.share(blob)
+    total, seconds = len(blob) + code_bytes, time.perf_counter() - started
+    log(f"Serialized model {name}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    fields = {"path": str(ARTIFACT), "model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": seconds}
+    log(f"Total submission size {name}: {total} bytes", event="artifact", **fields)
+    return blob, total
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
-    """Raises UserError if code and artifact together, or the training, are over the challenge's limit, or over a longer
-    time that was asked for."""
-    cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
-    _rule(seconds <= cap, f"training took {seconds:.2f} s, over the limit of {cap:g}: this run is no valid submission; run it again, "
-                          "or set a lower MAX_WALLCLOCK_SECONDS if it happens again")
-    _rule(total <= SUBMISSION_CAP, f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}: "
-                                   f"this run is no valid submission; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
-
-
-def peak_memory(device: torch.device) -> str:
-    """The most memory that this process has used, for the log."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) >> 20} MiB allocated on the GPU"
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == 'darwin' else 10)} MiB resident"
+    """Raise UserError if the training time or code plus artifact exceed the challenge's limit. A longer
+    MAX_WALLCLOCK_SECONDS raises the first limit."""
+    cap, invalid = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP), "this run is not a valid submission"
+    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: {invalid}; lower MAX_WALLCLOCK_SECONDS"
+    require(seconds <= cap, slow)
+    large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
+    advice = f"{invalid}; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller"
+    require(total <= SUBMISSION_CAP, f"{large}: {advice}")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
@@ -2957,80 +2379,76 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     blob = read_artifact(path)
     hp = artifact_hyperparameters(path, blob, environ)
     with Runtime.start(hp) as runtime:
-        log = Log(hp, runtime.ranks)
+        log = Log(hp, runtime.comm)
         log.header(hp, runtime)
-        val = Validation(hp, runtime.device)
-        model = GPT(hp, runtime.attend, runtime.dtype)
+        val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype)
         with reading_artifact(path):
             load_artifact(blob, model)
-        score_artifact(model, compile_whole(model.to(runtime.device), runtime.compiled), val, hp, runtime, log)
+        forward = compile_whole(model.to(runtime.device), runtime.compiled)
+        score_artifact(model, forward, val, hp, runtime, log)
 
 
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
-    check_coder(hp)
-    _rule(not (hp.checkpoint_every or hp.resume) or importlib.util.find_spec("safetensors") is not None,
-          "CHECKPOINT_EVERY and RESUME need the package safetensors, which is not installed: pip install safetensors")
+    for package, needed in (
+        ("constriction", hp.compressor == "ans"),
+        ("safetensors", hp.checkpoint_every or hp.resume),
+    ):
+        missing = f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip install {package}"
+        require(not needed or find_spec(package) is not None, missing)
     with Runtime.start(hp) as runtime:
-        log = Log(hp, runtime.ranks)  # whoever has the log has the checkpoints
-        found, notes = find_checkpoint(hp, runtime)
-        log.header(hp, runtime, goes_on=found is not None)
-        for note in notes:
-            log.line(f"note: {note}")
+        log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
+        path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
+        log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
-        log.line(f"model_params:{sum(p.numel() for p in run.model.parameters())} val_tokens:{val.targets} val_bytes:{val.total_bytes} "
-                 f"train_shards:{len(run.loader.stream.paths)} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
-        with contextlib.closing(run.loader), contextlib.closing(run.checkpoints):
+        params, shards = sum(p.numel() for p in run.model.parameters()), len(run.loader.stream.paths)
+        sizes = f"model_params:{params} val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
+        log(f"{sizes} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
+        with contextlib.closing(run.loader):
             run.warm_up()
-            if found:
-                run.restore(found)
-                log.line(f"resumed: step:{found.step} train_time:{1000 * run.clock.seconds:.0f}ms from:{found.path}")
-                log.event("resumed", step=found.step, train_seconds=run.clock.seconds, path=str(found.path))
-            with run.heeding_signals():
-                run.train()
-            averaged, moments = run.finish()
-        log.line(f"peak_memory: {peak_memory(runtime.device)}")
-        log.line(f"exporting {averaged}")
-        before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
+            if path:
+                run.restore(path, state, tensors)
+            run.train()
+            averaged, hessians = run.finish()
+        peak = f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB resident"
+        if runtime.device.type == "cuda":
+            peak = f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
+        log(f"peak_memory: {peak}\nexporting {averaged}")
+        before, seconds = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len), run.clock.elapsed()
         log_score(log, "final_average_exact", before)
-        facts = {"tokenizer_sha256": sha256_of(hp.tokenizer_path),
-                 "training": {"steps": run.clock.step + 1, "train_seconds": round(run.watch.total, 3), "tokens_a_step": hp.train_batch_tokens,
-                              "ranks": runtime.ranks.size, "seed": hp.seed, "weights": averaged, "val_loss": before.nats, "val_bpb": before.bits_per_byte}}
-        blob, total = export(run.optimizers.weights(), moments, facts, hp, runtime, log)
+        facts = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
+        facts |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
+        blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": facts})
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
-        check_limits(total, run.watch.total, hp)
+        run.checkpoints.wait()
+        check_limits(total, seconds, hp)
 
 
 def main() -> None:
-    """Read the knobs, do the run; a user's mistake ends it with one sentence and a non-zero status."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], epilog="Knobs (environment variables):\n" + knob_help(),
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inspect", metavar="FILE", help="say what is in an artifact, and nothing else")
-    inspect = parser.parse_args().inspect
+    """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero status."""
+    text = {"description": __doc__.split("\n\n")[0], "epilog": "Knobs (environment variables):\n" + knob_help()}
+    argparse.ArgumentParser(**text, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         hp = Hyperparameters.from_env(dict(os.environ))
-        if inspect:
-            print(inspection(inspect))
-        elif hp.eval_only:
+        if hp.eval_only:
             evaluate_only(dict(os.environ), hp.eval_only)
         else:
             train_and_score(hp)
+        return
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        status, sentence = 1, str(error)
     except torch.OutOfMemoryError as error:
-        print(f"error: a GPU's memory is full ({_reason(error)}): set a lower MICRO_BATCH_TOKENS (--help has what it is)", file=sys.stderr, flush=True)
-        sys.exit(1)
+        status, sentence = 1, f"a GPU's memory is full ({reason(error)}): set a lower MICRO_BATCH_TOKENS"
     except Stopped as stopped:
         number, step, path = stopped.args
-        way = f"start it again with RESUME=auto to go on from {path}" if path else "no checkpoint could be written, see the log"
-        print(f"error: stopped by {number.name} after step {step}; {way}", file=sys.stderr, flush=True)
-        sys.exit(128 + number)
+        advice = f"set RESUME=auto to continue from {path}" if path else "no checkpoint could be written, see the log"
+        status, sentence = 128 + number, f"stopped by {number.name} after step {step}; {advice}"
     except (KeyboardInterrupt, Interrupted):
-        print("error: interrupted by Ctrl-C; what was finished until then is in the log", file=sys.stderr, flush=True)
-        sys.exit(130)
+        status, sentence = 130, "interrupted by Ctrl-C; what was finished until then is in the log"
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(status)
 
 
 if __name__ == "__main__":
