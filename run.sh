@@ -21,9 +21,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # Find a Python with the packages of this requirements file: the current one (rented machines have torch and
 # FlashAttention installed, and any supported torch will do), else .venv, which is made if necessary.
 set_up() {
-    local imports="import constriction, numpy, safetensors, sentencepiece, torch, zstandard"
+    local imports="import constriction, numpy, safetensors, sentencepiece, torch"
     imports+="; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
-    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, scipy, tqdm"
+    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, scipy, tqdm, zstandard"
     for PYTHON in python3 .venv/bin/python; do
         if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
     done
@@ -74,9 +74,8 @@ demonstration() {  # on a CPU: a model of 4 million parameters on text that is o
         train
     fi
     if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
-    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"
     "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
-    return 0
+    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"  # ends with the scores
 }
 
 case "${1:-}" in

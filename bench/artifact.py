@@ -164,11 +164,11 @@ def compare_coders(path: str, only: list[str] | None) -> None:
         tensors = list(train_gpt.decode_artifact(blob))
         decoded = time.perf_counter() - began
         entries = train_gpt.open_artifact(blob)[2]
-    codes = {entry.name: matrix for entry, matrix, _ in tensors if matrix is not None}
-    weights = sum(math.prod(entry.shape) for entry, _, _ in tensors)
+    codes = {name: matrix for name, matrix, _ in tensors if matrix is not None}
+    weights = sum(math.prod(shape) for _, _, shape, _ in entries)
     entropy = sum(map(order0_entropy, codes.values()))
     count = sum(matrix.size for matrix in codes.values())
-    rest = len(blob) - sum(entry.nbytes for entry in entries)
+    rest = len(blob) - sum(nbytes for *_, nbytes in entries)
     print(
         f"{path}: {len(blob)} bytes, {weights} weights, {count} of them codes of {entropy / count:.4f} bits, "
         f"{entropy / 8:.0f} bytes; all else {rest} bytes ({100 * rest / len(blob):.2f} %); read in {decoded:.1f} s"
@@ -195,13 +195,13 @@ SHORT_RUN = {
 
 def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]) -> list[dict]:
     """Train, then print a row for each way to quantise and each size."""
-    log, val = train_gpt.Log(hp, runtime.ranks), train_gpt.Validation(hp, runtime.device)
+    log, val = train_gpt.Log(hp, runtime.comm), train_gpt.Validation(hp, runtime.device)
     training = train_gpt.Training(hp, runtime, log, val)
     training.warm_up()
     training.train()
-    averaged, moments = training.finish()
+    averaged, hessians = training.finish()
     training.loader.close()
-    weights = training.optimizers.weights()
+    weights = training.optimizer.weights()
 
     def score() -> float:
         return train_gpt.evaluate(training.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
@@ -210,18 +210,17 @@ def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runti
     print(f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens")
     print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'steps x':>9}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
-    full = len(train_gpt.pack_artifact(weights, hp, moments))
+    full = len(train_gpt.pack_artifact(weights, hp, hessians))
     cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [("published", math.inf)]
     rows = [{"way": "before", "bpb": before}]
     for way, max_bytes in cases:
         changed = dataclasses.replace(hp, row_range="published", compressor="lzma") if way == "published" else hp
         began = time.perf_counter()
-        guides = moments if way == "GPTQ" else {}
+        guides = hessians if way == "GPTQ" else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
         train_gpt.load_artifact(blob, training.model)
-        (entry,) = [entry for entry in train_gpt.open_artifact(blob)[2] if entry.name == "q"]
-        steps = (entry.clip or math.nan) / train_gpt.MATRICES[0].clip
+        steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
         bpb = score()
         lost = bpb - before
         rows.append({"way": way, "bytes": len(blob), "bpb": bpb, "lost": lost, "steps": steps, "seconds": seconds})

@@ -41,7 +41,7 @@ def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparamet
     """A training on random tokens after two warm-up steps."""
     tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
     shards.write_shard(folder / "fineweb_train_000000.bin", tokens)
-    training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Ranks(1, 2)), None)
+    training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
     steps(training, 2)
     return training
 
@@ -49,7 +49,7 @@ def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparamet
 def steps(training: train_gpt.Training, count: int) -> None:
     """Do this many steps and wait for the device."""
     for step in range(count):
-        training.train_step(step, train_gpt.Moment(1.0, 0.9, False, training.hp.train_seq_len))
+        training.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, training.hp.train_seq_len))
     training.runtime.synchronize()
 
 
@@ -84,11 +84,10 @@ def main() -> None:
         hp = train_gpt.Hyperparameters.from_env({**knobs, **os.environ, "DATA_PATH": temporary})
         with train_gpt.Runtime.start(hp) as runtime:
             training = prepare(Path(temporary), runtime, hp)
-            with contextlib.closing(training.loader), contextlib.closing(training.checkpoints):
+            with contextlib.closing(training.loader):
                 found = measure(training, arguments.steps, arguments.rounds)
             where = runtime.describe()
-        newest = max(Path(temporary).glob("checkpoints/bench/step_*"))
-        nbytes = sum(path.stat().st_size for path in (newest.rglob("*") if newest.is_dir() else [newest]))
+        nbytes = training.checkpoints.newest.stat().st_size
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cost = medians["with"] - medians["without"]
     step_ms = 1000 * medians["without"] / arguments.steps

@@ -1,8 +1,12 @@
-"""What the benchmarks share: the small model, and how a program ends after a user's mistake."""
+"""What the benchmarks share: the small model, turns between variants, another script, and the end after a mistake."""
 
+import importlib.util
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,3 +29,48 @@ def run(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+def load_script(path: Path) -> ModuleType:
+    """Another version of train_gpt.py as a module. Raises UserError if it cannot be imported."""
+    name = f"against_{path.stem}"
+    specification = importlib.util.spec_from_file_location(name, path)
+    if specification is None or not path.is_file():
+        raise UserError(f"--against {path} is not a Python file: give another version of train_gpt.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses look up their module
+    try:
+        specification.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"--against {path} cannot be imported: {error}") from error
+    module.UserError = UserError  # so that `run` reports its errors too
+    return module
+
+
+def take_turns(
+    variants: dict[str, Callable[[], object]], rounds: int, synchronize: Callable, warm: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every variant in every round, after `warm` rounds that are not timed."""
+    times = {name: [] for name in variants}
+    for turn in range(warm + rounds):
+        for name, variant in variants.items():
+            synchronize()
+            began = time.perf_counter()
+            variant()
+            synchronize()
+            if turn >= warm:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def report(title: str, times: dict[str, list[float]]) -> list[dict]:
+    """Print medians, and the median over rounds of each row's time over the first one's. Returns the rows."""
+    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
+    first = next(iter(times.values()))
+    rows = []
+    for name, seconds in times.items():
+        median = 1000 * statistics.median(seconds)
+        ratio = statistics.median(b / a for a, b in zip(first, seconds, strict=True))
+        print(f"  {name:40}{median:11.2f}{ratio:8.3f}", flush=True)
+        rows.append({"variant": name, "median_ms": round(median, 3), "ratio": round(ratio, 4)})
+    return rows

@@ -13,19 +13,23 @@ take turns within a round; the table has medians, with random weights and tokens
 With --artifact the table has bits per byte for windows of several lengths without overlap, and for several strides of
 the artifact's own window. Positions beyond the training length are new to the rotary embeddings.
 
+With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one take turns on one
+random text. `ratio` is the median over rounds of this one's time over the other's: below 1, this one is faster.
+
 The last line is JSON.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,7 +37,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import SMALL, run
+from common import SMALL, load_script, report, run, take_turns
 from flops import peak_flops, window_flops
 
 
@@ -59,57 +63,85 @@ def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparame
     return total / count
 
 
+def random_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.device) -> SimpleNamespace:
+    """Random tokens for this many sliding windows, with the attributes of a Validation."""
+    targets = hp.eval_seq_len + (windows - 1) * hp.eval_stride
+    return SimpleNamespace(
+        tokens=torch.randint(2, hp.vocab_size, (targets + 1,), dtype=torch.int32, device=device),
+        targets=targets,
+        nbytes=torch.ones(targets, dtype=torch.int16, device=device),
+        total_bytes=targets,
+        spans=lambda documents: np.array([[0, targets]]),
+    )
+
+
+def forward_of(script: ModuleType, hp, runtime) -> Callable:
+    """The forward of a model with random weights, compiled if the machine compiles."""
+    model = script.GPT(hp, runtime.attend, runtime.dtype)
+    model.initialise(0)
+    return script.compile_whole(model.to(runtime.device), runtime.compiled)
+
+
 def speed(windows: int, rounds: int) -> None:
     """Time all variants and print the table."""
-    gpu = torch.cuda.is_available()
-    hp = train_gpt.Hyperparameters.from_env({**({} if gpu else SMALL), **os.environ})
+    hp = train_gpt.Hyperparameters.from_env(knobs())
     with train_gpt.Runtime.start(hp) as runtime:
-        window, stride, device = hp.eval_seq_len, hp.eval_stride, runtime.device
+        window, stride = hp.eval_seq_len, hp.eval_stride
         rows = train_gpt.eval_rows(hp, runtime, window)
         windows = windows or 8 * rows
-        targets = window + (windows - 1) * stride
-        val = SimpleNamespace(
-            tokens=torch.randint(2, hp.vocab_size, (targets + 1,), dtype=torch.int32, device=device),
-            targets=targets,
-            nbytes=torch.ones(targets, dtype=torch.int16, device=device),
-            total_bytes=targets,
-            spans=lambda documents: np.array([[0, targets]]),
-        )
-        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
-        model.initialise(0)
-        forward = train_gpt.compile_whole(model.to(device), runtime.compiled)
+        val = random_text(windows, hp, runtime.device)
+        forward = forward_of(train_gpt, hp, runtime)
 
-        def through_all(ids: torch.Tensor, targets: torch.Tensor, tail: int = 0, **rest) -> torch.Tensor:
+        def through_all(ids: torch.Tensor, targets: torch.Tensor, **rest) -> torch.Tensor:
             """All positions through the last layer and the head."""
-            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -tail:]
+            scored = targets.size(1)
+            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -scored:]
 
         variants = {
             "published": lambda: published(forward, val, hp, rows),
             "whole windows": lambda: train_gpt.evaluate(through_all, val, hp, runtime, stride).nats,
             "ours": lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats,
         }
-        times, nats = timed(variants, rounds, runtime.synchronize)
+        nats = {name: variant() for name, variant in variants.items()}  # compiles
+        times = take_turns(variants, rounds, runtime.synchronize, warm=0)
         print(f"torch {torch.__version__} {runtime.describe()}")
-        print(f"window:{window} stride:{stride} windows:{windows} targets:{targets} rounds:{rounds}")
-        report(times, nats, hp, windows, targets, peak_flops(device))
+        print(f"window:{window} stride:{stride} windows:{windows} targets:{val.targets} rounds:{rounds}")
+        report_speed(times, nats, hp, windows, val.targets, peak_flops(runtime.device))
 
 
-def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> tuple[dict, dict]:
-    """(seconds of every round, nats) by variant. The variants take turns; the first round compiles and is not timed."""
-    times = {name: [] for name in variants}
-    nats = {}
-    for turn in range(rounds + 1):
-        for name, variant in variants.items():
-            synchronize()
-            began = time.perf_counter()
-            nats[name] = variant()
-            synchronize()
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    return times, nats
+def knobs() -> dict[str, str]:
+    """The environment; on a CPU, with the small model where it sets nothing else."""
+    return {**({} if torch.cuda.is_available() else SMALL), **os.environ}
 
 
-def report(
+def compare(other: Path, windows: int, rounds: int) -> None:
+    """Time the evaluation of the script at `other` and of this one in turns, on the same text."""
+    scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
+    with contextlib.ExitStack() as stack:
+        variants = {}
+        hp = train_gpt.Hyperparameters.from_env(knobs())
+        here = stack.enter_context(train_gpt.Runtime.start(hp))
+        windows = windows or 8 * train_gpt.eval_rows(hp, here, hp.eval_seq_len)
+        val = random_text(windows, hp, here.device)
+        for name, script in scripts.items():
+            own = script.Hyperparameters.from_env(knobs())
+            runtime = stack.enter_context(script.Runtime.start(own))
+            arguments = forward_of(script, own, runtime), val, own, runtime, own.eval_stride
+            variants[name] = functools.partial(script.evaluate, *arguments)
+        print(f"torch {torch.__version__} {here.describe()}")
+        print(
+            f"window:{hp.eval_seq_len} stride:{hp.eval_stride} windows:{windows} targets:{val.targets} rounds:{rounds}"
+        )
+        nats = {name: variant().nats for name, variant in variants.items()}  # compiles
+        rows = report("sliding windows", take_turns(variants, rounds, here.synchronize, warm=0))
+    print("  nats: " + ", ".join(f"{value:.9f}" for value in nats.values()))
+    rows = [row | {"nats": nats[row["variant"]]} for row in rows]
+    print(
+        json.dumps({"bench": "eval", "torch": torch.__version__, "windows": windows, "rounds": rounds, "against": rows})
+    )
+
+
+def report_speed(
     times: dict[str, list[float]],
     nats: dict[str, float],
     hp: train_gpt.Hyperparameters,
@@ -183,11 +215,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=0, help="number of windows to time (default: 8 batches)")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare evaluations with it")
     parser.add_argument("--artifact", help="score this artifact instead")
     parser.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--strides", nargs="+", type=int, default=[512, 256, 128, 64])
     parser.add_argument("--plot", help="plot the scores of the artifact to this file")
     arguments = parser.parse_args()
+    if arguments.against:
+        compare(arguments.against, arguments.windows, arguments.rounds)
+        return
     if not arguments.artifact:
         speed(arguments.windows, arguments.rounds)
         return

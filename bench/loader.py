@@ -39,11 +39,11 @@ from common import run
 class PlainLoader:
     """Keeps one shard in memory. Each step takes the batch of all ranks from it and cuts out this rank's part."""
 
-    def __init__(self, hp: train_gpt.Hyperparameters, ranks: train_gpt.Ranks):
+    def __init__(self, hp: train_gpt.Hyperparameters, comm: train_gpt.Comm):
         self.paths = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size).paths
-        self.ranks = ranks
+        self.comm = comm
         self.seq_len = hp.train_seq_len
-        self.span = hp.train_batch_tokens // ranks.size + 1
+        self.span = hp.train_batch_tokens // comm.size + 1
         self.number = -1
         self.position = 0
         self.tokens = torch.empty(0, dtype=torch.uint16)
@@ -64,7 +64,7 @@ class PlainLoader:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (B, T) int64."""
-        local = self.take(self.span * self.ranks.size)[self.span * self.ranks.rank :][: self.span].to(torch.int64)
+        local = self.take(self.span * self.comm.size)[self.span * self.comm.rank :][: self.span].to(torch.int64)
         return local[:-1].view(-1, self.seq_len), local[1:].view(-1, self.seq_len)
 
 
@@ -105,16 +105,14 @@ def write_shards(folder: Path, count: int, tokens: int) -> None:
 def variants(
     hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, world_sizes: list[int], stack: contextlib.ExitStack
 ) -> list[Variant]:
-    """The plain loader and ours in its three orders, as rank 0 of each number of ranks."""
+    """The plain loader and ours in its two orders, as rank 0 of each number of ranks."""
     found = []
     for size in world_sizes:
-        ranks = train_gpt.Ranks(0, size)
-        found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, ranks), stack))
-        here = dataclasses.replace(runtime, ranks=ranks)
-        orders = {"sequential": (0, False), "shuffled": (1, False), "aligned": (0, True)}
-        for name, (seed, align) in orders.items():
-            changed = dataclasses.replace(hp, shuffle_seed=seed, align_to_bos=align)
-            make = functools.partial(train_gpt.TrainingLoader, changed, here)
+        comm = train_gpt.Comm(0, size)
+        found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, comm), stack))
+        here = dataclasses.replace(runtime, comm=comm)
+        for name, seed in {"sequential": 0, "shuffled": 1}.items():
+            make = functools.partial(train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed), here)
             found.append(Variant(f"ours, {name}, rank 0 of {size}", make, stack))
     return found
 

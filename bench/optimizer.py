@@ -21,11 +21,9 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,7 +33,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import run
+from common import report, run, take_turns
 
 A, B, C = train_gpt.NEWTON_SCHULZ["quintic"][0]
 MOMENTUM, RATE, DECAY = 0.95, 0.02, 0.04
@@ -105,30 +103,26 @@ def torch_muon(hp: train_gpt.Hyperparameters, device: torch.device) -> Callable:
 
 
 class Ours:
-    """The bank part of `train_gpt.Optimizers.step`."""
+    """The bank part of `train_gpt.ParallelMuon.step`."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, compiled: bool):
-        self.hp = hp
-        self.ranks = runtime.ranks
+        self.comm = runtime.comm
         device = runtime.device
         model = train_gpt.GPT(hp, runtime.attend, torch.bfloat16)
         weights = model.initialise(0)
-        self.optimizers = train_gpt.Optimizers(model.to(device), weights, hp, runtime.ranks, compiled=compiled)
-        for shard in self.optimizers.banks.values():
+        self.optimizer = train_gpt.ParallelMuon(model.to(device), weights, hp, runtime.comm, compiled=compiled)
+        for shard in self.optimizer.banks.values():
             shard.grad.copy_(1e-3 * torch.randn_like(shard.grad))
         self.settings = [torch.full((), value, device=device) for value in (1.0, MOMENTUM, RATE)]
 
     def step(self) -> None:
         """Reduce-scatter, update of the owned rows, all-gather of the weights."""
-        banks = self.optimizers.banks.values()
-        for arrived in [self.ranks.reduce_scatter(shard.shard, shard.wire) for shard in banks]:
+        banks = self.optimizer.banks.values()
+        for arrived in [self.comm.reduce_scatter(shard.grad_shard, shard.comm_buffer) for shard in banks]:
             arrived()
-        gathers = []
         for shard in banks:
-            self.optimizers.update(shard, *self.settings, self.hp)
-            gathers.append(self.ranks.all_gather(shard.working, shard.own))
-        for gathered in gathers:
-            gathered()
+            self.optimizer.update_bank(shard, *self.settings)
+        self.optimizer.finish()
 
 
 class AllReduced(Matrices):
@@ -159,32 +153,6 @@ def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Cal
     return (lambda: [train_gpt.newton_schulz(bank, torch.bfloat16) for bank in banks]), products
 
 
-def timed(variants: dict[str, Callable], rounds: int, synchronize: Callable) -> dict[str, list[float]]:
-    """Milliseconds of every variant in every round, after two rounds that are not timed."""
-    times = {name: [] for name in variants}
-    for turn in range(rounds + 2):
-        for name, step in variants.items():
-            synchronize()
-            begin = time.perf_counter()
-            step()
-            synchronize()
-            if turn >= 2:
-                times[name].append(1000 * (time.perf_counter() - begin))
-    return times
-
-
-def report(title: str, times: dict[str, list[float]]) -> list[dict]:
-    """Print a table with ratios to its first row. Returns its rows."""
-    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
-    first, rows = next(iter(times.values())), []
-    for name, values in times.items():
-        median = statistics.median(values)
-        ratio = statistics.median(b / a for a, b in zip(first, values, strict=True))
-        print(f"  {name:40}{median:11.2f}{ratio:8.2f}", flush=True)
-        rows.append({"variant": name, "median_ms": round(median, 3), "ratio": round(ratio, 3)})
-    return rows
-
-
 @torch.no_grad()
 def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]]:
     """Print the tables of a single rank. Returns their rows."""
@@ -201,9 +169,11 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
             "sequential": sequential.step,
             "torch.optim.Muon": torch_muon(hp, device),
         }
-        found = {"step": report("update of all block matrices, 1 rank", timed(variants, rounds, runtime.synchronize))}
+        found = {
+            "step": report("update of all block matrices, 1 rank", take_turns(variants, rounds, runtime.synchronize))
+        }
         whole, products = iterations(hp, device)
-        times = timed({"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize)
+        times = take_turns({"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize)
         return {**found, "newton_schulz": report("five iterations on the three banks", times)}
 
 
@@ -213,8 +183,8 @@ def several_ranks(hp: train_gpt.Hyperparameters, rounds: int, out: str) -> None:
     with train_gpt.Runtime.start(hp) as runtime:
         ours, all_reduced = Ours(hp, runtime, runtime.compiled), AllReduced(hp, runtime.device, separate=False)
         variants = {"ours": ours.step, "all-reduced banks": all_reduced.step}
-        times = timed(variants, rounds, lambda: (runtime.synchronize(), dist.barrier()))
-        if runtime.ranks.rank == 0:
+        times = take_turns(variants, rounds, lambda: (runtime.synchronize(), dist.barrier()))
+        if runtime.comm.rank == 0:
             Path(out).write_text(json.dumps(times))
 
 

@@ -61,9 +61,9 @@ def modelled(hp: Hyperparameters, machine: dict, ranks: int, tokens: float) -> d
     return {"passes": tokens * machine["token"], "update": update, "communication": communication}
 
 
-def seconds(ranks: train_gpt.Ranks, function: Callable) -> float:
+def seconds(comm: train_gpt.Comm, function: Callable) -> float:
     """Seconds of a call that all ranks begin together."""
-    if ranks.size > 1:
+    if comm.size > 1:
         torch.distributed.barrier()
     began = time.perf_counter()
     function()
@@ -73,18 +73,18 @@ def seconds(ranks: train_gpt.Ranks, function: Callable) -> float:
 def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
     """Time steps and collectives as one of the ranks. Rank 0 writes the medians to `out`."""
     with train_gpt.Runtime.start(hp) as runtime:
-        ranks, model = runtime.ranks, GPT(hp, runtime.attend, runtime.dtype)
-        optimizers = train_gpt.Optimizers(model, model.initialise(0), hp, ranks)
-        shape = (hp.train_batch_tokens // hp.train_seq_len // ranks.size, hp.train_seq_len + 1)
+        comm, model = runtime.comm, GPT(hp, runtime.attend, runtime.dtype)
+        optimizer = train_gpt.ParallelMuon(model, model.initialise(0), hp, comm)
+        shape = (hp.train_batch_tokens // hp.train_seq_len // comm.size, hp.train_seq_len + 1)
         ids = torch.randint(hp.vocab_size, shape)
         found = {"passes": [], "update": [], **{str(nbytes): [] for nbytes in FIT_BYTES}}
         for _ in range(rounds + 2):
-            found["passes"].append(seconds(ranks, lambda: model(ids[:, :-1], ids[:, 1:]).backward()))
-            found["update"].append(seconds(ranks, lambda: (optimizers.step(1.0, 0.9), optimizers.finish())))
+            found["passes"].append(seconds(comm, lambda: model(ids[:, :-1], ids[:, 1:]).backward()))
+            found["update"].append(seconds(comm, lambda: (optimizer.step(1.0, 0.9), optimizer.finish())))
             for nbytes in FIT_BYTES:
                 buffer = torch.zeros(nbytes // 4)
-                found[str(nbytes)].append(seconds(ranks, lambda buffer=buffer: ranks.all_reduce(buffer)()))
-        if ranks.rank == 0:
+                found[str(nbytes)].append(seconds(comm, lambda buffer=buffer: comm.all_reduce(buffer)()))
+        if comm.rank == 0:
             out.write_text(json.dumps({name: statistics.median(times[2:]) for name, times in found.items()}))
 
 

@@ -9,38 +9,59 @@ The model is that of the environment's knobs; tokens are random, which costs wha
 process owns the rows of one of W ranks and does its part of the optimizer's work, without collectives
 (bench/scaling.py models them). The variants take turns within a round, so a slowdown of the machine affects all of
 them. Prints medians in milliseconds; `ratio` is the median over rounds of the first row's forward and backward over
-this row's. The last line is JSON.
+this row's. `step` also contains what belongs to no part, such as zeroing the gradients. The last line is JSON.
+
+    python bench/step.py --against OTHER_TRAIN_GPT_PY --rounds 20
+
+With --against, whole steps of another version of the script and of this one take turns (loader, forward, backward,
+update, average), with the same knobs and random shards. `ratio` is the median over rounds of this one's time over the
+other's: below 1, this one is faster.
 """
 
 import argparse
 import collections
+import contextlib
+import itertools
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import shards
 import train_gpt
-from common import SMALL, run
+from common import SMALL, load_script, report, run, take_turns
 from flops import flops_per_token, peak_flops
 
 RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
 PARTS = ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average")
 TITLES = ("forward", "backward", "comm.", "clip", "NS", "small", "average")
+PHASES = {  # methods of ParallelMuon, and the parts that they belong to
+    "reduce_gradients": "communication",
+    "gradient_norm": "clip",
+    "update_bank": "Newton-Schulz",
+    "update_small": "small parameters",
+    "finish": "communication",
+}
 
 
-class OneOf(train_gpt.Ranks):
+class OneOf(train_gpt.Comm):
     """The first of W ranks without its peers: a collective moves only this rank's part."""
 
-    def _start(self, collective, out: torch.Tensor, source: torch.Tensor | None = None) -> Callable[[], None]:
-        if source is not None and out.numel() < source.numel():
-            out.copy_(source[: out.size(0)])  # reduce-scatter; in an all-gather the own rows are in place already
+    def _start(self, collective: Callable, out: torch.Tensor, *source: torch.Tensor) -> Callable[[], None]:
+        for tensor in source:
+            if out.numel() < tensor.numel():
+                out.copy_(tensor[: out.size(0)])  # reduce-scatter; in an all-gather the own rows are in place already
         return lambda: None
 
 
@@ -59,39 +80,49 @@ class Variant:
         self.mode, self.micro, self.runtime = mode, micro, runtime
         self.parts = batch.split(max(1, micro // hp.train_seq_len))
         compiled = mode == "compiled"
-        self.model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
-        weights = self.model.initialise(hp.seed)
-        self.forward = train_gpt.compile_whole(self.model.to(runtime.device), compiled)
-        self.optimizers = train_gpt.Optimizers(self.model, weights, hp, OneOf(0, ranks), len(self.parts), compiled)
-        self.average = train_gpt.WeightAverage(self.optimizers.owned(), hp)
+        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
+        weights = model.initialise(hp.seed)
+        self.forward = self.timed("forward", train_gpt.compile_whole(model.to(runtime.device), compiled))
+        self.optimizer = train_gpt.ParallelMuon(model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled)
+        for method, part in PHASES.items():
+            setattr(self.optimizer, method, self.timed(part, getattr(self.optimizer, method)))
+        average = train_gpt.WeightAverage(self.optimizer.owned(), hp)
+        self.average = self.timed("average", average.update)
+        self.spent: collections.Counter = collections.Counter()
 
-    def mark(self, part: str) -> None:
-        """Add the time since the last call to the previous part and begin this one."""
-        self.runtime.synchronize()
-        now = 1000 * time.perf_counter()
-        self.spent[self.part] += now - self.since
-        self.part, self.since = part, now
+    def timed(self, part: str, function: Callable) -> Callable:
+        """`function`, whose milliseconds are added to a part of the step."""
+
+        def call(*arguments):
+            self.runtime.synchronize()
+            began = time.perf_counter()
+            result = function(*arguments)
+            self.runtime.synchronize()
+            self.spent[part] += 1000 * (time.perf_counter() - began)
+            return result
+
+        return call
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        self.optimizer.accumulate()
 
     def step(self) -> dict[str, float]:
-        """Milliseconds of the parts of one step."""
-        self.spent: collections.Counter = collections.Counter()
-        self.part, self.since = "", 1000 * time.perf_counter()
+        """Milliseconds of the parts of one step, and of all of it."""
+        self.spent.clear()
+        self.timed("step", self._step)()
+        return dict(self.spent)
+
+    def _step(self) -> None:
+        backward = self.timed("backward", self.backward)
         for ids in self.parts:
-            self.mark("forward")
-            loss = self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts)
-            self.mark("backward")
-            loss.backward()
-            self.optimizers.accumulate()
-        self.optimizers.step(1.0, 0.9, self.mark)
-        self.mark("average")
-        self.average.update(0, 1.0)
-        self.mark("communication")
-        self.optimizers.finish()
-        self.mark("")
-        return self.spent
+            backward(self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts))
+        self.optimizer.step(1.0, 0.9)
+        self.average(0, 1.0)
+        self.optimizer.finish()
 
 
-def report(
+def report_parts(
     variants: list[Variant], times: list[list[dict[str, float]]], hp: train_gpt.Hyperparameters, peak: float | None
 ) -> None:
     """Print the table. `times` has a row per round and a column per variant."""
@@ -104,7 +135,7 @@ def report(
         own = [row[column] for row in times]
         medians = {part: statistics.median(spent[part] for spent in own) for part in PARTS}
         medians["fwd+bwd"] = statistics.median(row[column] for row in passes)
-        medians["step"] = statistics.median(sum(spent.values()) for spent in own)
+        medians["step"] = statistics.median(spent["step"] for spent in own)
         medians["ktok/s"] = hp.train_batch_tokens / medians["step"]
         medians["GFLOP/s"] = medians["ktok/s"] * flops / 1e6
         medians["ratio"] = statistics.median(row[0] / row[column] for row in passes)
@@ -112,6 +143,34 @@ def report(
         print(f"{variant.mode:9}{variant.micro:8}" + "".join(f"{value:10.2f}" for value in medians.values()) + mfu)
         rows.append({"mode": variant.mode, "micro": variant.micro, **{k: round(v, 3) for k, v in medians.items()}})
     print(json.dumps({"bench": "step", "torch": torch.__version__, "rounds": len(times), "rows": rows}))
+
+
+def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
+    """Time whole steps of the script at `other` and of this one in turns."""
+    scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        hp = train_gpt.Hyperparameters.from_env(knobs)
+        tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=max(1 << 20, 2 * hp.train_batch_tokens))
+        shards.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
+        variants = {}
+        for name, script in scripts.items():
+            hp = script.Hyperparameters.from_env({**knobs, "DATA_PATH": folder})
+            runtime = stack.enter_context(script.Runtime.start(hp))
+            variants[name] = whole_step(script, hp, runtime, stack)
+        print(f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}")
+        rows = report("whole step", take_turns(variants, rounds, runtime.synchronize))
+    print(json.dumps({"bench": "step", "torch": torch.__version__, "rounds": rounds, "against": rows}))
+
+
+def whole_step(script: ModuleType, hp, runtime, stack: contextlib.ExitStack) -> Callable[[], None]:
+    """A function that does the next step of a training with this script. Versions before December 2026 have other names
+    for two types."""
+    comm = script.Comm if hasattr(script, "Comm") else script.Ranks
+    settings = script.StepSettings if hasattr(script, "StepSettings") else script.Moment
+    training = script.Training(hp, runtime, script.Log(hp, comm(1, 2)), None)  # rank 1 writes no log
+    stack.enter_context(contextlib.closing(training.loader))
+    steps = itertools.count()
+    return lambda: training.train_step(next(steps), settings(1.0, 0.9, False, hp.train_seq_len))
 
 
 def main() -> None:
@@ -123,9 +182,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
     parser.add_argument("--of", type=int, default=8 if gpu else 1, help="do the optimizer's work of one of W ranks")
+    parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare whole steps with it")
     arguments = parser.parse_args()
-    base = RECORD_RANK if arguments.record else SMALL
-    hp = train_gpt.Hyperparameters.from_env({**base, **os.environ})
+    knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
+    if arguments.against:
+        compare(arguments.against, knobs, arguments.rounds)
+        return
+    hp = train_gpt.Hyperparameters.from_env(knobs)
     with train_gpt.Runtime.start(hp) as runtime:
         rows = hp.train_batch_tokens // hp.train_seq_len
         batch = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
@@ -144,7 +207,7 @@ def main() -> None:
             f"{hp.train_batch_tokens} tokens, {flops_per_token(hp, hp.train_seq_len) / 1e6:.2f} MFLOP per token, "
             f"rounds:{arguments.rounds}"
         )
-        report(variants, times, hp, peak_flops(runtime.device))
+        report_parts(variants, times, hp, peak_flops(runtime.device))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,18 @@ FORMAT = 1
 SHARD_TOKENS = 100_000_000  # as in the published shards
 
 
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically. Raises UserError if it cannot be written."""
+    with train_gpt.replacing(path) as partial:
+        partial.write_bytes(content)
+
+
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
     """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the manifest."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
     data = b"".join((header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")))
-    train_gpt.write_atomic(path, data)
+    write_file(path, data)
     return {"bytes": len(data), "tokens": len(tokens), "sha256": hashlib.sha256(data).hexdigest()}
 
 
@@ -89,7 +95,7 @@ def tokenizer_entry(path: Path, folder: Path) -> dict:
 
 def write_manifest(folder: Path, **entries) -> None:
     """Write the manifest of `folder` with these entries."""
-    train_gpt.write_atomic(folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode())
+    write_file(folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode())
 
 
 def read_manifest(folder: Path) -> dict | None:

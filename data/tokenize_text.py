@@ -364,7 +364,7 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -
 def adopt_tokenizer(path: Path, copy: Path) -> None:
     """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's format."""
     try:
-        train_gpt.write_atomic(copy, path.read_bytes())
+        shards.write_file(copy, path.read_bytes())
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -488,7 +488,7 @@ def build(
             adopt_tokenizer(options.tokenizer, model)
         else:
             texts = sample_texts(files, reading, options.normalizer, Split(*side), options.sample_bytes)
-            train_gpt.write_atomic(model, train_tokenizer(texts, options.vocab_size, options.normalizer))
+            shards.write_file(model, train_tokenizer(texts, options.vocab_size, options.normalizer))
         work = functools.partial(encode_chunk, str(model), reading)
         encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
         tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)

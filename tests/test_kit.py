@@ -98,6 +98,8 @@ def test_report(demonstrated):
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
     assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
     assert "a sample, begun with 'def __init__(self,'" in result.stdout
+    scores = zip(result.stdout.splitlines()[-5:], list(rows.items())[-5:], strict=True)
+    assert all(line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores)
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):

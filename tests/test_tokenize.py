@@ -449,7 +449,7 @@ def first_document(path: Path) -> list[int]:
 def test_inspection_of_nothing(tmp_path):
     command = [sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1 and f"{tmp_path} holds no fineweb_train_*.bin" in result.stderr
+    assert result.returncode == 1 and f"{tmp_path} has no fineweb_train_*.bin" in result.stderr
 
 
 @pytest.mark.parametrize(

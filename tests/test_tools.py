@@ -271,7 +271,7 @@ def test_our_log_is_read_whole(swept):
 def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
     losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}
     lines = [f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()]
-    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001")
+    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.safetensors")
     lines.append("step:2/9 train_loss:4.5 train_time:210ms")
     found = runs.read_run(written(tmp_path, "\n".join(lines)))
     assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)]
@@ -695,6 +695,16 @@ def test_our_own_records_hold():
         assert not broken, (path, broken)
 
 
+@pytest.mark.parametrize("mode", ["sgd", "lora"])
+def test_the_probes_fit_the_scripts_of_our_records(mode):
+    """Also of those whose test-time training is a class, and also when it is on, which it was in none of them yet."""
+    for path in sorted((ROOT / "records").glob("*/*/submission.json")):
+        folder = check_record.Folder(path.parent)
+        folder.runs[0].settings.update(TTT_ENABLED="True", TTT_MODE=mode)
+        (probed,) = check_record.probes(folder)
+        assert probed.status == "ok", (path, probed)
+
+
 # Ablations
 
 
@@ -761,12 +771,13 @@ def test_screenings_tell_factors_apart():
 
 def test_screenings(ablate_twice, tmp_path):
     """Three factors in four runs; the one that spoils the learning rate stands out, and no run is repeated."""
-    variants = ["still: MATRIX_LR=0.001 SCALAR_LR=0.001", "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
+    still = "still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"
+    variants = [still, "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
     first, second = ablate_twice(["--screen", "--seeds", 1], variants)
     assert first.stdout.count("== ") == 4
     found = json.loads(second.stdout.splitlines()[-1])
     # `log` has no effect of its own, only the interaction of the other two.
-    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"])
+    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), found
     done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
     scores = [one.score.bpb for one in done]
     assert found["scores"] == scores

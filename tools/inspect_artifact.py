@@ -10,6 +10,7 @@ range of "max" means that each row is scaled to its largest weight.
 import argparse
 import hashlib
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -31,29 +32,30 @@ def order0_entropy(codes: np.ndarray) -> float:
     return total
 
 
-def row(entry: train_gpt.Entry, codes: np.ndarray | None, size: int) -> str:
-    """The line of one tensor with `size` weights."""
-    shape = "x".join(map(str, entry.shape)) or "scalar"
-    line = f"  {entry.name:12} {shape:>18} {entry.bits:5}"
-    if codes is None:
-        return f"{line} {'':7} {'':8} {16:8} {2 * size:10}   before compression"
-    clip = "max" if entry.clip is None else f"{entry.clip:.3f}"
+def row(entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, step_scale: float) -> str:
+    """The line of one tensor. `entry` is (kind, name, shape, bytes of its codes)."""
+    kind, name, shape, nbytes = entry
+    line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
+    if kind is None:
+        return f"{line} {16:5} {'':7} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
+    bits, clip = train_gpt.code_range(kind, hp, step_scale)
+    reach = "max" if clip is None else f"{clip:.3f}"
     entropy = order0_entropy(codes) / codes.size
-    coded = 8 * entry.nbytes / codes.size
-    return f"{line} {clip:>7} {entropy:8.4f} {coded:8.4f} {entry.nbytes:10}"
+    return f"{line} {bits:5} {reach:>7} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
 
 
 def inspection(path: str) -> str:
     """The report on the artifact at `path`. Raises UserError if it cannot be read."""
     blob = train_gpt.read_artifact(path)
     with train_gpt.reading_artifact(path):
-        header, _, entries, start = train_gpt.open_artifact(blob)
+        header, hp, entries, start = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
-        lines += [f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "tensors"]
+        lines += [f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"]
         titles = f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}"
         lines.append(f"{titles}   (bits per code)")
-        lines += [row(entry, codes, values.numel()) for entry, codes, values in train_gpt.decode_artifact(blob)]
-    coded = sum(entry.nbytes for entry in entries)
+        tensors = zip(entries, train_gpt.decode_artifact(blob), strict=True)
+        lines += [row(entry, codes, hp, header["step_scale"]) for entry, (_, codes, _) in tensors]
+    coded = sum(nbytes for *_, nbytes in entries)
     plain = len(blob) - start - coded - CHECKSUM_BYTES
     lines.append(
         f"  codes {coded}, scales and plain values {plain}, header and checksum {start + CHECKSUM_BYTES} bytes"

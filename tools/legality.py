@@ -107,7 +107,6 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
 
     The function takes a second argument for tests of the probes: what to do to (model, evaluator) before it scores.
     """
-    log = script.Log(hp, script.Ranks(1, 2))  # not rank 0, so it writes nothing
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
         stream = object.__new__(script.Validation)  # without files
@@ -119,8 +118,10 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
         evaluator = script.Evaluator(own, stream, hp, runtime, hp.eval_stride, lambda text: None)
         if leak:
             leak(own, evaluator)
-        if hp.ttt_enabled:
-            script.ScoreFirst(own, evaluator, log).run()
+        if hp.ttt_enabled and has_classes(script):
+            getattr(script.ScoreFirst(own, evaluator, None), hp.ttt_mode)()
+        elif hp.ttt_enabled:
+            {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
         else:
             evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
         return evaluator.nats[:-1].double()
@@ -128,20 +129,27 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
     return evaluate
 
 
+def has_classes(script: ModuleType) -> bool:
+    """Whether test-time training is a class of the script, as in older records, instead of two functions."""
+    return hasattr(script, "ScoreFirst")
+
+
 def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[tuple[str, list[int]]]:
     """The events of an evaluation, for `order`."""
     events: list[tuple[str, list[int]]] = []
     last: list[int] = []
-    take, gradients, step = script.Evaluator.take, script.ScoreFirst._gradients, torch.optim.AdamW.step
+    owner, name = (script.ScoreFirst, "_gradients") if has_classes(script) else (script, "sgd_gradients")
+    take, gradients, step = script.Evaluator.take, getattr(owner, name), torch.optim.AdamW.step
 
-    def seen(self, nats, target, counts, share):
+    def seen(self, nats, target, counts, *rest):
         last[:] = target[counts].tolist()
         events.append(("score", list(last)))
-        take(self, nats, target, counts, share)
+        take(self, nats, target, counts, *rest)
 
-    def learned(self, parameters, begin):
-        events.append(("learn", list(range(begin, min(begin + self.hp.ttt_chunk_tokens, len(tokens) - 1)))))
-        return gradients(self, parameters, begin)
+    def learned(first, second, begin):
+        scorer = first if has_classes(script) else second
+        events.append(("learn", list(range(begin, min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)))))
+        return gradients(first, second, begin)
 
     def stepped(self, *arguments):
         events.append(("learn", list(last)))
@@ -149,7 +157,7 @@ def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[
 
     with (
         mock.patch.object(script.Evaluator, "take", seen),
-        mock.patch.object(script.ScoreFirst, "_gradients", learned),
+        mock.patch.object(owner, name, learned),
         mock.patch.object(torch.optim.AdamW, "step", stepped),
     ):
         evaluate(tokens)

@@ -290,7 +290,8 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, content in files.items():
-            train_gpt.write_atomic(partial / name, content)
+            with train_gpt.replacing(partial / name) as new:  # syncs it
+                new.write_bytes(content)
         partial.rename(folder)
 
 

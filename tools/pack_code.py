@@ -91,7 +91,8 @@ def main() -> None:
         sys.exit(f"error: {arguments.script}: {error}")
     packed = pack(source)
     try:
-        train_gpt.write_atomic(arguments.output, packed)
+        with train_gpt.replacing(arguments.output) as partial:
+            partial.write_bytes(packed)
     except UserError as error:
         sys.exit(f"error: {error}")
     print(f"{arguments.output}: {len(packed):,} bytes, packed from {len(source):,}")

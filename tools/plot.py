@@ -163,7 +163,7 @@ def byte_shares(path: str) -> dict[str, int]:
     blob = train_gpt.read_artifact(path)
     with train_gpt.reading_artifact(path):
         _, _, entries, start = train_gpt.open_artifact(blob)
-    shares = {entry.name: entry.nbytes for entry in entries if entry.nbytes}
+    shares = {name: nbytes for _, name, _, nbytes in entries if nbytes}
     shares["header, checksum"] = start + 32
     shares["scales, plain values"] = len(blob) - sum(shares.values())
     return shares

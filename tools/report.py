@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print the results of a demonstration run beside simpler ways to code the same text, and sample some text.
+"""Print some sampled text, then the results of a demonstration run beside simpler ways to code the same text.
 
 python tools/report.py demo_data logs/demo.jsonl final_model.int6.xz
 """
@@ -89,18 +89,19 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         events = read_events(arguments.log)
-        print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
-        for method, bits, remark in table(events, arguments.data):
-            print(f"  {method:34}{bits:8.4f}  {remark}")
+        rows = table(events, arguments.data)
+        with train_gpt.reading_artifact(arguments.artifact):
+            text = sample(arguments.artifact, arguments.data / "tokenizer.model", arguments.tokens)
+        print(f"\na sample, begun with {PROMPT!r}:\n")
+        print("\n".join("    " + line for line in text.splitlines()))
         model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]
         print(
             f"\nsubmission: {model:,} bytes of weights + {code:,} of code = "
             f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
         )
-        with train_gpt.reading_artifact(arguments.artifact):
-            text = sample(arguments.artifact, arguments.data / "tokenizer.model", arguments.tokens)
-        print(f"\na sample, begun with {PROMPT!r}:\n")
-        print("\n".join("    " + line for line in text.splitlines()))
+        print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
+        for method, bits, remark in rows:
+            print(f"  {method:34}{bits:8.4f}  {remark}")
     except UserError as error:
         sys.exit(f"error: {error}")
 
