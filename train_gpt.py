@@ -128,7 +128,7 @@ class Hyperparameters:
     micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
 
     iterations: int = knob(9000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "training never exceeds this; 0: no limit", "run", low=0)
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training, GPTQ included; 0: none", "run", low=0)
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", low=0, high=1)
@@ -1640,7 +1640,8 @@ def reading_artifact(path: str | Path) -> Iterator[None]:
     except Exception as error:  # hostile content can cause any
         what = f"invalid content ({type(error).__name__}: {reason(error)})"
         what = str(error) if isinstance(error, UserError) else what
-        raise UserError(f"artifact {path} cannot be used: {what}; it may be truncated or altered") from error
+        advice = "it may be truncated or altered: copy it again"
+        raise UserError(f"artifact {path} cannot be used: {what}; {advice}") from error
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
