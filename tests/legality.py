@@ -102,19 +102,17 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
 
     The function takes a leak, too: what to do to (model, evaluator) before, for tests of the probes.
     """
-    log = script.Log(hp, script.Ranks(1, 2))  # not rank 0: writes nothing
-
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
         stream = object.__new__(script.Validation)  # of no files
         stream.tokens, stream.targets = tokens, len(tokens) - 1
         stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
         stream.total_bytes = stream.targets
         own = copy.deepcopy(model)
-        evaluator = script.Evaluator(own, stream, hp, runtime, hp.eval_stride, lambda text: None)
+        evaluator = script.Evaluator(own, stream, hp, runtime, hp.eval_stride)
         if leak:
             leak(own, evaluator)
         if hp.ttt_enabled:
-            script.ScoreFirst(own, evaluator, log).run()
+            {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
         else:
             evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
         return evaluator.nats[:-1].double()
@@ -125,22 +123,22 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
 def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[tuple[str, list[int]]]:
     """What an evaluation scores and learns from, in order, as `order` wants it."""
     events, last = [], []
-    take, gradients, step = script.Evaluator.take, script.ScoreFirst._gradients, torch.optim.AdamW.step
+    take, gradients, step = script.Evaluator.take, script.sgd_gradients, torch.optim.AdamW.step
 
-    def seen(self, nats, target, counts, share):
+    def seen(self, nats, target, counts):
         last[:] = target[counts].tolist()
         events.append(("score", list(last)))
-        take(self, nats, target, counts, share)
+        take(self, nats, target, counts)
 
-    def learned(self, parameters, begin):
-        events.append(("learn", list(range(begin, min(begin + self.hp.ttt_chunk_tokens, len(tokens) - 1)))))
-        return gradients(self, parameters, begin)
+    def learned(model, scorer, begin):
+        events.append(("learn", list(range(begin, min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)))))
+        return gradients(model, scorer, begin)
 
     def stepped(self, *arguments):
         events.append(("learn", list(last)))
         return step(self, *arguments)
 
-    with (mock.patch.object(script.Evaluator, "take", seen), mock.patch.object(script.ScoreFirst, "_gradients", learned),
+    with (mock.patch.object(script.Evaluator, "take", seen), mock.patch.object(script, "sgd_gradients", learned),
           mock.patch.object(torch.optim.AdamW, "step", stepped)):  # fmt: skip
         evaluate(tokens)
     return events
@@ -155,7 +153,7 @@ def documents_of(tokens: torch.Tensor, bos: int) -> list[int]:
 SMALL = {"VOCAB_SIZE": 64, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4, "XSA_LAST_N": 2,
          "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "SHORT_SEQ_PARTS": 1, "TRAIN_BATCH_TOKENS": 768, "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8,
          "VAL_BATCH_SIZE": 256, "COMPILE": "0", "COMPUTE_DTYPE": "float32", "DEVICE": "cpu", "ATTENTION": "auto", "TTT_CHUNK_TOKENS": 40,
-         "TTT_LR": 0.05, "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05, "TTT_FREEZE_BLOCKS": 0, "EVAL_MAX_SECONDS": 0, "EVAL_ONLY": ""}  # fmt: skip
+         "TTT_LR": 0.05, "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05, "EVAL_MAX_SECONDS": 0, "EVAL_ONLY": ""}  # fmt: skip
 
 
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
