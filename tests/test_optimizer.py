@@ -239,6 +239,9 @@ def test_every_parameter_has_one_owner(hyperparameters):
     twin.stray.grad += 1
     advance(other, 1.0, 0.9)
     assert twin.stray.all() and not twin.stray.grad.any(), "a parameter that no table names is updated, too"
+    twin.other_bank = nn.Parameter(torch.zeros(2, 3, 4))
+    with pytest.raises(AssertionError, match="bank"):  # it would need Muon
+        ParallelMuon(twin, weights_of(twin), hp, Comm())
 
 
 def test_peak_rates_are_those_of_the_knobs(hyperparameters):
@@ -346,17 +349,27 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
     model = made(hp)
     ranks = [ParallelMuon(made(hp), weights_of(model), hp, Comm(rank, size)) for rank in range(size)]
     bank = torch.randn(bank_shape("qo_bank", hp))
-    done = lambda: None  # noqa: E731
-    for optimizer in ranks:
-        monkeypatch.setattr(optimizer.comm, "broadcast", lambda tensor: done)
-        optimizer.distribute("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], bank)
+    done, shared = lambda: None, []
+
+    def all_reduce(full):
+        """What the ranks have in common is rank 0's buffer, since all others are zero."""
+        assert not shared or not full.any()
+        shared.append(full)
+        full.copy_(shared[0])
+        return done
+
+    for rank, optimizer in enumerate(ranks):
+        monkeypatch.setattr(optimizer.comm, "all_reduce", all_reduce)
+        source = bank if rank == 0 else None  # only rank 0 has the checkpoint
+        optimizer.distribute("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], source)
     owned = [optimizer.tensors()["qo_bank.momentum"] for optimizer in ranks]
     assert torch.equal(torch.cat(owned)[: len(bank)], bank) and not torch.cat(owned)[len(bank) :].any()
     for optimizer, rows in zip(ranks, owned, strict=True):
         monkeypatch.setattr(optimizer.comm, "all_gather", lambda full, shard: (full.copy_(torch.cat(owned)), done)[1])
         assert torch.equal(optimizer.whole("qo_bank.momentum", rows), bank)
-    with pytest.raises(UserError, match=r"checkpoint has qo_bank.momentum with shape \(3, 4\), not .* another model"):
-        ranks[0].distribute("qo_bank.momentum", owned[0], torch.zeros(3, 4))
+    for wrong in (torch.zeros(3, 4), None):
+        with pytest.raises(UserError, match="qo_bank.momentum with shape .*, not .*: it belongs to another model"):
+            ranks[0].distribute("qo_bank.momentum", owned[0], wrong)
 
 
 def test_the_record_on_8_ranks_pads_22_rows_to_24():
