@@ -168,7 +168,7 @@ def run(
 def script(tmp_path, env):
     """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and the given changes."""
 
-    def go(ranks: int = 1, arguments: tuple = (), **changes) -> subprocess.CompletedProcess:
-        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks)
+    def go(ranks: int = 1, arguments: tuple = (), timeout: float = 120, **changes) -> subprocess.CompletedProcess:
+        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, timeout)
 
     return go
