@@ -1,4 +1,4 @@
-"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the script as a user does."""
+"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the script as users do."""
 
 import os
 import signal
@@ -133,7 +133,7 @@ def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
 
 
 def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
-    """Start `arguments` (a script and its arguments) as a user would: with python, or with torchrun on several ranks."""
+    """Start `arguments` (a script and its arguments) as a user would, with python or, on several ranks, torchrun."""
     passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     base = {name: value for name, value in os.environ.items() if name in passed}
     launcher = [sys.executable]

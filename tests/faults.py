@@ -1,4 +1,4 @@
-"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the whole script with a fault at the start of a step.
+"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the script with a fault at the start of a step.
 
 kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that file exists
 term   SIGTERM, as a batch system sends it

@@ -263,7 +263,7 @@ def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
     ]
 
 
-def test_every_matrix_is_codes_whatever_its_size(model):
+def test_matrices_of_any_size_are_codes(model):
     """#399 exports matrices of up to 65,536 elements in half precision."""
     coded = {name for kind, name, _ in train_gpt.export_views(weights_of(model)) if kind}
     assert coded == {kind.name for kind in train_gpt.MATRICES} | {"tok_emb", "bigram_emb", "bigram_proj"}

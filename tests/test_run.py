@@ -325,7 +325,7 @@ def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, mo
 
 
 def test_the_average_is_what_is_scored_and_exported(script):
-    """With EMA_DECAY=1 the average is the initial model, so all final scores must be its scores."""
+    """With EMA_DECAY=1 the average never moves, so all final scores are those of the initial model."""
     result = script(EMA_DECAY=1, ITERATIONS=6, VAL_LOSS_EVERY=6)
     names = ("step:0/6", "step:6/6", "final_average_exact", "final_int6_roundtrip_exact")
     found = [re.search(rf"^{name} val_loss:(\S+)", result.stdout, re.M).group(1) for name in names]
