@@ -1,4 +1,4 @@
-"""What the tests share: a tiny tokenizer, tiny shards, and ways to start the script as its users do."""
+"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the script as users do."""
 
 import os
 import signal
@@ -17,45 +17,54 @@ sys.path.insert(0, str(ROOT))
 import train_gpt  # noqa: E402
 
 VOCAB = 400
-# A model of 3 layers and some 30,000 parameters, in fp32, eager: seconds a run.
+# A model of 3 layers and about 30,000 parameters, fp32, not compiled: a run takes seconds.
+# fmt: off
 TINY = {
-    "VOCAB_SIZE": VOCAB, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4, "XSA_LAST_N": 2,
-    "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768, "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8,
-    "VAL_BATCH_SIZE": 256, "ITERATIONS": 12, "WARMDOWN_ITERS": 4, "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1,
-    "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0, "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
-}  # fmt: skip
+    "VOCAB_SIZE": VOCAB, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4,
+    "XSA_LAST_N": 2, "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768,
+    "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8, "VAL_BATCH_SIZE": 256, "ITERATIONS": 12, "WARMDOWN_ITERS": 4,
+    "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0,
+    "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
+}
+# fmt: on
 
 
 def write_shard(
     path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None
 ) -> None:
-    """A shard file, in which any field of the header can be wrong."""
+    """Write a shard. Every field of the header can be set to a wrong value."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
 def published() -> dict[str, str]:
-    """The variables of records/published.env, by which the published run is repeated."""
+    """The variables of records/published.env, which repeat the published run."""
     lines = (ROOT / "records" / "published.env").read_text().splitlines()
     return dict(word.split("=") for line in lines if not line.startswith("#") for word in line.split())
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model, two training shards and two validation shards of this repository's own source."""
+    """A folder with tokenizer.model, two training and two validation shards, made from the text of train_gpt.py."""
     folder = tmp_path_factory.mktemp("data")
     text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text), model_prefix=str(folder / "tokenizer"), vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
-        character_coverage=1.0, minloglevel=2, num_threads=1,
-    )  # fmt: skip
+        sentence_iterator=iter(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        character_coverage=1.0,
+        minloglevel=2,
+        num_threads=1,
+    )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     documents = [[train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)]
     held_out, kept = documents[::8], [d for i, d in enumerate(documents) if i % 8]
     for split, docs in (("train", kept), ("val", held_out)):
         tokens = np.concatenate(docs)
-        middle = len(tokens) // 2 + 5  # shards of unequal length that end within a document
+        middle = len(tokens) // 2 + 5  # unequal shards; the first ends inside a document
         write_shard(folder / f"fineweb_{split}_000000.bin", tokens[:middle])
         write_shard(folder / f"fineweb_{split}_000001.bin", tokens[middle:])
     return folder
@@ -63,7 +72,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def env(data):
-    """A function: the environment of a tiny run, with the given knobs changed."""
+    """A function that returns the environment of a tiny run, with the given knobs changed."""
 
     def make(**changes) -> dict[str, str]:
         knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY, **changes}
@@ -74,13 +83,13 @@ def env(data):
 
 @pytest.fixture
 def hyperparameters(env):
-    """A function: the hyperparameters of a tiny run, with the given knobs changed."""
+    """A function that returns the hyperparameters of a tiny run, with the given knobs changed."""
     return lambda **changes: train_gpt.Hyperparameters.from_env(env(**changes))
 
 
 @pytest.fixture
 def one_rank(hyperparameters):
-    """A function: (hyperparameters, runtime) of a tiny run in this process."""
+    """A function that returns (hyperparameters, runtime) of a tiny run in this process."""
 
     def make(**changes):
         hp = hyperparameters(**changes)
@@ -91,7 +100,7 @@ def one_rank(hyperparameters):
 
 
 def made(hp, attend=None, dtype=torch.float32, seed=0) -> train_gpt.GPT:
-    """A model with its starting weights."""
+    """A model with its initial weights."""
     model = train_gpt.GPT(hp, attend, dtype)
     model.initialise(seed)
     return model
@@ -103,7 +112,8 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 
 def matrices_of(tensors) -> dict[str, torch.Tensor]:
-    """Views of the tensors of a model, given by parameter: each (out, in) matrix of the banks, and the rest."""
+    """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as blocks.LAYER.NAME, and
+    all other parameters by their name."""
     found = {}
     for kind, name, view in train_gpt.export_views(tensors):
         if name in tensors:
@@ -113,25 +123,38 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     return found
 
 
+def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
+    """The model with random numbers added, so that no parameter is zero or one and every term matters."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+    return model
+
+
 def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
-    """Start `arguments` (a script and its arguments) as a user would: with python, or under torchrun on several ranks."""
-    base = {
-        k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-    }
+    """Start `arguments` (a script and its arguments) as a user would, with python or, on several ranks, torchrun."""
+    passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    base = {name: value for name, value in os.environ.items() if name in passed}
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
-        [*launcher, *map(str, arguments)], env={**base, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", **environment}, cwd=cwd,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit that it is ignored
-    )  # fmt: skip
+        [*launcher, *map(str, arguments)],
+        env={**base, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", **environment},
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell ignores Ctrl-C in its background jobs, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def run(
-    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 120
+    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """`start`, and wait for the end."""
+    """`start`, then wait for the end."""
     process = start(arguments, environment, cwd, ranks)
     try:
         out, err = process.communicate(timeout=timeout)
@@ -143,9 +166,9 @@ def run(
 
 @pytest.fixture
 def script(tmp_path, env):
-    """A function: run train_gpt.py with a tiny run's environment and the given changes, in an empty folder."""
+    """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and the given changes."""
 
-    def go(ranks: int = 1, arguments: tuple = (), **changes) -> subprocess.CompletedProcess:
-        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks)
+    def go(ranks: int = 1, arguments: tuple = (), timeout: float = 600, **changes) -> subprocess.CompletedProcess:
+        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, timeout)
 
     return go

@@ -1,10 +1,10 @@
-"""What the tests of resuming start: `faults.py FAULT STEP [RANK]`, the whole script with a fault at the start of a step.
+"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the script with a fault at the start of a step.
 
-kill   SIGKILL of the process, once: a file `killed` is left, and the next time nothing happens
+kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that file exists
 term   SIGTERM, as a batch system sends it
 int    Ctrl-C
 nan    a gradient that is not finite
-jump   the clock goes on by 1,000 seconds
+jump   the clock jumps forward by 1,000 seconds
 none   nothing
 """
 
@@ -20,17 +20,17 @@ import train_gpt
 
 
 def strike(fault: str, run: train_gpt.Training) -> None:
-    """Do it."""
+    """Cause the fault."""
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if fault in ("term", "int"):
         os.kill(os.getpid(), {"term": signal.SIGTERM, "int": signal.SIGINT}[fault])
     if fault == "nan":
-        run.optimizers.flat[0] = float("nan")
+        run.optimizer.flat[0] = float("nan")
     if fault == "jump":
-        honest = time.perf_counter
-        time.perf_counter = lambda: honest() + 1000
+        true_clock = time.perf_counter
+        time.perf_counter = lambda: true_clock() + 1000
 
 
 def main() -> None:
@@ -38,11 +38,11 @@ def main() -> None:
     sys.argv[1:] = []
     step = train_gpt.Training.train_step
 
-    def faulty(self, number, moment):
-        # Steps of the warm-up do not count: none of them comes after a checkpoint was made or begun from.
+    def faulty(self, number, settings):
+        # Steps of the warm-up do not count. A step has been timed, or the run was restored, only after the warm-up.
         if number == at and int(os.environ.get("RANK", 0)) == rank and self.clock.step >= 0:
             strike(fault, self)
-        return step(self, number, moment)
+        return step(self, number, settings)
 
     train_gpt.Training.train_step = faulty
     train_gpt.main()

@@ -1,8 +1,8 @@
-"""Load mutated artifacts in a process with little memory and print the outcomes as a line of JSON.
+"""Load many mutated artifacts in a process with little memory, and print what happened as a line of JSON.
 
     python tests/fuzz_artifact.py 10000
 
-Most mutated files get a correct checksum, so they reach the code behind that check.
+Most mutations get a correct checksum, so that they reach the checks behind it.
 """
 
 import hashlib
@@ -25,9 +25,8 @@ HEADER = len(train_gpt.ARTIFACT_MAGIC) + 6
 
 
 def mutate(blob: bytes, draw: random.Random) -> bytes:
-    """A damaged, shortened, lengthened or forged copy of an artifact."""
-    body = bytearray(blob[:-32])
-    kind = draw.randrange(8)
+    """A file damaged, truncated, stretched or forged in one of several ways."""
+    body, kind = bytearray(blob[:-32]), draw.randrange(8)
     (length,) = struct.unpack_from("<I", body, HEADER - 4)
     if kind == 0:  # noise in the streams
         for _ in range(draw.choice((1, 1, 3, 30))):
@@ -36,17 +35,15 @@ def mutate(blob: bytes, draw: random.Random) -> bytes:
         body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
     elif kind == 2:
         del body[draw.randrange(len(body)) :]
-    elif kind == 3:  # remove or insert bytes
-        place = draw.randrange(HEADER, len(body))
-        count = draw.randrange(1, 40)
-        body[place : place + (count if draw.random() < 0.5 else 0)] = draw.randbytes(
-            count if draw.random() < 0.5 else 0
-        )
-    else:  # another header in JSON
+    elif kind == 3:  # bytes removed or inserted
+        place, count = draw.randrange(HEADER, len(body)), draw.randrange(1, 40)
+        removed, inserted = (count if draw.random() < 0.5 else 0 for _ in range(2))
+        body[place : place + removed] = draw.randbytes(inserted)
+    else:  # another header, which is JSON
         header = json.loads(body[HEADER : HEADER + length])
         forge(header, draw)
         text = json.dumps(header).encode()
-        if kind == 7:  # or nearly JSON
+        if kind == 7:  # or almost JSON
             text = bytearray(text)
             text[draw.randrange(len(text))] = draw.randrange(256)
         body[HEADER - 4 : HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
@@ -55,7 +52,7 @@ def mutate(blob: bytes, draw: random.Random) -> bytes:
 
 
 def forge(value, draw: random.Random) -> None:
-    """Replace or remove one part of a JSON value."""
+    """Replace or remove one place of a JSON value."""
     while True:
         key = draw.choice(list(value)) if isinstance(value, dict) else draw.randrange(len(value))
         if isinstance(value[key], dict | list) and value[key] and draw.random() < 0.9:
@@ -63,8 +60,8 @@ def forge(value, draw: random.Random) -> None:
             continue
         old = value[key]
         number = old if isinstance(old, int | float) else 1
-        numbers = [0, -1, 1, number + 1, number * 2, number // 2 or 1, 1 << 31, 10**12, 10**400, 1e300, float("nan")]
-        value[key] = draw.choice([*numbers, "", "x", None, [], {}, [[[[1]]]], True])
+        sizes = (0, -1, 1, number + 1, number * 2, number // 2 or 1, 1 << 31, 10**12, 10**400, 1e300, float("nan"))
+        value[key] = draw.choice((*sizes, "", "x", None, True, [], {}, [[[[1]]]]))
         if draw.random() < 0.1:
             del value[key]
         return
@@ -81,7 +78,7 @@ def main() -> None:
     for coder in train_gpt.CODERS:
         hp = train_gpt.Hyperparameters.from_env(knobs | {"COMPRESSOR": coder})
         model = made(hp, seed=1)
-        blobs.append(train_gpt.pack_artifact(weights_of(model), hp, facts={"training": {"steps": 3}}))
+        blobs.append(train_gpt.pack_artifact(weights_of(model), hp, metadata={"training": {"steps": 3}}))
         train_gpt.load_artifact(blobs[-1], model)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     space = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
@@ -99,8 +96,8 @@ def main() -> None:
             sentences[re.sub(r"[\d.]+|\(.*\)|'.*'", "#", str(error))[:70]] += 1
         slowest = max(slowest, time.perf_counter() - began)
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used) / 1024
-    report = {"slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}
-    print(json.dumps({"files": files, **outcomes, **report}))
+    found = {"files": files, **outcomes, "slowest_seconds": slowest, "peak_growth_mib": growth, "sentences": sentences}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Shards, the loader, bytes: what is read is what was written, and wrong data cannot be used unnoticed."""
+"""Shards, the loader and byte counts: data are read as they were written, and wrong data end in an error."""
 
+import dataclasses
 import hashlib
 import json
 import os
-import time
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 import train_gpt
 from conftest import VOCAB, write_shard
-from train_gpt import ByteCounter, Ranks, TokenStream, TrainingLoader, UserError, Validation
+from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, Validation
 
 
 def whole_stream(hp) -> np.ndarray:
@@ -21,10 +21,8 @@ def whole_stream(hp) -> np.ndarray:
 
 
 def loaders(one_rank, size, **changes):
-    import dataclasses
-
     hp, runtime = one_rank(**changes)
-    return hp, [TrainingLoader(hp, dataclasses.replace(runtime, ranks=Ranks(rank, size))) for rank in range(size)]
+    return hp, [TrainingLoader(hp, dataclasses.replace(runtime, comm=Comm(rank, size))) for rank in range(size)]
 
 
 def test_batches_are_the_stream_in_order(one_rank):
@@ -56,68 +54,26 @@ def test_loader_is_endless_and_repeatable(one_rank):
 
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
+    """Fault D4: #399's seeds did not change the order of the data, so they did not show how much it matters."""
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=5)
-    epochs = [[loader._permuted(epoch, i) for i in range(loader.blocks)] for epoch in (0, 1)]
+    epochs = [[loader.block_order(epoch, i) for i in range(loader.blocks)] for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
     assert epochs[0] != epochs[1] != list(range(loader.blocks))
-    for changes in (
-        {"SHUFFLE_SEED": 6},
-        {"SHUFFLE_SEED": 5, "SEED": 2},
-    ):  # fault D4: seeds did not tell how much the order of data matters
+    for changes in ({"SHUFFLE_SEED": 6}, {"SHUFFLE_SEED": 5, "SEED": 2}):
         _, (other,) = loaders(one_rank, 1, **changes)
-        assert [other._permuted(0, i) for i in range(loader.blocks)] != epochs[0]
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be told")
-def test_rows_are_announced_before_they_are_read(one_rank, monkeypatch):
-    """A disk can then fetch them side by side."""
-    calls, pread = [], os.pread
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda file, offset, count, what: calls.append(("announced", file, offset, count, what))
-    )
-    monkeypatch.setattr(
-        os,
-        "pread",
-        lambda file, count, offset: calls.append(("read", file, offset, count)) or pread(file, count, offset),
-    )
-    _, (loader,) = loaders(one_rank, 1)
-    loader.batch(0)
-    loader.close()
-    first = [call[0] for call in calls].index("read")
-    told, read = calls[:first], [call for call in calls[first:] if call[0] == "read"]
-    assert len(told) == loader.rows and {call[4] for call in told} == {os.POSIX_FADV_WILLNEED}
-    assert {call[1:3] for call in told} <= {call[1:3] for call in read}, "the same places of the same files"
+        assert [other.block_order(0, i) for i in range(loader.blocks)] != epochs[0]
 
 
 def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
-    """A batch of the sequential order is one stretch of text; a shuffled one is spread over the whole stream."""
+    """A batch in shard order is one stretch of text. A shuffled one comes from the whole stream."""
     hp, (loader,) = loaders(one_rank, 1)
-    assert hp.shuffle_seed == 1, "shuffled unless asked otherwise"
-    starts = np.array([loader._permuted(0, i) for i in range(hp.train_batch_tokens // hp.train_seq_len)])
+    assert hp.shuffle_seed == 1, "shuffled by default"
+    starts = np.array([loader.block_order(0, i) for i in range(hp.train_batch_tokens // hp.train_seq_len)])
     assert starts.min() < loader.blocks / 4 and starts.max() > 3 * loader.blocks / 4 and np.ptp(starts) > len(starts)
 
 
-@pytest.mark.parametrize("seed", [0, 4])
-def test_rows_begin_at_documents_where_they_can(one_rank, seed):
-    """With ALIGN_TO_BOS each block gives one row, from the block's first BOS on, or from its start if it has none."""
-    hp, (loader,) = loaders(one_rank, 1, ALIGN_TO_BOS=1, SHUFFLE_SEED=seed)
-    tokens, per_step, aligned = whole_stream(hp), hp.train_batch_tokens // hp.train_seq_len, 0
-    rows = torch.cat([loader.batch(step) for step in range(loader.blocks // per_step)]).numpy()
-    for i, row in enumerate(rows):
-        block = tokens[loader._permuted(0, i) * 32 :][:32]
-        begins = np.flatnonzero(block == train_gpt.BOS)
-        start = loader._permuted(0, i) * 32 + (begins[0] if len(begins) else 0)
-        start = min(start, len(tokens) - 33)  # the last row must not reach over the end
-        assert (row == tokens[start : start + 33]).all()
-        aligned += len(begins) > 0 and row[0] == train_gpt.BOS
-    assert aligned > 5, "the test data have documents"
-    assert loader._row((loader.blocks - 1) * 32).shape == (33,)
-    _, several = loaders(one_rank, 3, ALIGN_TO_BOS=1, SHUFFLE_SEED=seed)
-    assert torch.equal(torch.cat([part.batch(2) for part in several]), loader.batch(2)), "whatever the number of ranks"
-
-
 def test_the_next_step_is_all_the_state(one_rank):
-    """A new loader asked for step n goes on exactly as the old one does."""
+    """A new loader that starts at step n gives the same batches as the old one."""
     _, (old,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
     before = [old.batch(step) for step in range(12)]
     _, (new,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
@@ -126,20 +82,19 @@ def test_the_next_step_is_all_the_state(one_rank):
 
 
 def test_batches_are_ready_ahead(one_rank):
-    """While one batch is in use, the next three are read."""
+    """While one batch is used, the next three are read."""
     _, (loader,) = loaders(one_rank, 1)
     for step in range(5):
         loader.batch(step)
-    deadline = time.monotonic() + 10
-    while loader.ready.qsize() < loader.AHEAD and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert [step for step, _ in loader.ready.queue] == [5, 6, 7]
+    assert list(loader.pending) == [5, 6, 7]
+    read = [future.result(timeout=10) for future in loader.pending.values()]
     loader.close()
-    assert not loader.thread.is_alive()
+    assert all(torch.equal(loader._read(5 + i), rows) for i, rows in enumerate(read))
+    assert not any(thread.is_alive() for thread in loader.reader._threads)
 
 
 def test_bytes_by_the_rule_equal_the_text(data):
-    """Every document's bytes are those of its text; a leading space after BOS is not charged (fault B29)."""
+    """A document has the bytes of its text. A leading space after BOS does not count (fault B29)."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
     for text in (
@@ -157,9 +112,10 @@ def test_bytes_by_the_rule_equal_the_text(data):
 def test_byte_pieces_count_one_and_boundaries_nothing(data):
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
+    names = [pieces.id_to_piece(i) for i in range(VOCAB)]
     byte, spaced = (
-        pieces.piece_to_id("<0xE4>"),
-        next(i for i in range(VOCAB) if pieces.id_to_piece(i).startswith("\u2581") and len(pieces.id_to_piece(i)) == 3),
+        names.index("<0xE4>"),
+        next(i for i in range(VOCAB) if names[i][0] == "\u2581" and len(names[i]) == 3),
     )
     assert counter.count(np.array([byte, byte])) == [1]
     assert counter.count(np.array([byte, spaced])) == [3] and counter.count(np.array([train_gpt.BOS, spaced])) == [2]
@@ -189,7 +145,7 @@ def broken_shard(folder, kind):
     elif kind == "empty":
         path.write_bytes(b"")
     elif kind == "unreadable":
-        path.symlink_to(path)  # in circles: what even root cannot read
+        path.symlink_to(path)  # a loop, which even root cannot read
     elif kind == "no tokens":
         write_shard(path, tokens[:0])
     elif kind == "folder":
@@ -199,10 +155,18 @@ def broken_shard(folder, kind):
 
 @pytest.mark.parametrize(
     "kind, part",
-    [("magic", "20240520"), ("version", "version 2"), ("longer", "promises 295"), ("shorter", "promises 297"), ("empty", "header"),
-     ("odd byte", "has 1617 bytes, but its header promises 296 tokens in 1616"), ("unreadable", "cannot read shard"),
-     ("no tokens", "promises 0"), ("folder", "Is a directory")],
-)  # fmt: skip
+    [
+        ("magic", "starts with 1, not 20240520"),
+        ("version", "version 2, not 1"),
+        ("longer", "promises 295"),
+        ("shorter", "promises 297"),
+        ("empty", "has 0 bytes, less than a header: download it again"),
+        ("odd byte", "has 1617 bytes, but its header promises 296 tokens in 1616: download it again"),
+        ("unreadable", "cannot read shard"),
+        ("no tokens", "promises 0"),
+        ("folder", "Is a directory"),
+    ],
+)
 def test_wrong_shards_are_named(tmp_path, kind, part):
     path = broken_shard(tmp_path, kind)
     with pytest.raises(UserError) as error:
@@ -220,14 +184,14 @@ def test_token_outside_the_vocabulary_is_named(tmp_path, one_rank):
         loader.batch(1)
 
 
-@pytest.mark.parametrize("change", ["cut short", "rewritten", "replaced", "removed"])
+@pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced", "removed"])
 def test_a_shard_that_changes_during_the_run_is_named(tmp_path, one_rank, change):
-    """Cut short, it would even kill the process: pages of a mapping beyond the file's end cannot be read."""
+    """Reading the mapping of a truncated file would kill the process."""
     path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.full(500_000, 5))
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path)
     loader.batch(0)
-    if change == "cut short":
+    if change == "truncated":
         os.truncate(path, 2000)
     elif change == "rewritten":
         os.utime(path, ns=(0, 0))
@@ -241,8 +205,8 @@ def test_a_shard_that_changes_during_the_run_is_named(tmp_path, one_rank, change
         loader.batch(600)
 
 
-def test_a_shard_that_is_cut_short_while_it_is_read_is_named(tmp_path):
-    """After the look at the file's version, in the middle of reading: a mapping would end the process here."""
+def test_a_shard_that_is_truncated_while_it_is_read_is_named(tmp_path):
+    """As if it happened just after the check of the file's version. Reading a mapping would kill the process here."""
     path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.full(500_000, 5))
     stream = train_gpt.TokenStream(tmp_path, "train", VOCAB)
@@ -255,7 +219,7 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(tmp_path):
 
 
 def with_manifest(data, folder, **changes):
-    """A copy of the data with a manifest."""
+    """Copy the data and write a manifest. Returns the variables that use them."""
     for path in data.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
     files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
@@ -264,7 +228,7 @@ def with_manifest(data, folder, **changes):
     return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
 
 
-def test_data_as_the_manifest_says_are_used(tmp_path, data, one_rank):
+def test_data_that_match_the_manifest_are_used(tmp_path, data, one_rank):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
     assert Validation(hp, runtime.device).targets > 0
 
@@ -275,30 +239,32 @@ def test_another_tokenizer_of_the_same_size_is_named(tmp_path, data, one_rank):
         Validation(hp, runtime.device)
 
 
-def test_a_validation_split_that_is_not_whole_is_named(tmp_path, data, one_rank):
+def test_an_incomplete_validation_split_is_named(tmp_path, data, one_rank):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
     (tmp_path / "fineweb_val_000001.bin").unlink()
     with pytest.raises(UserError, match="fineweb_val_000001.bin is missing"):
         Validation(hp, runtime.device)
     write_shard(tmp_path / "fineweb_val_000001.bin", np.full(3, 5))
-    with pytest.raises(UserError, match="fineweb_val_000001.bin is missing or not of"):
+    with pytest.raises(
+        UserError, match="fineweb_val_000001.bin is missing or not of .* bytes as .*: download it again"
+    ):
         Validation(hp, runtime.device)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"files": [], "tokenizer": {"sha256": ""}}',
-        b'{"files": {"fineweb_val_0.bin": 3}, "tokenizer": 3}',
-    ],
+BROKEN = (
+    b"",
+    b"[]",
+    b"{}",
+    b'{"files": [], "tokenizer": {"sha256": ""}}',
+    b'{"files": {"fineweb_val_0.bin": 3}, "tokenizer": 3}',
 )
+
+
+@pytest.mark.parametrize("content", BROKEN)
 def test_a_broken_manifest_is_named(tmp_path, data, one_rank, content):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(UserError, match="manifest.json cannot be read as a manifest"):
+    with pytest.raises(UserError, match="manifest.json is not a valid manifest .*: make or download the data again"):
         Validation(hp, runtime.device)
 
 
@@ -313,7 +279,7 @@ def test_too_little_data_is_named(tmp_path, one_rank):
 
 
 def test_batch_that_ranks_cannot_share_is_named(one_rank):
-    with pytest.raises(UserError, match=r"TRAIN_BATCH_TOKENS=768 .* 5 ranks .* multiple of 160"):
+    with pytest.raises(UserError, match=r"TRAIN_BATCH_TOKENS=768 is not a multiple of 160, so 5 ranks"):
         loaders(one_rank, 5)
 
 
@@ -330,18 +296,16 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
         ByteCounter(str(data / "tokenizer.model"), VOCAB)
 
 
-def test_files_that_would_fill_the_memory_are_refused(tmp_path, data, one_rank, monkeypatch):
-    """Sparse files of any length cost a stranger nothing: sizes are looked at before anything is read."""
-    for name, part in (
-        ("tokenizer.model", "TOKENIZER_PATH .* over the limit"),
-        ("manifest.json", "the manifest .* over the limit"),
+def test_files_that_would_fill_the_memory_are_refused(tmp_path, one_rank, monkeypatch):
+    """A sparse file can have any length, so sizes are checked before anything is read."""
+    for name, use in (
+        ("tokenizer.model", lambda path: ByteCounter(str(path), VOCAB)),
+        ("manifest.json", lambda path: train_gpt.check_manifest(str(path.parent), "")),
     ):
         with open(tmp_path / name, "wb") as file:
             file.truncate(1 << 40)
-        with pytest.raises(UserError, match=part):
-            train_gpt.check_manifest(str(tmp_path), "") if name == "manifest.json" else ByteCounter(
-                str(tmp_path / name), VOCAB
-            )
+        with pytest.raises(UserError, match=f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
+            use(tmp_path / name)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
     with pytest.raises(UserError, match="its header promises 2147483647 tokens"):
         TokenStream(str(tmp_path), "val", VOCAB)

@@ -1,4 +1,4 @@
-"""The artifact: what is written is what is read, exactly and anywhere; a damaged one is refused with a sentence."""
+"""The artifact: it is read exactly as it was written, on any machine; a damaged one is refused with a sentence."""
 
 import errno
 import hashlib
@@ -13,17 +13,13 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, made, weights_of
-from train_gpt import GPT, Hyperparameters, UserError, quantise_rows
+from conftest import ROOT, made, noise, weights_of
+from train_gpt import GPT, Hyperparameters, UserError, knobs_with, quantise_rows
 
 
 @pytest.fixture
 def model(hyperparameters):
-    model = made(hyperparameters(), None, torch.float32, 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.05)
-    return model
+    return noise(made(hyperparameters(), None, torch.float32, 2), seed=3, size=0.05)
 
 
 def loaded(blob, hp) -> GPT:
@@ -46,12 +42,12 @@ def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
     assert ((codes * scale - rows).abs() <= scale / 2 * 1.0001)[inside].all()
     assert torch.equal(scale, scale.bfloat16().float())
     wanted = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip / top
-    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all(), "the nearest of the scales that four bits can say"
+    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all(), "the nearest scale of four significant bits"
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.05, 0.2, 30.0])
 def test_precision_does_not_depend_on_the_size_of_the_weights(size):
-    """Faults B13, B14: a floor under the scale left a row of deviation 0.05 with 7 levels and 37 times the error."""
+    """Faults B13, B14: #399's floor under the scale leaves 7 levels for a row of deviation 0.05: 37 times the error."""
     rows = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
     for bits, clip in ((6, 7.0), (7, 10.0), (8, 6.0)):
         codes, scale = quantise_rows(rows * size, bits, clip)
@@ -61,7 +57,7 @@ def test_precision_does_not_depend_on_the_size_of_the_weights(size):
 
 
 def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
-    """A deviation about the mean would leave a constant row without any scale, and lose it."""
+    """With the deviation about the mean instead, a constant row would get the scale 0 and be lost."""
     rows = torch.zeros(2, 3, 8)
     rows[1, 1], rows[1, 2] = 0.5, torch.linspace(0.4999, 0.5001, 8)
     codes, scale = quantise_rows(rows, 7, 10.0)
@@ -70,7 +66,7 @@ def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
 
 
 def test_published_range():
-    """ROW_RANGE=published, fault B13: largest weight over 31, but no finer than 1/31."""
+    """ROW_RANGE=published keeps #399's rule (fault B13): the largest weight / 31, at least 1 / 31."""
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
     codes, scale = quantise_rows(rows, 6, None)
     assert scale.flatten().tolist() == pytest.approx([1 / 31, 3.1 / 31], rel=0.07)
@@ -78,7 +74,7 @@ def test_published_range():
 
 
 def correlated(width, count, seed) -> torch.Tensor:
-    """Activations (count, width) whose coordinates depend on each other and differ in size, one of them always zero."""
+    """Activations (count, width): correlated coordinates of different sizes, one of them always zero."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, width, generator=generator) @ torch.randn(width, width, generator=generator)
     x *= torch.logspace(-1, 1, width)[torch.randperm(width, generator=generator)]
@@ -88,7 +84,7 @@ def correlated(width, count, seed) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [4, 7, 128])
 def test_gptq_is_the_greedy_solution(block):
-    """Against the definition, in float64: round a column, then give all open columns their best answer to its error."""
+    """Against the definition in float64: round a column, then let all open columns compensate its error optimally."""
     weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
     hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
     scale = train_gpt.row_scales(weights, 5, 6.0)
@@ -111,8 +107,8 @@ def test_gptq_keeps_the_output_better_than_rounding():
     weights = torch.randn(1, 64, 96, generator=torch.Generator().manual_seed(1))
     x = correlated(96, 2000, 5)
     scale = train_gpt.row_scales(weights, 5, 6.0)
-    errors = [((codes * scale - weights)[0] @ x.T).norm() for codes in
-              (train_gpt.gptq(weights, (x.T @ x)[None], scale, 5), train_gpt.to_codes(weights, scale, 5))]  # fmt: skip
+    solved, rounded = train_gpt.gptq(weights, (x.T @ x)[None], scale, 5), train_gpt.to_codes(weights, scale, 5)
+    errors = [((codes * scale - weights)[0] @ x.T).norm() for codes in (solved, rounded)]
     assert errors[0] < 0.7 * errors[1]
 
 
@@ -123,32 +119,23 @@ def test_gptq_without_activations_is_rounding():
         assert torch.equal(train_gpt.gptq(weights, hessian, scale, 6), train_gpt.to_codes(weights, scale, 6))
 
 
-def test_moments_are_of_what_each_matrix_reads(model, monkeypatch, one_rank):
-    """For every matrix of the tables, the activations shown to the watcher are the ones that it multiplies."""
+def test_hessians_are_of_what_each_matrix_reads(model, monkeypatch, one_rank):
+    """For every matrix of the tables, calibration sees the activations that the matrix multiplies."""
     model.attend = one_rank()[1].attend
     real, products = train_gpt.F.linear, []
     monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: products.append((x, w)) or real(x, w))
     ids = torch.randint(3, model.hp.vocab_size, (3, 24), generator=torch.Generator().manual_seed(0))
-    moments = train_gpt.Moments(model.hp, torch.device("cpu"))
+    hessians = model.calibration = train_gpt.Hessians(model.hp, torch.device("cpu"))
     with torch.no_grad():
-        model(ids, watch=moments)
-        wanted = {
-            (kind.reads, layer): matrices[kind.name]
-            for kind in train_gpt.MATRICES
-            for layer, matrices in enumerate(model.matrices())
-        }
-        wanted |= {("final", 0): model.tok_emb, ("pair", 0): model.bigram_proj}
-    assert {(kind.reads, layer) for kind in train_gpt.MATRICES for layer in range(3)} | {
-        ("final", 0),
-        ("pair", 0),
-    } == set(wanted)
-    for kind in train_gpt.MATRICES:
-        for layer, matrices in enumerate(model.matrices()):
-            (x,) = [x for x, w in products if torch.equal(w, matrices[kind.name])]
-            torch.testing.assert_close(moments.sums[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1))
-    for reads, parameter in (("final", model.tok_emb), ("pair", model.bigram_proj)):
-        (x,) = [x for x, w in products if torch.equal(w, parameter)]
-        torch.testing.assert_close(moments.sums[reads][0], x.flatten(0, 1).T @ x.flatten(0, 1))
+        model(ids)
+        matrices = model.matrices()
+    kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]
+    assert {kind.name for kind in kinds} == set(matrices) and {kind.reads for kind in kinds} == set(hessians.sums)
+    for kind in kinds:
+        assert len(hessians.sums[kind.reads]) == len(matrices[kind.name])
+        for layer, matrix in enumerate(matrices[kind.name]):
+            (x,) = [x for x, w in products if torch.equal(w, matrix)]
+            torch.testing.assert_close(hessians.sums[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1))
 
 
 # Coders
@@ -161,17 +148,29 @@ def some_codes() -> dict[str, np.ndarray]:
     gaussian = draw.normal(0, 5, (2, 60, 90))
     holes = gaussian * (draw.random((2, 60, 1)) > 0.3) * (draw.random((2, 1, 90)) > 0.3)
     kinds = {
-        "gaussian": gaussian, "products": gaussian * rows * columns, "laplace": draw.laplace(0, 3, (3, 7, 11)), "empty rows and columns": holes,
-        "uniform": draw.integers(-127, 128, (1, 50, 50)), "12 bits": draw.normal(0, 600, (1, 40, 60)), "12 bits, uniform": draw.integers(-2047, 2048, (1, 30, 99)), "zeros": np.zeros((2, 3, 4)), "constant": np.full((1, 8, 8), -31), "one": np.full((1, 1, 1), 5),
-        "two values": draw.integers(0, 2, (2, 9, 5)) * 254 - 127, "one column": draw.normal(0, 9, (1, 40, 1)), "one row": draw.normal(0, 9, (1, 1, 40)),
-        "rare": (draw.random((1, 300, 300)) < 1e-4) * 100, "once": (np.arange(90000) == 7).reshape(1, 300, 300) * 3, "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
-    }  # fmt: skip
+        "gaussian": gaussian,
+        "products": gaussian * rows * columns,
+        "laplace": draw.laplace(0, 3, (3, 7, 11)),
+        "empty rows and columns": holes,
+        "uniform": draw.integers(-127, 128, (1, 50, 50)),
+        "12 bits": draw.normal(0, 600, (1, 40, 60)),
+        "12 bits, uniform": draw.integers(-2047, 2048, (1, 30, 99)),
+        "zeros": np.zeros((2, 3, 4)),
+        "constant": np.full((1, 8, 8), -31),
+        "one": np.full((1, 1, 1), 5),
+        "two values": draw.integers(0, 2, (2, 9, 5)) * 254 - 127,
+        "one column": draw.normal(0, 9, (1, 40, 1)),
+        "one row": draw.normal(0, 9, (1, 1, 40)),
+        "rare": (draw.random((1, 300, 300)) < 1e-4) * 100,
+        "once": (np.arange(90000) == 7).reshape(1, 300, 300) * 3,
+        "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
+    }
     return {name: np.clip(np.rint(codes), -2047, 2047).astype(np.int16) for name, codes in kinds.items()}
 
 
 @pytest.mark.parametrize("kind", some_codes())
 @pytest.mark.parametrize("coder", train_gpt.CODERS)
-def test_coders_give_back_what_they_were_given(coder, kind):
+def test_coders_are_exact(coder, kind):
     codes = some_codes()[kind]
     encode, decode = train_gpt.CODERS[coder]
     blob = encode(codes)
@@ -180,22 +179,27 @@ def test_coders_give_back_what_they_were_given(coder, kind):
     assert encode(np.asfortranarray(codes)) == blob, "the order in memory does not matter"
 
 
+def entropy_bits(codes) -> float:
+    """Bits of the codes (L, out, in) at the entropy of each matrix."""
+    total = 0.0
+    for matrix in codes:
+        counts = np.unique(matrix, return_counts=True)[1]
+        total -= (counts * np.log2(counts / counts.sum())).sum()
+    return total
+
+
 def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
+    """0.5 % above the entropy for codes without structure; below that of a matrix if sizes depend on row and column."""
     draw = np.random.default_rng(1)
     plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int16)
     columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
     rows = np.exp(draw.normal(0, 0.5, (4, 256, 1)))
     scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(np.int16)
-    ratios = [8 * len(train_gpt.encode_ans(codes)) / train_gpt.order0_entropy(codes) for codes in (plain, scaled)]
-    assert 1.0 < ratios[0] < 1.005, "codes without structure: the entropy and 0.5 %"
-    assert ratios[1] < 0.95, "codes whose sizes are products of rows and columns: less than the entropy of all as one"
+    ratios = [8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes) for codes in (plain, scaled)]
+    assert 1.0 < ratios[0] < 1.005 and ratios[1] < 0.95
 
 
-def test_entropy_of_codes():
-    codes = np.array([[[0, 0, 1, 1]], [[5, 5, 5, 5]]], dtype=np.int16)
-    assert train_gpt.order0_entropy(codes) == 4.0  # one bit each for the first matrix, nothing for the second
-
-
+# fmt: off
 GOLDEN = (
     "f1000000e001b500e900007ac1b4d0092d7a151bd4164e94e1d73f8fbf4daee8f1e08c3550dd72b89b3affd4c1e8dee2b0fcd46dbf6dd02479d449a8"
     "1f498005dee6913197e2e992d53e153393efc94d0172592bb0f37139a3a4672163a31f5b5c39937dc05dd52ae82f5f005e3744cce29254afb1f449ab"
@@ -206,11 +210,12 @@ GOLDEN = (
     "26b2a46565e227b0f3e4442f085bdfc9c5ac1d79b8cfc614ed4e50efbf08ce6d8351b96c3200fc4f03b7cda8b901db3b8ce030ea54ba175b9890af92"
     "13270bde3f37afb80ac158de21b800e3749d6ad642ca2eb0351385de43f1568aea641f5f64667d13f0671daac03a992040cf11de4c9721ab56190300"
     "00"
-)  # fmt: skip
+)
+# fmt: on
 
 
 def test_stream_written_elsewhere_is_read_alike():
-    """Bytes written by constriction 0.5.0 on x86-64: every later version and machine must read the same codes."""
+    """Bytes that constriction 0.5.0 wrote on x86-64. Every later version and machine must read the same codes."""
     number = np.arange(2 * 12 * 20)
     codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (1 + (number % 20 > 12)).reshape(2, 12, 20)
     assert np.array_equal(train_gpt.decode_ans(bytes.fromhex(GOLDEN), (2, 12, 20)), codes)
@@ -236,9 +241,8 @@ def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
     hp = hyperparameters(COMPRESSOR=compressor)
     weights = weights_of(model)
     twin = weights_of(loaded(train_gpt.pack_artifact(weights, hp), hp))
-    for (kind, name, original), (_, _, found) in zip(
-        train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True
-    ):
+    views = zip(train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True)
+    for (kind, name, original), (_, _, found) in views:
         if kind is None:
             assert torch.equal(found, original.half().float()), name
         else:
@@ -246,27 +250,43 @@ def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
             assert torch.equal(found, codes * scale), name
 
 
-def test_every_matrix_is_codes_whatever_its_size(model):
-    """The published export left matrices of up to 65,536 elements in half precision."""
+def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
+    """A score must be repeatable from the file alone."""
+    header, made_with, entries, _ = train_gpt.open_artifact(train_gpt.pack_artifact(weights_of(model), model.hp))
+    for role in ("model", "evaluation"):
+        assert header[role] == {name: getattr(model.hp, name) for name in knobs_with(role)} and header[role]
+        assert all(getattr(made_with, name) == value for name, value in header[role].items())
+    twin = GPT(made_with, None, torch.float32)
+    assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
+    assert [entry[:3] for entry in entries] == [
+        (kind, name, tuple(view.shape)) for kind, name, view in train_gpt.export_views(weights_of(model))
+    ]
+
+
+def test_matrices_of_any_size_are_codes(model):
+    """#399 exports matrices of up to 65,536 elements in half precision."""
     coded = {name for kind, name, _ in train_gpt.export_views(weights_of(model)) if kind}
     assert coded == {kind.name for kind in train_gpt.MATRICES} | {"tok_emb", "bigram_emb", "bigram_proj"}
 
 
 @pytest.mark.parametrize("compressor", train_gpt.CODERS)
-@pytest.mark.parametrize("damage", ["cut", "one byte", "last byte", "not one", "empty", "only magic"])
+@pytest.mark.parametrize("damage", ["truncated", "one byte", "last byte", "foreign", "empty", "only magic"])
 def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters, tmp_path):
     blob = bytearray(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR=compressor)))
-    if damage == "cut":
+    if damage == "truncated":
         del blob[len(blob) // 2 :]
     elif damage == "one byte":
         blob[len(blob) // 2] ^= 1
     elif damage == "last byte":
         del blob[-1]
     else:
-        blob = bytearray({"not one": b"hello", "empty": b"", "only magic": train_gpt.ARTIFACT_MAGIC}[damage])
+        blob = {"foreign": b"hello", "empty": b"", "only magic": train_gpt.ARTIFACT_MAGIC}[damage]
     path = tmp_path / "model.xz"
     path.write_bytes(blob)
-    wanted = "its checksum is wrong" if damage in ("cut", "one byte", "last byte") else "it is not an artifact"
+    sealed = damage in ("truncated", "one byte", "last byte")
+    wanted = (
+        "its checksum is wrong; it may be truncated or altered" if sealed else "it is not an artifact of this script"
+    )
     with pytest.raises(UserError, match=f"artifact {path} cannot be used: {wanted}"):
         train_gpt.artifact_hyperparameters(str(path), train_gpt.read_artifact(path), {})
 
@@ -276,7 +296,7 @@ def sealed(body: bytes) -> bytes:
 
 
 def rewritten(blob, change) -> bytes:
-    """The artifact with another header, and a right checksum."""
+    """The artifact with a changed header and a correct checksum."""
     (length,) = struct.unpack_from("<I", blob, 10)
     header = json.loads(blob[14 : 14 + length])
     change(header)
@@ -289,38 +309,37 @@ def test_rewritten_header_alone_does_no_harm(model):
     assert rewritten(blob, lambda header: None) == blob
 
 
-OTHERS, IMPOSSIBLE, SHORTER = (
-    "its tensors are not those of its model",
-    "is described in a way that is not possible",
-    "it is shorter than its tensors",
-)
+def setter(value, *path):
+    """A function that sets this place of a header."""
+
+    def change(header):
+        for key in path[:-1]:
+            header = header[key]
+        header[path[-1]] = value
+
+    return change
+
+
+OTHERS = "its tensors are not those of its model"
 CHANGES = {
-    "a tensor less": (OTHERS, lambda header: header["tensors"].pop()),
-    "too large a tensor": (OTHERS, lambda header: header["tensors"][0].__setitem__(1, [1 << 40, 1 << 40, 8])),
-    "negative": (OTHERS, lambda header: header["tensors"][0].__setitem__(1, [-1, 5, 5])),
-    "negative length": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(4, -5)),
-    "too long": (SHORTER, lambda header: header["tensors"][0].__setitem__(4, 1 << 40)),
-    "length as text": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(4, "5")),
-    "codes as values": (IMPOSSIBLE, lambda header: header["tensors"][0].__setitem__(2, 16)),
-    "values as codes": (IMPOSSIBLE, lambda header: header["tensors"][-1].__setitem__(2, 6)),
+    "a tensor less": (OTHERS, lambda header: header["code_bytes"].pop()),
+    "a tensor more": (OTHERS, lambda header: header["code_bytes"].append(0)),
+    "negative length": (OTHERS, setter(-5, "code_bytes", 0)),
+    "length as text": (OTHERS, setter("5", "code_bytes", 0)),
+    "length as a switch": (OTHERS, setter(True, "code_bytes", 0)),
+    "too long": ("it is shorter than its tensors", setter(1 << 40, "code_bytes", 0)),
+    "no lengths": ("KeyError: 'code_bytes'", lambda header: header.pop("code_bytes")),
+    "a number for the lengths": ("TypeError", setter(7, "code_bytes")),
     "no model": ("KeyError: 'model'", lambda header: header.pop("model")),
     "no windows": ("KeyError: 'evaluation'", lambda header: header.pop("evaluation")),
-    "not a tensor": ("TypeError", lambda header: header["tensors"].__setitem__(0, 7)),
-    "no coder": ("or of an unknown coder", lambda header: header.__setitem__("coder", "pickle")),
-    "a huge model": ("", lambda header: header["model"].__setitem__("model_dim", 1 << 50)),
-    "a large model": (
-        "its model has over 67108864 weights",
-        lambda header: header["model"].__setitem__("model_dim", 1 << 15),
-    ),
-    "a model of many layers": (
-        "NUM_LAYERS=1000000000 is above",
-        lambda header: header["model"].__setitem__("num_layers", 10**9),
-    ),
-    "a huge window": (
-        "EVAL_SEQ_LEN=1000000000000 is above",
-        lambda header: header["evaluation"].__setitem__("eval_seq_len", 10**12),
-    ),
-    "a list for a number": ("is not a whole number", lambda header: header["model"].__setitem__("num_heads", [4])),
+    "no coder": ("or of an unknown coder", setter("pickle", "coder")),
+    "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
+    "an unknown range": ("ROW_RANGE='wide' is not one of", setter("wide", "row_range")),
+    "a huge model": ("", setter(1 << 50, "model", "model_dim")),
+    "a large model": ("its model has .*67108864", setter(1 << 15, "model", "model_dim")),
+    "a model of many layers": ("NUM_LAYERS=1000000000 is above", setter(10**9, "model", "num_layers")),
+    "a huge window": ("EVAL_SEQ_LEN=1000000000000 is above", setter(10**12, "evaluation", "eval_seq_len")),
+    "a list for a number": ("is not a whole number", setter([4], "model", "num_heads")),
 }
 
 
@@ -328,15 +347,13 @@ CHANGES = {
 def test_contradictory_header_is_refused(model, change):
     message, act = CHANGES[change]
     blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), act)
-    with (
-        pytest.raises(UserError, match=rf"artifact a\.xz cannot be used: .*{message}"),
-        train_gpt.reading_artifact("a.xz"),
-    ):
+    sentence = rf"artifact a\.xz cannot be used: .*{message}.*; it may be truncated or altered"
+    with pytest.raises(UserError, match=sentence), train_gpt.reading_artifact("a.xz"):
         train_gpt.load_artifact(blob, model)
 
 
 def test_tables_of_another_total_are_refused(monkeypatch):
-    """Only with a power of two are the weights of the coder exact, and the same on every machine."""
+    """The coder's weights are exact, and equal on every machine, only if the total is a power of two."""
     codes = some_codes()["products"]
     monkeypatch.setattr(train_gpt, "ANS_TOTAL", 30_000)
     blob = train_gpt.encode_ans(codes)
@@ -346,11 +363,10 @@ def test_tables_of_another_total_are_refused(monkeypatch):
         train_gpt.decode_ans(blob, codes.shape)
 
 
-def test_artifact_of_the_future_is_refused(model):
+def test_artifact_of_another_version_is_refused(model):
     blob = train_gpt.pack_artifact(weights_of(model), model.hp)
-    with pytest.raises(
-        ValueError, match=f"its format has version 9, but this script knows version {train_gpt.ARTIFACT_VERSION} only"
-    ):
+    reads = f"its format has version 9, but this script reads version {train_gpt.ARTIFACT_VERSION} only"
+    with pytest.raises(ValueError, match=reads):
         train_gpt.open_artifact(sealed(blob[:8] + struct.pack("<H", 9) + blob[10:-32]))
 
 
@@ -364,11 +380,11 @@ def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
 
 
 def test_bombs_are_not_unpacked():
-    """A few bytes that would become gigabytes stop at the size that the header promises."""
+    """A few bytes that would unpack to gigabytes stop at the size that the header promises."""
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
-        train_gpt.expand(train_gpt.squeeze(bytes(1 << 26)), 1000)
+        train_gpt.lzma_unpack(train_gpt.lzma_pack(bytes(1 << 26)), 1000)
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
-        train_gpt.decode_zstd(train_gpt.encode_zstd(np.zeros((1, 1 << 12, 1 << 12), np.int16)), (1, 5, 100))
+        train_gpt.decode_lzma(train_gpt.encode_lzma(np.zeros((1, 1 << 12, 1 << 12), np.int16)), (1, 5, 100))
 
 
 def test_file_larger_than_any_artifact_is_not_read(tmp_path):
@@ -380,15 +396,14 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
 
 
 def test_mutations_are_refused_with_a_sentence():
-    """10,000 damaged, altered and hostile files, most with a right checksum: no crash, no hang, no great allocation."""
-    result = subprocess.run(
-        [sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"], capture_output=True, text=True, timeout=500
-    )
+    """10,000 damaged and forged files, most with a correct checksum: no crash, no hang, no large allocation."""
+    command = [sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["files"] == 10000 and found["refused"] + found["loaded"] == 10000
     assert found["slowest_seconds"] < 2 and found["peak_growth_mib"] < 200
-    assert found["refused"] > 5000 and found["loaded"] > 100, "some mutations are harmless: other codes, other facts"
+    assert found["refused"] > 5000 and found["loaded"] > 100, "some mutations are harmless, such as other codes"
     assert len(found["sentences"]) > 15, "mutations reach every check"
 
 
@@ -399,17 +414,14 @@ def test_artifact_of_another_model_is_refused(model, hyperparameters):
 
 
 def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp_path):
-    """A score is repeated without a variable set; windows may be others, model and tokenizer not."""
+    """A score is repeated without any variable. Other windows may be set, another model or tokenizer may not."""
     tokenizer = tmp_path / "t.model"
     tokenizer.write_bytes(b"pieces")
-    facts = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
-    blob = train_gpt.pack_artifact(weights_of(model), model.hp, facts=facts)
+    metadata = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp, metadata=metadata)
     environ = {"TOKENIZER_PATH": str(tokenizer)}
-    assert (
-        train_gpt.artifact_hyperparameters("a.xz", blob, environ).eval_stride
-        == model.hp.eval_stride
-        != Hyperparameters().eval_stride
-    )
+    stride = train_gpt.artifact_hyperparameters("a.xz", blob, environ).eval_stride
+    assert stride == model.hp.eval_stride != Hyperparameters().eval_stride
     assert train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"EVAL_STRIDE": "3"}).eval_stride == 3
     with pytest.raises(UserError, match="MODEL_DIM=64 is set, but EVAL_ONLY=a.xz was made with 32"):
         train_gpt.artifact_hyperparameters("a.xz", blob, environ | {"MODEL_DIM": "64"})
@@ -418,72 +430,68 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
         train_gpt.artifact_hyperparameters("a.xz", blob, environ)
 
 
-def test_inspection(model, tmp_path):
-    blob = train_gpt.pack_artifact(weights_of(model), model.hp, facts={"training": {"steps": 12}})
-    path = tmp_path / "a.xz"
-    path.write_bytes(blob)
-    text = train_gpt.inspection(str(path))
-    header, _, entries, _ = train_gpt.open_artifact(blob)
-    assert f"{len(blob)} bytes" in text and '"steps": 12' in text and '"model_dim": 32' in text
-    for entry, codes, _ in train_gpt.decode_artifact(blob):
-        (line,) = [line for line in text.splitlines() if line.split()[:1] == [entry.name]]
-        if codes is not None:
-            shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
-            assert shape == "x".join(map(str, codes.shape)) and (int(bits), float(clip), int(nbytes)) == (
-                entry.bits,
-                entry.clip,
-                entry.nbytes,
-            )
-            assert float(entropy) == pytest.approx(train_gpt.order0_entropy(codes) / codes.size, abs=1e-4)
-            assert float(coded) == pytest.approx(8 * entry.nbytes / codes.size, abs=1e-4)
-    parts = [int(word.strip(",")) for word in text.splitlines()[-1].split() if word.strip(",").isdigit()]
-    assert sum(parts) == len(blob) and len(parts) == 3
-
-
 # Size
 
 
+@pytest.mark.parametrize("changes", [{}, {"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}])
 @pytest.mark.parametrize("gptq", [False, True])
-def test_target_is_met_by_construction(model, gptq):
-    weights = weights_of(model)
-    moments = {}
+def test_target_is_met(changes, gptq, hyperparameters):
+    """The artifact is at most the limit, and not much less: within 1 %, or 6 % in a tiny model, where the coder's
+    tables take a large part of the bytes and shrink with wider steps."""
+    hp, hessians, lines = hyperparameters(**changes), {}, []
+    weights = weights_of(noise(made(hp), size=0.05))
     if gptq:
-        sums = train_gpt.Moments(model.hp, torch.device("cpu")).sums
-        moments = {
-            reads: torch.stack([(x := correlated(total.size(-1), 99, layer)).T @ x for layer in range(len(total))])
-            for reads, total in sums.items()
-        }
-    free = len(train_gpt.pack_artifact(weights, model.hp, moments))
-    said = []
-    assert len(train_gpt.fit_artifact(weights, model.hp, moments, {}, math.inf, said.append)) == free and not said
-    assert len(train_gpt.fit_artifact(weights, model.hp, moments, {}, free, said.append)) == free and not said
-    for room in (free - 1, free - 1000, free * 3 // 4, free * 3 // 5):
-        blob = train_gpt.fit_artifact(weights, model.hp, moments, {}, room, said.append)
-        assert room * 0.99 < len(blob) <= room, "no larger, and not much smaller"
-        loaded(blob, model.hp)
-        steps = {entry.name: entry.clip for entry in train_gpt.open_artifact(blob)[2] if entry.clip}
-        ratios = [steps[kind.name] / kind.clip for kind in (*train_gpt.MATRICES, train_gpt.TABLES["tok_emb"])]
-        assert min(ratios) > 1 and max(ratios) == pytest.approx(min(ratios)), "all steps wider by the same factor"
-    assert said and all("times coarser give" in text for text in said)
+        for name, total in train_gpt.Hessians(hp, torch.device("cpu")).sums.items():
+            inputs = [correlated(total.size(-1), 99, layer) for layer in range(len(total))]
+            hessians[name] = torch.stack([x.T @ x for x in inputs])
+    free = len(train_gpt.pack_artifact(weights, hp, hessians))
+    for enough in (math.inf, free):
+        blob = train_gpt.fit_artifact(weights, hp, hessians, {}, enough, lines.append)
+        assert len(blob) == free and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0 and not lines
+    for max_bytes in (free - 1, free * 3 // 4, free * 3 // 5):
+        blob = train_gpt.fit_artifact(weights, hp, hessians, {}, max_bytes, lines.append)
+        assert max_bytes * (0.99 if changes else 0.94) < len(blob) <= max_bytes
+        assert train_gpt.open_artifact(blob)[0]["step_scale"] > 1
+        loaded(blob, hp)
+    assert lines and all("times wider give" in line for line in lines)
 
 
-def test_impossible_target_is_said_so(model, hyperparameters):
+def test_step_scale_widens_all_steps_alike(model):
+    weights = weights_of(model)
+    for (kind, name, view), (_, codes, values) in zip(
+        train_gpt.export_views(weights),
+        train_gpt.decode_artifact(train_gpt.pack_artifact(weights, model.hp, step_scale=2.0)),
+        strict=True,
+    ):
+        if kind is not None:
+            expected, scale = quantise_rows(view, kind.bits, 2 * kind.clip)
+            assert np.array_equal(codes, expected.to(torch.int16).numpy()) and torch.equal(values, expected * scale), (
+                name
+            )
+
+
+def test_impossible_target_is_an_error(model, hyperparameters):
     hp = hyperparameters(TARGET_BYTES=9000)
-    with pytest.raises(UserError, match="TARGET_BYTES=9000 cannot be met: steps 16 times coarser leave"):
-        train_gpt.fit_artifact(weights_of(model), hp, {}, {}, 2000, lambda text: None)
+    with pytest.raises(UserError, match="TARGET_BYTES=9000 cannot be met: .* make the model smaller"):
+        train_gpt.fit_artifact(weights_of(model), hp, {}, {}, 2000, lambda line: None)
 
 
-def test_write_is_atomic(tmp_path, monkeypatch):
-    """A full disk leaves the file that was there, and no temporary one."""
+def test_writing_is_atomic(tmp_path, monkeypatch):
+    """A full disk leaves the old file and no temporary one."""
     path = tmp_path / "final_model.int6.xz"
-    train_gpt.write_atomic(path, b"old")
+
+    def write(content):
+        with train_gpt.replacing(path) as partial:
+            partial.write_bytes(content)
+            assert not path.exists() or path.read_bytes() == b"old"
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    write(b"old")
     monkeypatch.setattr(train_gpt.os, "fsync", full)
     with pytest.raises(UserError, match="cannot write .*final_model.int6.xz: No space left"):
-        train_gpt.write_atomic(path, b"new")
+        write(b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -493,9 +501,7 @@ def test_over_the_cap_is_an_error():
     train_gpt.check_limits(16_000_000, 600.0, hp)
     with pytest.raises(UserError, match="16000001 bytes, 1 over the limit"):
         train_gpt.check_limits(16_000_001, 1.0, hp)
-    with pytest.raises(
-        UserError, match="training took 600.01 s, over the limit of 600: this run is no valid submission"
-    ):
+    with pytest.raises(UserError, match="training took 600.01 s, over the limit of 600: this run is not a valid subm"):
         train_gpt.check_limits(1, 600.01, hp)
     for asked, allowed, forbidden in ((10, 599, 601), (3600, 3599, 3601), (0, 10**9, None)):
         hp = Hyperparameters(max_wallclock_seconds=float(asked))

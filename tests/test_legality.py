@@ -7,7 +7,7 @@ import torch
 
 import train_gpt
 from conftest import ROOT, made
-from train_gpt import BOS, ScoreFirst, Validation
+from train_gpt import BOS, Validation
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -105,7 +105,7 @@ def twice(model, evaluator):
 def forgetful(model, evaluator):
     """Leave out targets with a high loss."""
     take = evaluator.take
-    evaluator.take = lambda nats, target, counts, share: take(nats, target, counts & (nats < 7), share)
+    evaluator.take = lambda nats, target, counts: take(nats, target, counts & (nats < 7))
 
 
 @pytest.mark.parametrize("way", ["sliding", "plain", "documents"])
@@ -133,12 +133,11 @@ def test_learning_before_scoring_is_caught(setting):
 
     def early(model, evaluator):
         score, parameters = evaluator.score, dict(model.named_parameters())
-        learner = ScoreFirst(model, evaluator, None)
 
         def train_first(windows, *rest):
-            begin = int(windows.scored.min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
+            begin = int(windows[1].min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
             if begin + hp.ttt_chunk_tokens < TARGETS:
-                gradients = learner._gradients(parameters, begin)
+                gradients = train_gpt.sgd_gradients(model, evaluator, begin)
                 model.load({name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()})
             score(windows, *rest)
 

@@ -1,4 +1,4 @@
-"""The model against a plain reference in float64, and the properties that the published one lacked."""
+"""The model against a plain reference in float64, and against the faults of #399's model."""
 
 import math
 
@@ -7,19 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from conftest import made, matrices_of, weights_of
+from conftest import made, matrices_of, noise, weights_of
 from train_gpt import BOS, GPT, Hyperparameters
 
 
 def random_model(hp, dtype=torch.float32) -> GPT:
-    """A model in which nothing is zero or one, so that every term of the forward matters."""
-    attend = train_gpt.load_attention("flash")
-    model = made(hp, attend, dtype, 3)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
+    """A model in which no parameter is zero or one, so that every term of the forward matters."""
+    return noise(made(hp, train_gpt.load_attention("flash"), dtype, 3), seed=5)
 
 
 def documents(hp, rows=3, length=24) -> torch.Tensor:
@@ -33,7 +27,7 @@ def norm(x):
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """The forward written out position by position where that is clearer, in float64, nothing folded or fused."""
+    """The forward in float64, position by position where that is clearer, without folding or fusing."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
     rows = matrices_of(p)
     batch, time = ids.shape
@@ -52,11 +46,9 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             before = torch.zeros(hp.model_dim, dtype=torch.float64) if t == 0 or ids[b, t] == BOS else x[b, t - 1]
             smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
-    skips, half, gates = (
-        [],
-        hp.num_layers // 2,
-        1 / (1 + torch.exp(1.5 - p["skip_scale"])) if hp.skip_gates else p["skip_scale"],
-    )
+    skips, half, gates = [], hp.num_layers // 2, p["skip_scale"]
+    if hp.skip_gates:
+        gates = torch.sigmoid(gates - 1.5)
     for i in range(hp.num_layers):
         if i >= half and skips:
             x = x + gates[i - half] * skips.pop()
@@ -82,8 +74,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         x = x + p["mlp_scale"][i] * (hidden**2 @ rows[f"blocks.{i}.down"].T)
         if i < half:
             skips.append(x)
-    head = p["tok_emb"] if hp.tie_embeddings else p["lm_head"]
-    return hp.logit_softcap * torch.tanh(norm(x) @ head.T / hp.logit_softcap)
+    return hp.logit_softcap * torch.tanh(norm(x) @ p["tok_emb"].T / hp.logit_softcap)
 
 
 def turn(x, hp):
@@ -95,10 +86,17 @@ def turn(x, hp):
     return torch.cat((turned.real, turned.imag, x[..., rotated:]), dim=-1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"TIE_EMBEDDINGS": 0}, {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4}, {"NUM_LAYERS": 4, "XSA_LAST_N": 4},
-                                     {"SKIP_GATES": 0, "MLP_SLOPE": 0}])  # fmt: skip
+VARIANTS = (
+    {},
+    {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4},
+    {"NUM_LAYERS": 4, "XSA_LAST_N": 4},
+    {"SKIP_GATES": 0, "MLP_SLOPE": 0},
+)
+
+
+@pytest.mark.parametrize("changes", VARIANTS)
 def test_forward_is_the_reference(hyperparameters, changes):
-    """fp32 against fp64: the tolerance is some hundred roundings of 6e-8 through 4 layers; a wrong term is over 1e-2."""
+    """The tolerance allows a few hundred fp32 roundings of 6e-8 through 4 layers. A wrong term is over 1e-2."""
     model = random_model(hyperparameters(**changes))
     ids = documents(model.hp)
     expected, found = reference_logits(model, ids), model(ids)
@@ -122,9 +120,8 @@ def test_parameter_count_of_the_record():
     with torch.device("meta"):
         model = GPT(hp, None, torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == 26_829_913
-    assert {name: tuple(getattr(model, name).shape) for name in train_gpt.BANKS} == {
-        "qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_bank": (22, 1536, 512),
-    }  # fmt: skip
+    shapes = {"qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_bank": (22, 1536, 512)}
+    assert {name: tuple(getattr(model, name).shape) for name in train_gpt.BANKS} == shapes
 
 
 def test_initialisation(hyperparameters):
@@ -143,7 +140,7 @@ def test_initialisation(hyperparameters):
 
 
 def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
-    """Fault B9: bf16 embeddings lost most of their late updates. The banks' fp32 weights are the optimizer's."""
+    """Fault B9: bf16 embeddings lose most of their late updates. The optimizer has the fp32 weights of the banks."""
     model = random_model(hyperparameters(), torch.bfloat16)
     assert {p.dtype for name, p in model.named_parameters() if name not in train_gpt.BANKS} == {torch.float32}
     assert {getattr(model, bank).dtype for bank in train_gpt.BANKS} == {torch.bfloat16}
@@ -151,11 +148,11 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     model.attend = lambda q, k, v: seen.append((q.dtype, k.dtype, v.dtype)) or q
     assert model(documents(model.hp)).dtype == torch.float32
     assert set(seen) == {(torch.bfloat16,) * 3}
-    assert model.embed(documents(model.hp)).dtype == torch.bfloat16
+    assert model.embed(documents(model.hp), model.matrices()).dtype == torch.bfloat16
 
 
 def test_rope_does_not_depend_on_the_lengths(hyperparameters):
-    """Fault B6: #399 rescaled its base whenever a sequence was longer than 1,024."""
+    """Fault B6: #399 rescales its base for every sequence longer than 1,024."""
     short = train_gpt.rotary_tables(hyperparameters())
     long = train_gpt.rotary_tables(hyperparameters(EVAL_SEQ_LEN=4096))
     assert long[0].size(0) == 4096
@@ -167,13 +164,13 @@ def test_rope_does_not_depend_on_the_lengths(hyperparameters):
 
 
 def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
-    """Fault B15: smear and bigram features took the last token of the document before."""
+    """Fault B15: in #399 smear and bigram features use the last token of the previous document."""
     model = random_model(hyperparameters())
     ids = documents(model.hp)
     changed = ids.clone()
     changed[1, :9] = (ids[1, :9] + 1) % model.hp.vocab_size
-    assert torch.equal(model.embed(ids)[1, 9:], model.embed(changed)[1, 9:])
-    assert not torch.equal(model.embed(ids)[1, 8], model.embed(changed)[1, 8])
+    before, after = (model.embed(tokens, model.matrices())[1] for tokens in (ids, changed))
+    assert torch.equal(before[9:], after[9:]) and not torch.equal(before[8], after[8])
 
 
 def test_scores_are_causal(hyperparameters):
@@ -185,7 +182,7 @@ def test_scores_are_causal(hyperparameters):
 
 
 def test_evaluation_before_training_does_not_spoil_it(hyperparameters):
-    """Fault B6b: a rotary cache filled under inference mode made the next backward fail."""
+    """Fault B6b: in #399 a rotary cache filled in inference mode makes the next backward fail."""
     model = random_model(hyperparameters())
     ids = documents(model.hp)
     with torch.inference_mode():
@@ -195,7 +192,7 @@ def test_evaluation_before_training_does_not_spoil_it(hyperparameters):
 
 
 def test_folded_gains_have_the_gradients_of_gains(hyperparameters):
-    """Folding must change neither the loss nor the gradient of the gain: against finite differences in the loss."""
+    """Gradients of folded gains, against finite differences of the loss."""
     model = random_model(hyperparameters()).double()
     model.dtype, ids = torch.float64, documents(model.hp)
     model(ids[:, :-1], ids[:, 1:]).backward()
@@ -213,11 +210,14 @@ def test_folded_gains_have_the_gradients_of_gains(hyperparameters):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
-    """Fault B1: there the switch reached no bank, and the compiled graph did not notice it at all."""
+    """Fault B1: in #399 the switch reaches no bank, and the compiled graph does not see it."""
     model = random_model(hyperparameters())
     ids = documents(model.hp)
     forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
-    plain, rounded = (forward(ids[:, :-1], ids[:, 1:], "none", qat=qat) for qat in (False, True))
+    plain = forward(ids[:, :-1], ids[:, 1:], "none")
+    model.qat = True
+    rounded = forward(ids[:, :-1], ids[:, 1:], "none")
+    model.qat = False
     assert (plain - rounded).abs().mean() > 1e-2
     rounded.mean().backward()
     weights = weights_of(model)
@@ -231,53 +231,61 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     assert model.mlp_bank.grad[-1].norm() > 0, "gradients pass straight through"
 
 
-def test_attention_kernel_is_chosen_and_a_missing_one_is_only_noted(hyperparameters):
-    """Fault B18: #399 needs flash_attn_interface to be imported at all."""
-    for wanted, chosen in (("auto", "flash"), ("math", "math"), ("fa3", "flash"), ("torch-fa4", "flash")):
-        name, attend, refused = train_gpt.choose_attention(
-            hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False
-        )
-        assert name == chosen
-        assert len(refused) == (wanted not in ("auto", chosen)) and all(wanted in note for note in refused)
-        for time in (6, train_gpt.WRITTEN_OUT, train_gpt.WRITTEN_OUT + 1):
-            q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
-            mask = torch.ones(time, time).tril().bool()
-            expected = F.scaled_dot_product_attention(
-                *(t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))), mask
-            )
-            torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
+@pytest.mark.parametrize("wanted, chosen", [("auto", "flash"), ("math", "math"), ("fa3", "flash")])
+def test_attention_kernel_is_chosen_and_a_missing_one_is_noted(wanted, chosen, hyperparameters):
+    """Fault B18: #399 cannot even be imported without flash_attn_interface."""
+    choice = hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False
+    name, attend, refused = train_gpt.choose_attention(*choice)
+    assert name == chosen
+    assert len(refused) == (wanted not in ("auto", chosen)) and all(wanted in note for note in refused)
+    for time in (6, train_gpt.PLAIN_ATTENTION, train_gpt.PLAIN_ATTENTION + 1):
+        q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
+        heads = [t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))]
+        expected = F.scaled_dot_product_attention(*heads, torch.ones(time, time).tril().bool())
+        torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", [name for name in train_gpt.KERNELS if name != "fa3"])
+def test_exactly_one_of_torchs_kernels_is_enabled(name):
+    """With several enabled, torch would silently fall back to another one than the log says."""
+    try:
+        train_gpt.load_attention(name)
+        enabled = [
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+        ]
+    finally:
+        train_gpt.load_attention("flash")
+    assert [i for i, on in enumerate(enabled) if on] == [train_gpt.KERNELS.index(name) - 1]
 
 
 def test_efficient_attention_gets_heads_without_groups(monkeypatch):
-    """torch's kernel for fp32 on a GPU takes as many keys as queries; here only what it is given can be seen."""
+    """torch's kernel for fp32 on a GPU has no grouped-query form. Without a GPU only its inputs can be checked."""
     given = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: given.append((q, k, v, how)) or v)
     q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     try:
-        out = train_gpt.load_attention("efficient")(q, k, v)
-        assert torch.backends.cuda.mem_efficient_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        out = train_gpt.load_attention("mem_efficient")(q, k, v)
     finally:
         train_gpt.load_attention("flash")
     ((q, k_given, v_given, how),) = given
     assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8) and how == {"is_causal": True, "enable_gqa": False}
-    assert all(
-        torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2])
-        for head in range(4)
-    )
+    for head in range(4):
+        assert torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2])
 
 
-def test_kernel_that_raises_anything_is_passed_over(hyperparameters, monkeypatch):
-    """A build of the kernel with another signature must cost a note, not the run."""
-    real = train_gpt.load_attention
-    monkeypatch.setattr(
-        train_gpt, "load_attention", lambda name: (lambda q, k, v: (1, 2, 3, 4, 5)) if name == "flash" else real(name)
-    )
+def test_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
+    """A kernel with another signature costs a note, not the run."""
+    real, broken = train_gpt.load_attention, lambda q, k, v: (1, 2, 3, 4, 5)
+    monkeypatch.setattr(train_gpt, "load_attention", lambda name: broken if name == "flash" else real(name))
     name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
-    assert name == "math" and "AttributeError" in refused[0]
+    assert name == "math" and "attention flash skipped: AttributeError" in refused[0]
 
 
-def test_compiling_needs_what_it_needs(monkeypatch):
-    """A laptop without a compiler trains eagerly and is told why; COMPILE=0 and 1 are obeyed."""
+def test_compiling_needs_a_compiler(monkeypatch):
+    """Without a C++ compiler the model runs eagerly and the log says why. COMPILE=0 and 1 are obeyed."""
     cpu = torch.device("cpu")
     assert train_gpt.choose_compile("0", cpu) == (False, []) and train_gpt.choose_compile("1", cpu) == (True, [])
     monkeypatch.setattr(train_gpt.shutil, "which", lambda name: None)
@@ -287,15 +295,10 @@ def test_compiling_needs_what_it_needs(monkeypatch):
 
 def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):
     cpu = torch.device("cpu")
-    assert (
-        train_gpt.choose_dtype("float32", cpu) is torch.float32
-        and train_gpt.choose_dtype("bfloat16", cpu) is torch.bfloat16
-    )
-    for amx, avx, expected in (
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-        (False, False, torch.float32),
-    ):
+    assert train_gpt.choose_dtype("float32", cpu) is torch.float32
+    assert train_gpt.choose_dtype("bfloat16", cpu) is torch.bfloat16
+    for amx, avx in ((True, False), (False, True), (False, False)):
+        expected = torch.bfloat16 if amx or avx else torch.float32
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False)
         assert train_gpt.choose_dtype("auto", cpu) is expected

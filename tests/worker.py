@@ -1,8 +1,10 @@
-"""What the tests of several ranks start under torchrun: `worker.py MODE FOLDER`.
+"""Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
 
-steps   5 updates without a clock; rank 0 saves the weights, their average and the second moments that it leads to
-clocks  updates under a wall clock that runs at another speed on every rank; each rank saves a digest of its weights
-apart   the whole script, every rank in a folder of its own, as on several nodes
+steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians
+clocks      updates under a wall clock that runs at another speed on each rank; each rank saves a digest of its weights
+checkpoint  2 updates and a checkpoint; each rank saves its state
+restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its weights
+apart       the whole script, each rank in a folder of its own, as on several nodes
 """
 
 import contextlib
@@ -20,41 +22,73 @@ import train_gpt
 
 
 def digest(model) -> str:
+    """The sha256 of all weights, in hexadecimal."""
     return hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
+def clocks(run: train_gpt.Training, folder: Path) -> None:
+    rank, true_clock = run.runtime.comm.rank, time.perf_counter
+    time.perf_counter = lambda: true_clock() * (1 + 0.5 * rank)
+    run.train()
+    (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
+
+
+def updates(run: train_gpt.Training, count: int) -> None:
+    for step in range(count):
+        run.train_step(step, train_gpt.schedule(run.hp, step, 0.0, 0.0))
+
+
+def steps(run: train_gpt.Training, folder: Path) -> None:
+    updates(run, 5)
+    weights = run.optimizer.weights()  # collective: all ranks call it
+    _, hessians = run.finish()
+    averages = run.optimizer.weights()
+    if run.runtime.comm.rank == 0:
+        found = {"weights": weights, "averages": averages, "hessians": hessians}
+        torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
+
+
+def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
+    """All state, whole. Collective."""
+    return {name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()}
+
+
+def checkpoint(run: train_gpt.Training, folder: Path) -> None:
+    updates(run, 2)
+    run.save(2)
+    run.checkpoints.wait()
+    torch.save(gathered(run), folder / f"saved{run.runtime.comm.rank}.pt")
+
+
+def restore(run: train_gpt.Training, folder: Path) -> None:
+    path, state, tensors, _ = train_gpt.find_checkpoint(run.hp, run.runtime.comm)
+    run.restore(path, state, tensors)
+    comm = run.runtime.comm
+    torch.save(gathered(run), folder / f"restored{comm.rank}-of-{comm.size}.pt")
+    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model))
+
+
+def apart(folder: Path) -> None:
+    place = folder / f"node{os.environ.get('RANK', 0)}"
+    place.mkdir(exist_ok=True)
+    os.chdir(place)
+    sys.argv[1:] = []
+    train_gpt.main()
+
+
 def main() -> None:
-    mode, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ.get("RANK", 0))
+    mode, folder = sys.argv[1], Path(sys.argv[2])
     if mode == "apart":
-        place = folder / f"node{rank}"
-        place.mkdir()
-        os.chdir(place)
-        sys.argv[1:] = []
-        return train_gpt.main()
+        return apart(folder)
+    act = {"steps": steps, "clocks": clocks, "checkpoint": checkpoint, "restore": restore}[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
-        run = train_gpt.Training(
-            hp, runtime, train_gpt.Log(hp, runtime.ranks, folder), train_gpt.Validation(hp, runtime.device)
-        )
+        log, val = train_gpt.Log(hp, runtime.comm, folder), train_gpt.Validation(hp, runtime.device)
+        run = train_gpt.Training(hp, runtime, log, val)
         with contextlib.closing(run.loader):
-            if mode == "clocks":
-                honest = time.perf_counter
-                time.perf_counter = lambda: honest() * (1 + 0.5 * rank)
-                run.train()
-                (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
-            else:
-                for step in range(5):
-                    run.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))
-                weights = run.optimizers.weights()  # all ranks take part in gathering them
-                _, moments = run.finish()
-                averages = run.optimizers.weights()
-                if rank == 0:
-                    torch.save(
-                        {"weights": weights, "averages": averages, "moments": moments},
-                        folder / f"found{runtime.ranks.size}.pt",
-                    )
-    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]  # none where there is no /proc
-    assert not any("gloo" in name for name in threads), "the process group outlives its end, and may abort the process"
+            act(run, folder)
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]  # none on systems without /proc
+    assert not any("gloo" in name for name in threads), "threads of the process group remain and may abort the process"
 
 
 main()
