@@ -570,7 +570,7 @@ def trace(one_rank, tmp_path, **changes) -> list[float]:
 @pytest.mark.parametrize("configuration", GOLDEN)
 def test_golden_trace(one_rank, tmp_path, configuration):
     """Guards refactors and the repetition of the published run. CPUs differ in the last bits of a sum, which the steps
-    amplify to about 1e-5. With late QAT, from step 17 on, a last bit can change a code: a CPU without AMX is 5e-5 off."""
+    amplify to about 1e-5. With late QAT, from step 17 on, a last bit can change a code: 5e-5 on a CPU without AMX."""
     if not torch.__version__.startswith("2.13.0"):
         pytest.skip("the trace belongs to torch 2.13.0")
     changes = {}
