@@ -274,7 +274,8 @@ def knob_help() -> str:
     """The table of --help: every knob with default, meaning and bounds."""
     lines = []
     for knob in KNOBS:
-        meta, default = knob.metadata, int(knob.default) if knob.type is bool else knob.default
+        meta = knob.metadata
+        default = int(knob.default) if knob.type is bool else knob.default
         bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
         lines += [f"\n{meta['section']}"] if "section" in meta else []
@@ -310,7 +311,8 @@ class TokenStream:
     """All shards of a split, concatenated. All are opened at the start, so crossing a shard boundary costs nothing."""
 
     def __init__(self, folder: str, split: str, vocab_size: int):
-        self.vocab_size, self.paths = vocab_size, sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
+        self.vocab_size = vocab_size
+        self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
         require(bool(self.paths), f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
@@ -323,11 +325,13 @@ class TokenStream:
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as (count,) uint16. Raises UserError if a token is not in the vocabulary or a
         shard has changed. Reads the file, not its mapping: after a truncation that would kill the process."""
-        pieces, vocab = [], self.vocab_size
+        pieces = []
+        vocab = self.vocab_size
         while count:
             shard = int(np.searchsorted(self.ends, start, side="right"))
             offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
-            path, wanted = self.paths[shard], min(count, len(self.shards[shard]) - offset)
+            path = self.paths[shard]
+            wanted = min(count, len(self.shards[shard]) - offset)
             raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
             same = len(raw) == 2 * wanted and self._version(path) == self.versions[shard]
             require(same, f"shard {path} has changed or vanished since the run began: restore it and start again")
@@ -356,11 +360,14 @@ class TrainingLoader:
 
     def __init__(self, hp: Hyperparameters, runtime: "Runtime"):
         self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
-        self.seq_len, self.seeds, self.device = hp.train_seq_len, (hp.shuffle_seed, hp.seed), runtime.device
+        self.seq_len = hp.train_seq_len
+        self.seeds = (hp.shuffle_seed, hp.seed)
+        self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
         found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
         require(self.blocks > 0, f"{found}, fewer than TRAIN_SEQ_LEN={self.seq_len} and its last target: lower it")
-        ranks, self.step_rows = runtime.comm.size, hp.train_batch_tokens // self.seq_len
+        ranks = runtime.comm.size
+        self.step_rows = hp.train_batch_tokens // self.seq_len
         multiple = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of {ranks * self.seq_len}"
         require(self.step_rows % ranks == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
         self.rows = self.step_rows // ranks
@@ -469,7 +476,8 @@ class Validation:
 
     def __init__(self, hp: Hyperparameters, device: torch.device):
         stream = TokenStream(hp.data_path, "val", hp.vocab_size)
-        self.targets, found = len(stream) - 1, f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
+        self.targets = len(stream) - 1
+        found = f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
         window = f"one window of EVAL_SEQ_LEN={hp.eval_seq_len}"
         require(self.targets >= hp.eval_seq_len, f"{found}, fewer than {window} and its last target: lower it")
@@ -643,9 +651,11 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, n). The
         targets (B, n) belong to the last n positions. With n < T, as in sliding windows, only these positions pass
         through the head and the last layer, which still computes keys and values for all."""
-        hp, weights = self.hp, self.matrices()
+        hp = self.hp
+        weights = self.matrices()
         x = x0 = self.embed(ids, weights)  # (B, T, D)
-        skips, gates = [], (self.skip_scale - 1.5).sigmoid() if hp.skip_gates else self.skip_scale
+        skips = []
+        gates = (self.skip_scale - 1.5).sigmoid() if hp.skip_gates else self.skip_scale
         for i in range(hp.num_layers):
             if i >= self.encoder_layers and skips:
                 x = (x + gates[i - self.encoder_layers] * skips.pop()).to(self.dtype)
@@ -704,14 +714,16 @@ class GPT(nn.Module):
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
             x = x + self.bigram_scale * self.linear(pair, weights, "bigram_proj")
-        x, gate = rms_norm(x), torch.sigmoid(self.smear_gate)
+        x = rms_norm(x)
+        gate = torch.sigmoid(self.smear_gate)
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
     def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int = 0) -> Tensor:
         """Causal grouped-query attention of the normalised stream x (B, T, D), with query gain and partial RoPE, for
         the positions from `first` on: (B, n, D)."""
-        hp, time = self.hp, x.size(1)
+        hp = self.hp
+        time = x.size(1)
         q = self.linear(x[:, first:], weights, "q", layer).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, n, H, E)
         k = self.linear(x, weights, "k", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))  # (B, T, K, E)
         v = self.linear(x, weights, "v", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))
@@ -797,7 +809,8 @@ class Runtime:
             dist.init_process_group("nccl" if on_gpu else "gloo", **options)
         if not on_gpu:
             keep_freed_memory()
-        dtype, (compiled, missing) = choose_dtype(hp.compute_dtype, device), choose_compile(hp.compile, device)
+        dtype = choose_dtype(hp.compute_dtype, device)
+        compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
         # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a laptop's memory.
         micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
@@ -899,7 +912,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
     """(name, function, notes): the first kernel that runs forward and backward at the model's head shape. The function
     maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E), causally. `math` always works."""
-    order, refused = KERNELS if device.type == "cuda" else ("flash", "math"), []
+    order = KERNELS if device.type == "cuda" else ("flash", "math")
+    refused = []
     for name in dict.fromkeys((hp.attention, *order) if hp.attention != "auto" else order):
         try:
             attend = load_attention(name)
@@ -962,7 +976,8 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
     zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the mirrored form with A = X^TX, as three
     batched products in `dtype` without elementwise passes. Iterations beyond the list reuse its last coefficients."""
     norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
-    x, table = (g / (norm + 1e-7)).to(dtype), NEWTON_SCHULZ[coefficients]
+    x = (g / (norm + 1e-7)).to(dtype)
+    table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
     for step in range(steps):
         a, b, c = table[min(step, len(table) - 1)]
@@ -994,7 +1009,9 @@ class BankShard:
     padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
     def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
-        self.bank, rows, single = bank, bank.size(0), comm.size == 1
+        self.bank = bank
+        rows = bank.size(0)
+        single = comm.size == 1
         owned = -(-rows // comm.size)  # r
         self.padding = comm.size * owned - rows  # always less than W
         self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
@@ -1003,7 +1020,8 @@ class BankShard:
         full[:rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
         bank.data = self.padded[:rows]
-        self.owned_rows, self.master = self.padded[self.mine], full[self.mine].clone()
+        self.owned_rows = self.padded[self.mine]
+        self.master = full[self.mine].clone()
         self.momentum = torch.zeros_like(self.master)
 
         self.grad = torch.zeros_like(self.padded)
@@ -1039,7 +1057,10 @@ class ParallelMuon:
     finish            wait for the all-gathers, as late as possible: the next forward needs them"""
 
     def __init__(self, model: GPT, weights: dict, hp: Hyperparameters, comm: Comm, accumulate=False, compiled=False):
-        self.hp, self.comm, named, device = hp, comm, dict(model.named_parameters()), model.tok_emb.device
+        self.hp = hp
+        self.comm = comm
+        named = dict(model.named_parameters())
+        device = model.tok_emb.device
         self.banks: dict[str, BankShard] = {}
         for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
             self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
@@ -1165,7 +1186,8 @@ class ParallelMuon:
         shard = self.banks.get(name.partition(".")[0])
         full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
         if self.comm.rank == 0:
-            target, shape = full if shard is None else full[: shard.bank.size(0)], getattr(source, "shape", None)
+            target = full if shard is None else full[: shard.bank.size(0)]
+            shape = getattr(source, "shape", None)
             wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}: it belongs to another model"
             require(shape == target.shape, wrong)
             target.copy_(source)
@@ -1261,7 +1283,9 @@ class WeightAverage:
     """The weights to export: an EMA, or a plain average of late samples, in fp32. A rank averages what it owns."""
 
     def __init__(self, weights: list[Tensor], hp: Hyperparameters):
-        self.hp, self.weights, self.samples = hp, weights, 0
+        self.hp = hp
+        self.weights = weights
+        self.samples = 0
         self.mean = [w.clone() for w in weights] if hp.ema_enabled or hp.swa_enabled else []
 
     def update(self, step: int, lr_scale: float) -> None:
@@ -1343,10 +1367,13 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
     hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
     hessian = torch.take_along_dim(torch.take_along_dim(hessian, order[:, :, None], 1), order[:, None, :], 2).double()
     factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True).float()
-    remaining, codes = torch.take_along_dim(weights, order[:, None, :], 2), torch.empty_like(weights)
+    remaining = torch.take_along_dim(weights, order[:, None, :], 2)
+    codes = torch.empty_like(weights)
     for first in range(0, width, block):
-        part, rows = slice(first, min(first + block, width)), factor[:, first : first + block]
-        inner, errors = remaining[:, :, part].clone(), []
+        part = slice(first, min(first + block, width))
+        rows = factor[:, first : first + block]
+        inner = remaining[:, :, part].clone()
+        errors = []
         for i, column in enumerate(range(first, part.stop)):
             code = to_codes(inner[:, :, i : i + 1], scale, bits)
             codes[:, :, column : column + 1] = code
@@ -1422,7 +1449,8 @@ def encode_ans(codes: np.ndarray) -> bytes:
     symbols = (codes.ravel()[order] - least).astype(np.int32)
     parts = [symbols[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
     tables = np.stack([_frequencies(np.bincount(part, minlength=int(symbols.max()) + 1)) for part in parts])
-    coder, distribution = constriction.stream.stack.AnsCoder(), constriction.stream.model.Categorical
+    coder = constriction.stream.stack.AnsCoder()
+    distribution = constriction.stream.model.Categorical
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # the coder is a stack: last in, first out
         if np.count_nonzero(table) > 1:
             # Its fixed-point weights are exact for frequencies that sum to a power of two.
@@ -1438,7 +1466,8 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
 
     layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
-    packed, numbers = blob[4 : 4 + length], layers * (out + width)
+    packed = blob[4 : 4 + length]
+    numbers = layers * (out + width)
     head = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS).decompress(packed, max_length=6)
     least, classes, count = struct.unpack("<3h", head)
     possible = 0 < classes < 512 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
@@ -1450,7 +1479,8 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     fit = len(bounds) == classes + 1 and all((tables.sum(axis=1) == ANS_TOTAL) | (np.diff(bounds) == 0))
     require(fit, "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
-    codes, distribution = np.empty(math.prod(shape), dtype=np.int16), constriction.stream.model.Categorical
+    codes = np.empty(math.prod(shape), dtype=np.int16)
+    distribution = constriction.stream.model.Categorical
     for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
         found = table.argmax()  # all there is if one symbol has all the weight
         if np.count_nonzero(table) > 1:
@@ -1511,7 +1541,8 @@ def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=No
             plain.append(tensor.half().view(torch.int16).cpu().numpy().ravel())
             continue
         bits, clip = code_range(kind, hp, step_scale)
-        scale, hessian = row_scales(tensor, bits, clip), (hessians or {}).get(kind.reads)
+        scale = row_scales(tensor, bits, clip)
+        hessian = (hessians or {}).get(kind.reads)
         codes = to_codes(tensor, scale, bits) if hessian is None else gptq(tensor, hessian, scale, bits)
         streams.append(CODERS[hp.compressor][0](codes.to(torch.int16).cpu().numpy()))
         plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
@@ -1533,7 +1564,10 @@ def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, m
     widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes; {max_bytes} are available"
     require(len(best) <= max_bytes, f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; make the model smaller")
     coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
-    octaves, low, high, slack = 0.0, 0.0, MAX_OCTAVES, max_bytes / 1000
+    octaves = 0.0
+    low = 0.0
+    high = MAX_OCTAVES
+    slack = max_bytes / 1000
     for _ in range(12):
         octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
         if not low < octaves < high:
@@ -1566,7 +1600,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
         weights = dict(GPT(hp, None, torch.float32).named_parameters())
     count = sum(tensor.numel() for tensor in weights.values())
     require(count <= MAX_WEIGHTS, f"its model has {count} weights, over the limit of {MAX_WEIGHTS}")
-    views, counts = list(export_views(weights)), list(header["code_bytes"])
+    views = list(export_views(weights))
+    counts = list(header["code_bytes"])
     whole = all(type(n) is int and n >= 0 for n in counts)
     coded = [kind for kind, _, _ in views if kind]
     require(whole and len(counts) == len(coded), "its tensors are not those of its model")
@@ -1616,7 +1651,8 @@ def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) ->
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
-    digest, tokenizer = header.get("tokenizer_sha256"), Path(hp.tokenizer_path)
+    digest = header.get("tokenizer_sha256")
+    tokenizer = Path(hp.tokenizer_path)
     same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
     require(same, f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: set it to that")
     return hp
@@ -1707,7 +1743,8 @@ class Evaluator:
         self.count += counts.sum()
         if time.perf_counter() - self.reported > 10:
             self.reported = time.perf_counter()
-            bpb, done = self.result(complete=False).bits_per_byte, self.done()
+            bpb = self.result(complete=False).bits_per_byte
+            done = self.done()
             eta = (self.reported - self.started) * (1 / done - 1)
             self.log(f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s")
 
@@ -1718,7 +1755,9 @@ class Evaluator:
     @torch.no_grad()
     def score(self, windows: np.ndarray) -> None:
         """Score these windows; each rank takes its part."""
-        full, comm, (start, scored, stop) = self.hp.eval_seq_len, self.runtime.comm, windows
+        full = self.hp.eval_seq_len
+        comm = self.runtime.comm
+        start, scored, stop = windows
         ends = self.stride * (scored > start)  # 0: the whole window is scored
         widths = np.full(len(ends), full)
         for narrower in (full // 2, full // 4, full // 8):  # documents shorter than a window
@@ -1733,7 +1772,9 @@ class Evaluator:
 
     def _batch(self, windows: np.ndarray, rows: int, width: int, n: int) -> None:
         """One forward; each row scores at most its last n positions. Spare rows repeat a window and score nothing."""
-        spare, device, last = rows - windows.shape[1], self.runtime.device, self.val.targets - 1
+        spare = rows - windows.shape[1]
+        device = self.runtime.device
+        last = self.val.targets - 1
         padded = np.pad(windows, ((0, 0), (0, spare)), mode="edge")
         start, scored, stop = torch.from_numpy(padded)[..., None].to(device)  # (rows, 1) each
         position = start + torch.arange(width, device=device)  # (rows, width)
@@ -1758,7 +1799,8 @@ class Evaluator:
         if complete and counts != wanted:
             raise RuntimeError(f"scored [targets, bytes, scores] {counts} instead of {wanted}")
         targets, nbytes = int(counts[0]), int(counts[1])
-        bits_per_byte, seconds = total / math.log(2) / max(nbytes, 1), time.perf_counter() - self.started
+        bits_per_byte = total / math.log(2) / max(nbytes, 1)
+        seconds = time.perf_counter() - self.started
         return Score(total / max(targets, 1), bits_per_byte, targets, nbytes, seconds)
 
 
@@ -1777,7 +1819,8 @@ Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in)
 
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
-    limit, spent = scorer.hp.eval_max_seconds, time.perf_counter() - scorer.started
+    limit = scorer.hp.eval_max_seconds
+    spent = time.perf_counter() - scorer.started
     if not limit or scorer.runtime.comm.share(spent) <= limit:
         return False
     done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
@@ -1791,7 +1834,8 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     windows and sequences and take the same steps."""
     hp, val, chunk = scorer.hp, scorer.val, scorer.hp.ttt_chunk_tokens
     windows = plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
-    chunks, training = -(-val.targets // chunk), True
+    chunks = -(-val.targets // chunk)
+    training = True
     weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
     for number in range(chunks):
@@ -1842,8 +1886,12 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
 
 def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
-    hp, tokens, device, chunk = scorer.hp, scorer.val.tokens, scorer.runtime.device, scorer.hp.ttt_lora_chunk
-    adapter, last = new_adapter(hp, len(spans), device), scorer.val.targets - 1
+    hp = scorer.hp
+    tokens = scorer.val.tokens
+    device = scorer.runtime.device
+    chunk = scorer.hp.ttt_lora_chunk
+    adapter = new_adapter(hp, len(spans), device)
+    last = scorer.val.targets - 1
     factors = [factor for pair in adapter.values() for factor in pair]
     adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
     begin, end = (torch.from_numpy(column.copy())[:, None].to(device) for column in spans.T)
@@ -1867,7 +1915,8 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
 
 def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Adapter:
     """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
-    generator, adapter = torch.Generator().manual_seed(0), {}
+    generator = torch.Generator().manual_seed(0)
+    adapter = {}
     for kind in MATRICES:
         if kind.name in LORA_KINDS:
             out, into = matrix_shape(kind, hp)
@@ -1912,7 +1961,9 @@ class Log:
     """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in logs/<RUN_ID>.jsonl."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
-        self.name, self.started, self.files = hp.run_id or time.strftime("%Y%m%d-%H%M%S"), time.perf_counter(), []
+        self.name = hp.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.started = time.perf_counter()
+        self.files = []
         if comm.rank == 0:
             paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
             with writing(paths[0]):
@@ -1939,7 +1990,8 @@ class Log:
         """What is needed to repeat the run: source, versions, machine, every knob. A resumed run appends to its log."""
         for file in () if resumed else self.files:
             file.truncate(0)
-        started, settings = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), hp.describe()
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        settings = hp.describe()
         found = f"torch {torch.__version__}, numpy {np.__version__}, sentencepiece {sentencepiece.__version__}"
         facts = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
         facts["runtime"] = runtime.describe()
@@ -1967,7 +2019,10 @@ class Checkpoints:
     only waits for the copy to host memory; a thread hashes, writes, syncs and renames. The last two are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
-        self.hp, self.comm, self.log, self.folder = hp, comm, log, CHECKPOINTS / hp.run_id
+        self.hp = hp
+        self.comm = comm
+        self.log = log
+        self.folder = CHECKPOINTS / hp.run_id
         self.copies: dict[str, Tensor] = {}  # in host memory
         self.writer, self.newest = None, None  # thread and path of the newest checkpoint
         self.step, self.seconds = 0, 0.0  # of the newest, from which intervals count
@@ -1984,7 +2039,9 @@ class Checkpoints:
     def save(self, step: int, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
         """Copy the whole tensors and start writing them as the state before `step`. All ranks must call this."""
         self.wait()
-        self.step, self.seconds, copied = step, state["seconds"], None
+        self.step = step
+        self.seconds = state["seconds"]
+        copied = None
         self.newest = self.folder / f"step_{step:08d}.safetensors"
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
@@ -2001,7 +2058,8 @@ class Checkpoints:
         from safetensors import SafetensorError
         from safetensors.torch import save_file  # releases the interpreter lock while it writes; `save` does not
 
-        started, step = time.perf_counter(), metadata["step"]
+        started = time.perf_counter()
+        step = metadata["step"]
         if copied is not None:
             copied.synchronize()
         try:
@@ -2057,7 +2115,10 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
 def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
     """(path, metadata, tensors, notes for the log) of the checkpoint that RESUME asks for. Only rank 0 looks at its
     disk and has the tensors. Raises UserError if there are checkpoints but none can be used."""
-    found, notes, tensors, folder = (None, {}), [], {}, CHECKPOINTS / hp.run_id
+    found = (None, {})
+    notes = []
+    tensors = {}
+    folder = CHECKPOINTS / hp.run_id
     paths = sorted(folder.glob("step_*.safetensors"), reverse=True) if comm.rank == 0 else []
     fresh = not paths or bool(hp.resume) or not hp.checkpoint_every
     require(fresh, f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID")
@@ -2069,7 +2130,9 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
         except ValueError as error:
             notes.append(f"checkpoint {path} skipped: {reason(error)}")
             continue
-        before, now, fixed = metadata["hyperparameters"], dataclasses.asdict(hp), knobs_with("training", "model")
+        before = metadata["hyperparameters"]
+        now = dataclasses.asdict(hp)
+        fixed = knobs_with("training", "model")
         unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in fixed if before.get(n) != now[n])
         free = " ".join(knobs_with("evaluation", "run")).upper()
         other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
@@ -2107,7 +2170,8 @@ class Training:
     def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None):
         self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
         self.loader = TrainingLoader(hp, runtime)
-        rows, fitting = self.loader.rows, max(1, runtime.micro_batch_tokens // hp.train_seq_len)
+        rows = self.loader.rows
+        fitting = max(1, runtime.micro_batch_tokens // hp.train_seq_len)
         self.accumulation = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
         self.model = GPT(hp, runtime.attend, runtime.dtype)
         weights = self.model.initialise(hp.seed)
@@ -2116,8 +2180,10 @@ class Training:
         self.average = WeightAverage(self.optimizer.owned(), hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
-        self.clock, self.in_flight = Clock(hp.max_wallclock_seconds, self.depth), deque()
-        self.signals, self.stopping = [], False  # signals of this rank; whether any rank has one
+        self.clock = Clock(hp.max_wallclock_seconds, self.depth)
+        self.in_flight = deque()
+        self.signals = []
+        self.stopping = False  # signals of this rank; whether any rank has one
         self.first = self.skipped = 0
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
@@ -2141,7 +2207,9 @@ class Training:
 
     def warm_up(self) -> None:
         """Run the graphs and collectives of the run before its clock starts, then restore all state."""
-        hp, started, queued = self.hp, time.perf_counter(), []
+        hp = self.hp
+        started = time.perf_counter()
+        queued = []
         if hp.gptq_batches and hp.max_wallclock_seconds:  # reserve time for GPTQ, as rank 0 measures it
             self.calibrate(range(1))  # loads kernels
             took = self.calibrate(range(1))[1]
@@ -2180,7 +2248,9 @@ class Training:
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
-        hp, clock, step = self.hp, self.clock, self.first
+        hp = self.hp
+        clock = self.clock
+        step = self.first
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
         profile = contextlib.nullcontext()
@@ -2251,7 +2321,9 @@ class Training:
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Replace the weights by their average on all ranks and calibrate GPTQ, within the wall clock. Returns what the
         weights are now, and the Hessians by matrix name."""
-        batches, clock, hessians = self.hp.gptq_batches, self.clock, {}
+        batches = self.hp.gptq_batches
+        clock = self.clock
+        hessians = {}
         clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
@@ -2267,7 +2339,8 @@ class Training:
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
         """(GPTQ's Hessians over the training batches of these steps, on all ranks; seconds). Too few to compile for."""
-        started, hessians = time.perf_counter(), Hessians(self.hp, self.runtime.device)
+        started = time.perf_counter()
+        hessians = Hessians(self.hp, self.runtime.device)
         self.model.calibration = hessians
         for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
@@ -2284,7 +2357,8 @@ class Training:
             step, settings, values, copied = self.in_flight.popleft()
             if copied is not None:
                 copied.synchronize()
-            report, limit = Report(*values.tolist()), self.hp.skip_nonfinite
+            report = Report(*values.tolist())
+            limit = self.hp.skip_nonfinite
             self.clock.agree(step, report.seconds)
             self.stopping |= report.stop > 0
             if not math.isfinite(report.loss):
@@ -2303,8 +2377,10 @@ class Training:
         return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
 
     def _log_step(self, step: int, loss: float, settings: StepSettings) -> None:
-        seconds, cap = self.clock.elapsed(), self.hp.max_wallclock_seconds or math.inf
-        rate, eta = step * self.hp.train_batch_tokens / seconds, (self.hp.iterations - step) * seconds / step
+        seconds = self.clock.elapsed()
+        cap = self.hp.max_wallclock_seconds or math.inf
+        rate = step * self.hp.train_batch_tokens / seconds
+        eta = (self.hp.iterations - step) * seconds / step
         rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
         more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{min(eta, cap - seconds):.0f}s"
         fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
@@ -2348,8 +2424,14 @@ def log_score(log: Log, name: str, score: Score) -> None:
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact. Returns its bytes, on all ranks, and the submission's size."""
-    hp, comm, log, started, blob = run.hp, run.runtime.comm, run.log, time.perf_counter(), b""
-    code_bytes, weights, name = Path(__file__).stat().st_size, run.optimizer.weights(), f"int6+{run.hp.compressor}"
+    hp = run.hp
+    comm = run.runtime.comm
+    log = run.log
+    started = time.perf_counter()
+    blob = b""
+    code_bytes = Path(__file__).stat().st_size
+    weights = run.optimizer.weights()
+    name = f"int6+{run.hp.compressor}"
     if comm.rank == 0:
         log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
         max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
@@ -2357,7 +2439,8 @@ def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[
         with replacing(ARTIFACT) as partial:
             partial.write_bytes(blob)
     blob = comm.share(blob)
-    total, seconds = len(blob) + code_bytes, time.perf_counter() - started
+    total = len(blob) + code_bytes
+    seconds = time.perf_counter() - started
     log(f"Serialized model {name}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
     fields = {"path": str(ARTIFACT), "model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": seconds}
     log(f"Total submission size {name}: {total} bytes", event="artifact", **fields)
@@ -2367,7 +2450,8 @@ def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     """Raise UserError if the training time or code plus artifact exceed the challenge's limit. A longer
     MAX_WALLCLOCK_SECONDS raises the first limit."""
-    cap, invalid = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP), "this run is not a valid submission"
+    cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
+    invalid = "this run is not a valid submission"
     slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: {invalid}; lower MAX_WALLCLOCK_SECONDS"
     require(seconds <= cap, slow)
     large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
@@ -2403,7 +2487,8 @@ def train_and_score(hp: Hyperparameters) -> None:
         log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
-        params, shards = sum(p.numel() for p in run.model.parameters()), len(run.loader.stream.paths)
+        params = sum(p.numel() for p in run.model.parameters())
+        shards = len(run.loader.stream.paths)
         sizes = f"model_params:{params} val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
         log(f"{sizes} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
         with contextlib.closing(run.loader):
@@ -2416,7 +2501,8 @@ def train_and_score(hp: Hyperparameters) -> None:
         if runtime.device.type == "cuda":
             peak = f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
         log(f"peak_memory: {peak}\nexporting {averaged}")
-        before, seconds = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len), run.clock.elapsed()
+        before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
+        seconds = run.clock.elapsed()
         log_score(log, "final_average_exact", before)
         facts = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         facts |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}

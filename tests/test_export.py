@@ -436,8 +436,8 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
 @pytest.mark.parametrize("changes", [{}, {"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}])
 @pytest.mark.parametrize("gptq", [False, True])
 def test_target_is_met(changes, gptq, hyperparameters):
-    """The artifact is at most the limit, and not much less: within 1 %, or 6 % in a tiny model, where the coder's
-    tables take a large part of the bytes and shrink with wider steps."""
+    """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the tables of the coder are a
+    large part of the bytes and shrink with wider steps."""
     hp, hessians, lines = hyperparameters(**changes), {}, []
     weights = weights_of(noise(made(hp), size=0.05))
     if gptq:
@@ -450,7 +450,7 @@ def test_target_is_met(changes, gptq, hyperparameters):
         assert len(blob) == free and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0 and not lines
     for max_bytes in (free - 1, free * 3 // 4, free * 3 // 5):
         blob = train_gpt.fit_artifact(weights, hp, hessians, {}, max_bytes, lines.append)
-        assert max_bytes * (0.99 if changes else 0.94) < len(blob) <= max_bytes
+        assert max_bytes * 0.99 < len(blob) <= max_bytes
         assert train_gpt.open_artifact(blob)[0]["step_scale"] > 1
         loaded(blob, hp)
     assert lines and all("times wider give" in line for line in lines)
