@@ -1546,9 +1546,9 @@ def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=No
         codes = to_codes(tensor, scale, bits) if hessian is None else gptq(tensor, hessian, scale, bits)
         streams.append(CODERS[hp.compressor][0](codes.to(torch.int16).cpu().numpy()))
         plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
-    facts = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
-    facts |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
-    header = json.dumps(facts | {"code_bytes": [len(stream) for stream in streams]}).encode()
+    fields = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
+    fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
+    header = json.dumps(fields | {"code_bytes": [len(stream) for stream in streams]}).encode()
     start = ARTIFACT_MAGIC + struct.pack("<HI", ARTIFACT_VERSION, len(header))
     body = b"".join((start, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
     return body + hashlib.sha256(body).digest()
@@ -1993,14 +1993,14 @@ class Log:
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
         found = f"torch {torch.__version__}, numpy {np.__version__}, sentencepiece {sentencepiece.__version__}"
-        facts = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
-        facts["runtime"] = runtime.describe()
+        fields = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
+        fields["runtime"] = runtime.describe()
         source = "" if resumed else source_code().decode() + "\n" + "=" * 100 + "\n"
         self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)
-        self("\n".join(facts.values()))
+        self("\n".join(fields.values()))
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
-        facts |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
-        self(f"changed from the defaults: {changed or 'nothing'}", event="start", **facts)
+        fields |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
+        self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
         for note in (*runtime.notes, *misspelt_knobs(os.environ), *notes):
             self(f"note: {note}")
 
@@ -2049,8 +2049,8 @@ class Checkpoints:
                 copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
             source = hashlib.sha256(source_code()).hexdigest()
-            facts = {"version": CHECKPOINT_VERSION, "step": step, "source_sha256": source}
-            metadata = {**facts, **state, "hyperparameters": dataclasses.asdict(self.hp)}
+            metadata = {"version": CHECKPOINT_VERSION, "step": step, "source_sha256": source, **state}
+            metadata["hyperparameters"] = dataclasses.asdict(self.hp)
             self.writer = threading.Thread(target=self._write, args=(self.newest, metadata, copied))
             self.writer.start()
 
@@ -2504,9 +2504,10 @@ def train_and_score(hp: Hyperparameters) -> None:
         before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
         seconds = run.clock.elapsed()
         log_score(log, "final_average_exact", before)
-        facts = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
-        facts |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
-        blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": facts})
+        training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
+        training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
+        metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
+        blob, total = export(run, hessians, metadata)
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
         run.checkpoints.wait()
