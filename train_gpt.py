@@ -47,6 +47,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -1992,7 +1993,8 @@ class Log:
             file.truncate(0)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
-        found = f"torch {torch.__version__}, numpy {np.__version__}, sentencepiece {sentencepiece.__version__}"
+        packages = [name for name in ("torch", "numpy", "sentencepiece", "constriction") if find_spec(name)]
+        found = ", ".join(f"{name} {version(name)}" for name in packages)
         fields = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
         fields["runtime"] = runtime.describe()
         source = "" if resumed else source_code().decode() + "\n" + "=" * 100 + "\n"
@@ -2270,8 +2272,9 @@ class Training:
                     break
                 clock.start()
                 settings = schedule(hp, step, clock.begins(step), clock.step_seconds)
-                values = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
-                copied = torch.cuda.current_stream().record_event() if self.depth else None
+                summed = self.train_step(step, settings)
+                values = summed.to("cpu", non_blocking=True)  # to pinned memory
+                copied = torch.cuda.current_stream().record_event() if summed.is_cuda else None
                 self.in_flight.append((step, settings, values, copied))
                 self._settle(self.depth if step > self.first + 1 else 0)  # queue ahead once a step's time is known
                 step += 1
