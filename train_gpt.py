@@ -447,6 +447,7 @@ def read_small(path: Path) -> bytes:
 
 
 def sha256_of(path: str | Path) -> str:
+    """The sha256 of a tokenizer, in hexadecimal."""
     return hashlib.sha256(read_small(Path(path))).hexdigest()
 
 
