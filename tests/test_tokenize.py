@@ -258,11 +258,16 @@ def test_a_tokenizer_is_not_trained_on_validation(sources, tmp_path):
     assert pieces.piece_to_id("zq") != pieces.unk_id()
 
 
-def test_a_sample_has_about_the_requested_size(sources):
-    files, sizes = sources["jsonl"], {}
-    for wanted in (2_000, 20_000, 10**9):
-        sizes[wanted] = sum(map(len, tokenize_text.sample_texts(files, Reading(), "identity", Split(0, 0.0), wanted)))
-    assert sizes[10**9] == sum(map(len, DOCUMENTS)) and 500 < sizes[2_000] < 8_000 and 10_000 < sizes[20_000] < 35_000
+def test_a_sample_has_about_the_requested_size(tmp_path):
+    """A thousand documents of about a hundred bytes each. Their checksums choose, so the text must not change."""
+    texts = [f"document {i}: " + "and so on, " * 8 for i in range(1000)]
+    path = tmp_path / "docs.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    sizes = {}
+    for wanted in (5_000, 20_000, 10**9):
+        sample = tokenize_text.sample_texts([path], Reading(), "identity", Split(0, 0.0), wanted)
+        sizes[wanted] = sum(map(len, sample))
+    assert sizes[10**9] == sum(map(len, texts)) and 3_000 < sizes[5_000] < 7_000 and 15_000 < sizes[20_000] < 25_000
 
 
 def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path, monkeypatch):
