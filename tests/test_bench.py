@@ -1,17 +1,22 @@
 """bench/: what its programs compute beside times."""
 
+import importlib.util
 import json
 import sys
 
 import pytest
+import sympy
 import torch
+from torch._inductor.dependencies import MemoryDep
 
+import train_gpt
 from conftest import ROOT, TINY, run
 from train_gpt import Hyperparameters
 
 sys.path.insert(0, str(ROOT / "bench"))
 
 import flops
+import h100
 import scaling
 
 
@@ -66,3 +71,59 @@ def test_what_is_not_another_version_is_refused(tmp_path):
         result = run([ROOT / "bench" / "step.py", "--against", tmp_path / name], {}, tmp_path)
         assert result.returncode == 1
         assert part in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def tracer():
+    """bench/pretended_h100/trace.py, which runs under the pretended driver."""
+    path = ROOT / "bench" / "pretended_h100" / "trace.py"
+    specification = importlib.util.spec_from_file_location("pretended_trace", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_a_slice_counts_as_a_slice(tracer):
+    """Reads of a buffer of 1,000 rows of 96: a third of each row, overlapping parts, everything, all by one row."""
+    row, column = sympy.symbols("row column", integer=True)
+
+    def read(index, *sizes):
+        return MemoryDep("buffer", index, (row, column), tuple(map(sympy.Integer, sizes)))
+
+    third = read(96 * row + column + 32, 1000, 32)
+    assert tracer.footprint([third], 96_000) == 32_000
+    assert tracer.footprint([third, read(96 * row + column + 48, 1000, 32)], 96_000) == 48_000
+    assert tracer.footprint([third, read(96 * row + column, 1000, 96)], 96_000) == 96_000
+    assert tracer.footprint([read(column, 1000, 96)], 96_000) == 96
+    assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000  # not affine: the whole buffer
+
+
+def test_costs_of_a_log():
+    """A kernel costs its bytes, a product the larger of bytes and operations, attention its formula."""
+    log = [
+        "note\tpart\tforward",
+        "note\tkernel\t0",
+        "triton\ttriton_poi_fused_mul_3\t40\t8",
+        "product\t4096\t4096\t4096\t1\t14,14,14",
+        "note\tattention\tforward\t2\t1024\t8\t64\t4",
+        "note\tpart\tbackward",
+        "copy\td2d\t1000",
+        "copy\th2d\t1000",
+    ]
+    kernels = [{"name": "triton_poi_fused_mul_3", "bytes": 3.35e9, "sizes": "{'x': 1024}"}]
+    found = {"facts": {"peak_mib": 7, "graph_breaks": 0, "torch": "2.9.1"}, "kernels": kernels, "log": log}
+    launches = h100.launches_of(found)
+    kernel, product, attention, inside, outside = launches
+    assert kernel["name"] == "poi_fused_mul x:1024" and h100.seconds(kernel) == pytest.approx(1e-3)
+    assert h100.seconds(product) == pytest.approx(2 * 4096**3 / h100.FLOPS)
+    assert attention["flops"] == 2 * 2 * 8 * 1024**2 * 64 and attention["bytes"] == 2 * 2 * 1024 * 64 * (16 + 8)
+    assert (inside["part"], inside["bytes"], outside["bytes"]) == ("backward", 2000, 1000)
+    assert h100.seconds(outside) == pytest.approx(1000 / h100.HOST_LINK)
+    result = h100.totals(found, launches)
+    assert result["launches"] == 5 and result["spilled_kernels"] == 1 and result["triton_gb"] == 3.35
+    assert result["step_ms"] == pytest.approx(1e3 * sum(map(h100.seconds, launches)), abs=1e-3)
+
+
+def test_the_model_of_a_gpu_refuses_what_is_no_knob():
+    with pytest.raises(train_gpt.UserError, match="'LAYERS' is not KNOB=VALUE"):
+        h100.parse_knobs(["NUM_LAYERS=3", "LAYERS"])

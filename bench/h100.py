@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""Models, and does not measure, what train_gpt.py costs on one H100 of eight. It needs no GPU.
+
+    python bench/h100.py                                            # a training step with every knob at its default
+    python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
+    python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
+    python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
+
+The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver answers as an H100,
+logs every launch and computes nothing. A kernel then costs the larger of its bytes at 3.35 TB/s and its operations at
+790 TFLOP/s. What it tells: graphs, kernels, launches, bytes, FLOPs, registers, spills, peak memory. What it cannot
+tell: times, the kernels that cuBLAS would choose, NCCL. A real step takes longer than this bound.
+
+The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in --home. It needs Linux, g++ and
+Python's headers. Results are kept there, so a variant is traced once (two minutes for the record's shape). The last
+line of the output is JSON.
+"""
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+SUPPORT = HERE / "pretended_h100"
+sys.path.insert(0, str(HERE))
+
+import flops
+from common import run
+from train_gpt import Hyperparameters, UserError
+
+BANDWIDTH = 3.35e12  # bytes/s of the memory, by the data sheet
+FLOPS = 790e12  # of dense bf16 products, what cuBLAS reaches on large ones; the data sheet's peak is 989e12
+HOST_LINK = 25e9  # bytes/s between host and device
+LAUNCH = 2.5e-6  # seconds that a kernel takes at least
+CUDA = {"2.9.1": 12080, "2.13.0": 13000}  # of the wheels, by torch version
+# Libraries whose CUDA calls the pretended driver must answer.
+LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg", "caffe2_nvrtc")
+# What is looked up by name at run time, so that no library imports it.
+LOOKED_UP = {
+    *("cuInit", "cuCtxGetLimit", "cuCtxSetLimit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuCtxPushCurrent_v2"),
+    *("cuCtxPopCurrent_v2", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuLaunchCooperativeKernel", "cuMemAlloc_v2"),
+    *("cuModuleUnload", "cuOccupancyMaxActiveClusters", "cuStreamGetCaptureInfo", "cuStreamSynchronize"),
+    "cuTensorMapEncodeTiled",
+}
+CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
+CHALLENGE_DOCUMENTS = 50_000  # in it
+BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
+
+
+# ---- The environment -------------------------------------------------------------------------------------------------
+def command(*words: object, **options) -> str:
+    """The output of a program. Raises UserError with its last words if it fails."""
+    try:
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, **options)
+    except FileNotFoundError as error:
+        raise UserError(f"{words[0]} is missing: install it, for example with `apt install g++ binutils`") from error
+    if done.returncode:
+        last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
+        raise UserError(f"{Path(str(words[0])).name} failed with status {done.returncode}:\n{last}")
+    return done.stdout
+
+
+def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
+    """(Python with a CUDA build of torch, folder of the pretended driver); made if they are missing."""
+    python = home / f"venv-{torch_version}" / "bin" / "python"
+    if not python.exists():
+        print(f"installing a CUDA build of torch {torch_version} in {python.parent.parent} (7 GB, once)", flush=True)
+        venv.create(python.parent.parent, with_pip=True)
+        lines = (ROOT / "requirements.txt").read_text().splitlines()
+        pins = [line.split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))]
+        pins = [pin for pin in pins if pin]
+        command(python, "-m", "pip", "install", "-q", f"torch=={torch_version}", "setuptools", *pins)
+    packages = Path(command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    if not (packages / "torch" / "lib" / "libtorch_cuda.so").exists():
+        raise UserError(f"{python.parent.parent} got a CPU build of torch: delete it, and let pip find the CUDA build")
+    source = SUPPORT / "driver.cpp"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+    folder = home / f"driver-{torch_version}-{digest}"
+    if not (folder / "libcuda.so.1").exists():
+        build_driver(source, folder, packages, CUDA[torch_version])
+    return python, folder
+
+
+def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
+    """Compile the driver, with a function that succeeds for every CUDA symbol that it does not define."""
+    folder.mkdir(parents=True, exist_ok=True)
+    includes = [packages / "triton/backends/nvidia/include", packages / "nvidia/cu13/include"]
+    options = ["-O1", "-fPIC", "-std=c++17", f"-DCUDART_VERSION={cuda}", *(f"-I{path}" for path in includes)]
+    command("g++", *options, "-c", source, "-o", folder / "driver.o")
+    defined = set(re.findall(r" T (\w+)", command("nm", "--defined-only", folder / "driver.o")))
+    wanted = set(LOOKED_UP)
+    for library in LIBRARIES:
+        symbols = command("nm", "-D", "--undefined-only", packages / "torch" / "lib" / f"lib{library}.so")
+        wanted |= set(re.findall(r" U ((?:__cuda|cuda|cublas|cu[A-Z])\w+)", symbols))
+    missing = sorted(name for name in wanted - defined if not name.startswith(("cuFile", "cudnn")))
+    stubs = [
+        "#include <cstdio>\n#include <cstdlib>",
+        'static int told(const char* name) { return getenv("PRETENDED_H100_VERBOSE") ? puts(name) : 0; }',
+    ]
+    stubs += [
+        f'extern "C" __attribute__((visibility("default"))) int {name}() {{ static int once = told("{name}");'
+        " (void)once; return 0; }"
+        for name in missing
+    ]
+    (folder / "stubs.cpp").write_text("\n".join(stubs) + "\n")
+    shared = ["-shared", "-Wl,-soname,libcuda.so.1", "-ldl"]
+    partial = folder / "libcuda.partial"
+    command("g++", "-O1", "-fPIC", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial)
+    (folder / "libcuda.so").unlink(missing_ok=True)
+    (folder / "libcuda.so").symlink_to("libcuda.so.1")
+    partial.rename(folder / "libcuda.so.1")
+
+
+def trace(home: Path, torch_version: str, options: dict) -> dict:
+    """The trace of this work, from the last time or made now."""
+    python, driver = environment(home, torch_version)
+    parts = [Path(options["script"]).read_bytes(), (SUPPORT / "trace.py").read_bytes(), driver.name.encode()]
+    settings = {name: value for name, value in options.items() if name != "script"}
+    digest = hashlib.sha256(b"".join([*parts, json.dumps(settings, sort_keys=True).encode()])).hexdigest()[:16]
+    folder = home / "traces" / digest
+    result = folder / "trace.json"
+    if not result.exists():
+        print(f"tracing {describe(options)} with torch {torch_version} ...", file=sys.stderr, flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / "launches.log"
+        log.unlink(missing_ok=True)
+        variables = {
+            "LD_PRELOAD": driver / "libcuda.so.1",
+            "LD_LIBRARY_PATH": driver,
+            "TRITON_LIBCUDA_PATH": driver,
+            "PRETENDED_H100_LOG": log,
+            "TRITON_CACHE_DIR": home / "triton",
+            "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a cached kernel would not have its bytes
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "1",
+            "CUDA_VISIBLE_DEVICES": "0",
+        }
+        surroundings = os.environ | {name: str(value) for name, value in variables.items()}
+        command(python, SUPPORT / "trace.py", folder, json.dumps(options), env=surroundings)
+        log.unlink()
+    return json.loads(result.read_text())
+
+
+# ---- Costs -----------------------------------------------------------------------------------------------------------
+def launches_of(found: dict) -> list[dict]:
+    """One entry per launch: part, kind, name, bytes, flops, registers, spills."""
+    launches = []
+    part, kernel = "start", None
+    names = sorted({line.split("\t")[1] for line in found["log"] if line.startswith("library")})
+    plain = command("c++filt", input="\n".join(names)).split("\n") if names else []
+    readable = dict(zip(names, plain, strict=False))
+    eager = eager_parts(found["log"])
+
+    def add(kind: str, name: str, moved: float = 0, flops: float = 0, **more) -> None:
+        launches.append({"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops, **more})
+
+    for line in found["log"]:
+        kind, *fields = line.split("\t")
+        if kind == "note" and fields[0] == "part":
+            part = fields[1]
+        elif kind == "note" and fields[0] == "kernel":
+            kernel = found["kernels"][int(fields[1])]
+        elif kind == "note" and fields[0] == "attention":
+            b, t, h, e, groups = map(int, fields[2:])
+            passes = {"forward": (2, 2, 1.0), "backward": (4, 4, 2.5)}[fields[1]]  # of q's size, of k's size, work
+            moved = 2 * b * t * e * (passes[0] * h + passes[1] * groups)
+            add("attention", f"attention {fields[1]}", moved, passes[2] * 2 * b * h * t * t * e)
+        elif kind == "note" and fields[0] == "operator":
+            add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
+        elif kind == "triton":
+            own = kernel if kernel and kernel["name"] == fields[0] else {"bytes": 0, "sizes": ""}
+            sizes = re.sub(r"[{}' ]", "", own["sizes"])
+            name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
+            add("triton", name, own["bytes"], registers=int(fields[1]), spills=int(fields[2]))
+        elif kind == "product":
+            m, n, k, batch = map(int, fields[:4])
+            a, b, c = (BYTES_OF_TYPE.get(int(t), 2) for t in fields[4].split(","))
+            moved = batch * (m * k * a + k * n * b + m * n * c)
+            add(
+                "product",
+                f"{m} x {n} x {k} (x {batch})",
+                *((0, 0) if part in eager else (moved, 2 * m * n * k * batch)),
+            )
+        elif kind == "library":
+            name = readable.get(fields[0], fields[0])
+            add("library", name, 0 if part in eager else elementwise_bytes(name, int(fields[1])))
+        elif kind in ("copy", "fill"):
+            way = fields[0] if kind == "copy" else "fill"
+            size = int(fields[-1])
+            add("copy", way, 0 if part in eager and "h" not in way else size * (2 if way == "d2d" else 1))
+    return launches
+
+
+def eager_parts(log: list[str]) -> set[str]:
+    """Parts whose operators were counted one by one. Their launches then cost nothing more than themselves."""
+    part = "start"
+    found = set()
+    for line in log:
+        _, *fields = line.split("\t")
+        if fields[0] == "part":
+            part = fields[1]
+        elif fields[0] == "operator":
+            found.add(part)
+    return found
+
+
+def elementwise_bytes(name: str, blocks: int) -> float:
+    """An upper bound of the bytes of one of torch's elementwise kernels, from its name and grid; 0 for others."""
+    pointers = re.search(r"std::array<char\*, (\d+)ul>", name)
+    if "elementwise_kernel" not in name or not pointers:
+        return 0.0
+    item = 2 if "BFloat16" in name and "float" not in name.replace("BFloat16", "") else 4
+    elements = 1024 if item == 2 and "vectorized" in name else 512
+    return float(blocks * elements * item * int(pointers[1]))
+
+
+def seconds(launch: dict) -> float:
+    """The roofline of a launch."""
+    rate = HOST_LINK if launch["kind"] == "copy" and launch["name"] in ("h2d", "d2h") else BANDWIDTH
+    return max(launch["bytes"] / rate, launch["flops"] / FLOPS)
+
+
+def table(launches: list[dict], key: str) -> dict[str, dict]:
+    """Sums over launches with the same value of `key`, or tuple of keys joined by a space."""
+    sums: dict[str, dict] = collections.defaultdict(lambda: {"launches": 0, "gb": 0.0, "tflop": 0.0, "ms": 0.0})
+    for launch in launches:
+        row = sums[" | ".join(launch[name] for name in key.split())]
+        row["launches"] += launch.get("launches", 1)
+        row["gb"] += launch["bytes"] / 1e9
+        row["tflop"] += launch["flops"] / 1e12
+        row["ms"] += 1e3 * seconds(launch)
+    return dict(sums)
+
+
+def totals(found: dict, launches: list[dict]) -> dict:
+    """What the JSON line says of one variant. All times are modelled."""
+    kinds = table(launches, "kind")
+    spilled = {launch["name"] for launch in launches if launch.get("spills")}
+    count = sum(row["launches"] for row in kinds.values())
+    lower = 1e3 * sum(max(seconds(launch), LAUNCH * launch.get("launches", 1)) for launch in launches)
+    return {
+        "step_ms": round(sum(row["ms"] for row in kinds.values()), 3),
+        "step_ms_with_launches": round(lower, 3),
+        "triton_ms": round(kinds.get("triton", {"ms": 0})["ms"], 3),
+        "product_ms": round(kinds.get("product", {"ms": 0})["ms"], 3),
+        "attention_ms": round(kinds.get("attention", {"ms": 0})["ms"], 3),
+        "triton_gb": round(kinds.get("triton", {"gb": 0})["gb"], 3),
+        "tflop": round(sum(row["tflop"] for row in kinds.values()), 4),
+        "launches": count,
+        "peak_mib": found["facts"]["peak_mib"],
+        "spilled_kernels": len(spilled),
+        "graph_breaks": found["facts"]["graph_breaks"],
+        "torch": found["facts"]["torch"],
+    }
+
+
+# ---- Report ----------------------------------------------------------------------------------------------------------
+def describe(options: dict) -> str:
+    """One variant in words."""
+    knobs = " ".join(f"{name}={value}" for name, value in options["knobs"].items()) or "defaults"
+    more = " late QAT" * options["qat"] + f" SEQ={options['seq_len']}" * bool(options["seq_len"])
+    return f"{options['work']} of {Path(options['script']).name}, {knobs}{more}, rank 0 of {options['ranks']}"
+
+
+def print_rows(title: str, rows: dict[str, dict], top: int = 0) -> None:
+    """A table of sums, the most expensive first if `top` limits it."""
+    print(f"\n{title:76}{'launches':>9}{'GB':>10}{'TFLOP':>9}{'ms':>9}")
+    shown = sorted(rows.items(), key=lambda row: -row[1]["ms"])[:top] if top else rows.items()
+    for name, row in shown:
+        print(f"  {name[:74]:74}{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}")
+
+
+def report(options: dict, found: dict, top: int) -> dict:
+    """Print one variant. Returns its totals."""
+    launches = launches_of(found)
+    result = totals(found, launches)
+    print(f"\n==== modelled, not measured: {describe(options)}, torch {found['facts']['torch']}")
+    print_rows("part and kind", table(launches, "part kind"))
+    print_rows("all of a kind", table(launches, "kind"))
+    kernels = [launch for launch in launches if launch["kind"] == "triton"]
+    print_rows("Triton kernels that cost most", table(kernels, "part name"), top)
+    for name in sorted({k["name"] for k in kernels if k["spills"]}):
+        print(f"  spills registers: {name}")
+    times = f"{result['step_ms']:.2f} ms ({result['step_ms_with_launches']:.2f} with at least 2.5 us a launch)"
+    print(f"\nmodelled: {times}, {result['launches']} launches, peak memory {result['peak_mib']:,} MiB")
+    if options["work"] == "step" and options["script"] == str(ROOT / "train_gpt.py"):
+        hp = Hyperparameters.from_env(options["knobs"])
+        counted = flops.flops_per_token(hp, options["seq_len"] or hp.train_seq_len) * hp.train_batch_tokens
+        print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
+        print("without the optimizer and what attention's backward computes again")
+    return result | extrapolate(options, found, launches)
+
+
+def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
+    """Modelled seconds over the challenge's validation split, for the work of evaluations."""
+    facts, ranks = found["facts"], options["ranks"]
+    parts: dict[str, float] = collections.defaultdict(float)
+    for launch in launches:
+        parts[launch["part"]] += max(seconds(launch), LAUNCH * launch.get("launches", 1))
+    if options["work"] == "eval":
+        windows = 1 + -(-(CHALLENGE_TOKENS - facts["window"]) // facts["stride"])
+        total = -(-windows // (ranks * facts["eval_rows"])) * sum(parts.values())
+    elif options["work"] == "ttt_sgd":  # two chunks were scored and one was trained on
+        chunks = -(-CHALLENGE_TOKENS // facts["ttt_chunk"])
+        total = chunks * (sum(parts.values()) - parts["windows"] / 2)
+    elif options["work"] == "ttt_lora":
+        total = CHALLENGE_DOCUMENTS / ranks / facts["documents"] * sum(parts.values())
+    else:
+        return {}
+    print(f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs")
+    return {"challenge_seconds": round(total, 1)}
+
+
+def print_difference(first: list[dict], second: list[dict], top: int) -> None:
+    """What the second variant adds and saves, kernel by kernel."""
+    before, after = (table(launches, "part kind name") for launches in (first, second))
+    changes = []
+    for name in before.keys() | after.keys():
+        old = before.get(name, {"launches": 0, "gb": 0.0, "ms": 0.0})
+        new = after.get(name, {"launches": 0, "gb": 0.0, "ms": 0.0})
+        change = {key: new[key] - old[key] for key in old if key != "tflop"}
+        if any(abs(value) > 1e-6 for value in change.values()):
+            changes.append((change["ms"], change["gb"], change["launches"], name))
+    print(
+        f"\n{'difference, second minus first: ' + str(len(changes)) + ' kernels':76}{'launches':>9}{'GB':>10}{'ms':>9}"
+    )
+    for ms, gb, count, name in sorted(changes, key=lambda row: -abs(row[0]))[:top]:
+        print(f"  {name[:74]:74}{count:+9d}{gb:+10.3f}{ms:+9.3f}")
+    print(f"  {'all':74}{sum(c[2] for c in changes):+9d}{sum(c[1] for c in changes):+10.3f}", end="")
+    print(f"{sum(c[0] for c in changes):+9.3f}")
+
+
+def parse_knobs(words: list[str]) -> dict[str, str]:
+    """KNOB=VALUE pairs. Raises UserError for another word."""
+    wrong = [word for word in words if not re.fullmatch(r"[A-Z0-9_]+=\S*", word)]
+    if wrong:
+        raise UserError(f"{wrong[0]!r} is not KNOB=VALUE")
+    return dict(word.split("=", 1) for word in words)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser.add_argument("knobs", nargs="*", metavar="KNOB=VALUE")
+    parser.add_argument("--against", help="KNOB=VALUE,... or another train_gpt.py, to compare with")
+    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's")
+    parser.add_argument("--work", choices=("step", "eval", "ttt_sgd", "ttt_lora"), default="step")
+    parser.add_argument("--qat", action="store_true", help="a step of late QAT")
+    parser.add_argument("--seq-len", type=int, default=0, help="tokens of a sequence; default: TRAIN_SEQ_LEN")
+    parser.add_argument("--ranks", type=int, default=8, help="GPUs that share the batch; default: 8")
+    parser.add_argument("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
+    parser.add_argument("--top", type=int, default=15, help="kernels to show; default: 15")
+    parser.add_argument("--home", type=Path, default=cache / "pretended-h100", help="default: %(default)s")
+    arguments = parser.parse_args()
+    options = {
+        "script": str(arguments.script.resolve()),
+        "work": arguments.work,
+        "knobs": parse_knobs(arguments.knobs),
+        "ranks": arguments.ranks,
+        "qat": arguments.qat,
+        "seq_len": arguments.seq_len,
+    }
+    variants = [options]
+    if arguments.against and Path(arguments.against).is_file():
+        variants.insert(0, options | {"script": str(Path(arguments.against).resolve())})
+    elif arguments.against:
+        variants.insert(0, options | {"knobs": parse_knobs(arguments.against.split(","))})
+    for variant in variants:
+        if not Path(variant["script"]).is_file():
+            raise UserError(f"{variant['script']} is not a file: give a version of train_gpt.py")
+    home = arguments.home.resolve()
+    traces = [trace(home, arguments.torch, variant) for variant in variants]
+    results = [report(variant, found, arguments.top) for variant, found in zip(variants, traces, strict=True)]
+    if len(traces) == 2:
+        print_difference(launches_of(traces[0]), launches_of(traces[1]), arguments.top)
+    line = {"modelled": True, "variant": describe(options)} | results[-1]
+    if len(results) == 2:
+        line["against"] = {"variant": describe(variants[0])} | results[0]
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    run(main)

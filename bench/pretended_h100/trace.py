@@ -1,0 +1,349 @@
+"""Runs a part of train_gpt.py under the pretended driver and writes what it launched. bench/h100.py starts it, with the
+driver preloaded, in an environment that has a CUDA build of torch:
+
+    python trace.py FOLDER '{"script": ..., "work": "step", "knobs": {...}, "ranks": 8, "qat": false, "seq_len": 0}'
+
+FOLDER gets trace.json: facts about the run, Inductor's kernels with their bytes, and the driver's log of one repetition
+after two that compile and fill caches. `work` is "step", "eval", "ttt_sgd" or "ttt_lora".
+"""
+
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.codegen.triton import TritonKernel
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.virtualized import V
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+DRIVER = ctypes.CDLL(None)
+MEAN_DOCUMENT = 1240  # tokens, of the challenge's validation split
+MAX_OFFSETS = 1 << 14  # of one buffer that are enumerated
+
+
+def note(*fields: object) -> None:
+    """A line in the driver's log."""
+    DRIVER.pretended_note("\t".join(map(str, fields)).encode())
+
+
+# ---- Bytes of Inductor's kernels -------------------------------------------------------------------------------------
+def footprint(accesses: list, total: int) -> int:
+    """Elements of a buffer of `total` elements that a kernel touches, so a slice counts as a slice.
+
+    An access is base + sum(stride * i) over loops of known sizes. Per access the inner loops are enumerated and the
+    outer ones multiply the count; accesses with the same outer loops are united. Anything else counts the whole buffer.
+    """
+    united: dict[tuple, set | np.ndarray] = {}
+    for access in accesses:
+        if not isinstance(access, MemoryDep):
+            return total
+        sizes = dict(zip(access.var_names, map(int, access.size), strict=True))
+        strides = {variable: access.index.coeff(variable) for variable in sizes}
+        base = access.index - sum(stride * variable for variable, stride in strides.items())
+        numbers = [base.expand(), *strides.values()]
+        if not all(number.is_Integer for number in numbers):
+            return total
+        loops = sorted((abs(int(strides[v])), n) for v, n in sizes.items() if strides[v] != 0 and n > 1)
+        offsets = np.array([int(base.expand())])
+        while loops and len(offsets) * loops[0][1] <= MAX_OFFSETS:
+            stride, size = loops.pop(0)
+            offsets = (offsets[:, None] + stride * np.arange(size)).ravel()
+        if loops and offsets.max() - offsets.min() >= loops[0][0]:
+            return total
+        outer = tuple(loops)
+        united[outer] = np.union1d(united.get(outer, offsets), offsets)
+    touched = sum(len(offsets) * math.prod(n for _, n in outer) for outer, offsets in united.items())
+    return min(total, touched)
+
+
+def kernel_bytes(kernel: TritonKernel) -> int:
+    """Bytes that a kernel reads and writes, for Inductor's own estimate of the same name."""
+    in_place = len({id(buffer) for buffer in kernel.args.inplace_buffers.values()})
+    _, arguments, _, _ = kernel.args.python_argdefs()
+    accesses = kernel.features.buf_accesses()
+    count = 0
+    for i, name in enumerate(arguments):
+        if name in accesses:
+            total = V.graph.sizevars.size_hint(V.graph.get_numel(name))
+            touched = footprint(accesses[name], total)
+            count += touched * V.graph.get_dtype(name).itemsize * (2 if i < in_place else 1)
+    return count
+
+
+def watch_kernels() -> list[dict]:
+    """Note every launch of Inductor's kernels. Returns the list of kernels, to which the notes refer by index."""
+    TritonKernel.estimate_kernel_num_bytes = kernel_bytes
+    torch._inductor.config.benchmark_kernel = True  # store the estimate with the kernel
+    torch._inductor.config.use_static_cuda_launcher = False
+    found: dict[tuple, int] = {}
+    kernels = []
+    run = CachingAutotuner.run
+
+    def noted(self, *arguments, **options):
+        key = (self.fn.__name__, self.filename)
+        if key not in found:
+            found[key] = len(kernels)
+            bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
+            kernels.append({"name": self.fn.__name__, "bytes": bytes_moved, "sizes": str(self.size_hints)})
+        note("kernel", found[key])
+        return run(self, *arguments, **options)
+
+    CachingAutotuner.run = noted
+    return kernels
+
+
+# ---- FlashAttention 3: an opaque operator whose cost is a formula ----------------------------------------------------
+@torch.library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
+def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output like q (B, T, H, E) and log-sum-exp (B, H, T)."""
+    note("attention", "forward", *q.shape, k.size(2))
+    return torch.empty_like(q), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
+
+
+@torch.library.custom_op("pretended::attention_backward", mutates_args=(), device_types="cuda")
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients like q, k and v."""
+    note("attention", "backward", *q.shape, k.size(2))
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@attention.register_fake
+def _(q, k, v):
+    return torch.empty_like(q), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
+
+
+@attention_backward.register_fake
+def _(grad, q, k, v, out, lse):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def save_inputs(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def differentiate(ctx, grad, _):
+    return attention_backward(grad.contiguous(), *ctx.saved_tensors)
+
+
+attention.register_autograd(differentiate, setup_context=save_inputs)
+
+
+def provide_flash_attention() -> None:
+    """Let `import flash_attn_interface` find the operator."""
+    module = types.ModuleType("flash_attn_interface")
+    module.flash_attn_func = lambda q, k, v, causal: attention(q.contiguous(), k.contiguous(), v.contiguous())[0]
+    sys.modules["flash_attn_interface"] = module
+
+
+# ---- Eager work: bytes and FLOPs by operator -------------------------------------------------------------------------
+class CountOperators(TorchDispatchMode):
+    """Notes bytes and FLOPs of every operator that is not a view."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        if not function.is_view and function.namespace != "pretended":
+            tensors = [t for t in torch.utils._pytree.tree_leaves((arguments, options, out)) if isinstance(t, Tensor)]
+            moved = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
+            flops = flop_registry.get(function.overloadpacket)
+            count = flops(*arguments, **(options or {}), out_val=out) if flops else 0
+            note("operator", function.overloadpacket.__name__, moved, count)
+        return out
+
+
+# ---- The work --------------------------------------------------------------------------------------------------------
+def load_script(path: str) -> types.ModuleType:
+    specification = importlib.util.spec_from_file_location("train_gpt", path)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["train_gpt"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+def mark(owner: object, name: str, part: str) -> None:
+    """Let calls of this method begin a part in the log."""
+    method = getattr(owner, name)
+
+    def marked(*arguments, **options):
+        note("part", part)
+        return method(*arguments, **options)
+
+    setattr(owner, name, marked)
+
+
+class Data:
+    """Stands in for the training loader and for the validation stream: zeros of the right shape."""
+
+    def __init__(self, hp, runtime, targets: int = 0):
+        self.rows = hp.train_batch_tokens // hp.train_seq_len // runtime.comm.size
+        self.batches = torch.zeros(self.rows, hp.train_seq_len + 1, dtype=torch.uint16, pin_memory=True)
+        self.device = runtime.device
+        self.targets = self.total_bytes = targets
+        self.tokens = torch.zeros(targets + 1, dtype=torch.int32, device=runtime.device)
+        self.nbytes = torch.ones(targets, dtype=torch.int16, device=runtime.device)
+
+    def batch(self, step: int) -> Tensor:
+        return self.batches.to(self.device, non_blocking=True)
+
+    def spans(self, documents: bool) -> np.ndarray:
+        length = MEAN_DOCUMENT if documents else self.targets
+        return np.array([(begin, begin + length) for begin in range(0, self.targets, length)])
+
+
+def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
+    script.TrainingLoader = Data
+    run = script.Training(hp, runtime, lambda *_, **__: None, None)
+    forward = run.forward
+
+    def marked(*arguments, **named):
+        note("part", "forward")
+        loss = forward(*arguments, **named)
+        loss.register_hook(lambda grad: note("part", "backward"))
+        return loss
+
+    run.forward = marked
+    for name, part in (
+        ("accumulate", "accumulate"),
+        ("reduce_gradients", "reduce"),
+        ("gradient_norm", "norm"),
+        ("update_bank", "Muon"),
+        ("update_small", "Adam"),
+        ("finish", "gather"),
+    ):
+        mark(run.optimizer, name, part)
+    mark(run.average, "update", "average")
+    run.clock.start()
+    length = options["seq_len"] or hp.train_seq_len
+    settings = script.StepSettings(1.0, hp.muon_momentum_warmup_start, options["qat"], length)
+    return lambda: run.train_step(0, settings)
+
+
+def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
+    """One batch of sliding windows."""
+    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    rows = script.eval_rows(hp, runtime, hp.eval_seq_len)
+    targets = hp.eval_seq_len + (rows * runtime.comm.size + 1) * hp.eval_stride
+    val = Data(hp, runtime, targets)
+    windows = script.plan_windows(val.spans(False), hp.eval_seq_len, hp.eval_stride)
+    batch = windows[:, 1 : 1 + rows * runtime.comm.size]
+    scorer = script.Evaluator(script.compile_whole(model, runtime.compiled), val, hp, runtime, hp.eval_stride)
+
+    def work():
+        note("part", "windows")
+        scorer.score(batch)
+
+    return work
+
+
+def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
+    """One chunk that is scored and trained on, and one that is only scored."""
+    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    forward = script.compile_whole(model, runtime.compiled)
+    val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
+    gradients = script.sgd_gradients
+
+    def counted(*arguments):
+        note("part", "gradients")
+        with CountOperators():
+            found = gradients(*arguments)
+        note("part", "update")
+        return found
+
+    script.sgd_gradients = counted
+    mark(script.Evaluator, "score", "windows")
+
+    def work():
+        note("part", "other")
+        script.ttt_sgd(model, script.Evaluator(forward, val, hp, runtime, hp.eval_stride))
+
+    return work
+
+
+def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
+    """As many documents of mean length as fit side by side."""
+    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    chunks = -(-MEAN_DOCUMENT // hp.ttt_lora_chunk)
+    documents = max(1, runtime.micro_batch_tokens // (chunks * hp.ttt_lora_chunk))
+    options["documents"] = documents
+    val = Data(hp, runtime, documents * MEAN_DOCUMENT)
+
+    def work():
+        note("part", "documents")
+        scorer = script.Evaluator(model, val, hp, runtime, hp.eval_stride)
+        with CountOperators():
+            script.lora_documents(model, scorer, val.spans(True))
+
+    return work
+
+
+WORK = {
+    "step": training_step,
+    "eval": evaluation,
+    "ttt_sgd": sgd_adaptation,
+    "ttt_lora": low_rank_adaptation,
+}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    options = json.loads(sys.argv[2])
+    DRIVER.pretended_logging(0)
+    kernels = watch_kernels()
+    provide_flash_attention()
+    script = load_script(options["script"])
+    knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
+    hp = script.Hyperparameters.from_env(knobs)
+    dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
+    device = torch.device("cuda", 0)
+    dtype = script.choose_dtype(hp.compute_dtype, device)
+    name, attend, refused = script.choose_attention(hp, device, dtype, False)
+    if name != hp.attention:
+        sys.exit(f"ATTENTION={hp.attention} cannot be traced: {'; '.join(refused)}")
+    micro = hp.micro_batch_tokens or 98_304
+    runtime = script.Runtime(
+        script.Comm(0, options["ranks"]), device, dtype, hp.compile != "0", name, attend, micro, ()
+    )
+    work = WORK[options["work"]](script, hp, runtime, options)
+    for repetition in range(3):
+        if repetition == 2:
+            torch.cuda.reset_peak_memory_stats()
+            DRIVER.pretended_logging(1)
+        work()
+        torch.cuda.synchronize()
+    DRIVER.pretended_logging(0)
+    facts = {
+        "torch": torch.__version__,
+        "attention": name,
+        "peak_mib": torch.cuda.max_memory_allocated() >> 20,
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "graphs": counters["stats"].get("unique_graphs", 0),
+        "rows": hp.train_batch_tokens // hp.train_seq_len // options["ranks"],
+        "eval_rows": script.eval_rows(hp, runtime, hp.eval_seq_len),
+        "window": hp.eval_seq_len,
+        "stride": hp.eval_stride,
+        "ttt_chunk": hp.ttt_chunk_tokens,
+        "documents": options.get("documents"),
+        "weights": sum(p.numel() for p in script.GPT(hp, attend, dtype).parameters()),
+    }
+    log = Path(os.environ["PRETENDED_H100_LOG"]).read_text().splitlines()
+    (folder / "trace.json").write_text(json.dumps({"facts": facts, "kernels": kernels, "log": log}))
+
+
+if __name__ == "__main__":
+    main()
