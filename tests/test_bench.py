@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 from torch._inductor.dependencies import MemoryDep
+from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 
 import train_gpt
 from conftest import ROOT, TINY, run
@@ -90,11 +91,14 @@ def test_a_slice_counts_as_a_slice(tracer):
     def read(index, *sizes):
         return MemoryDep("buffer", index, (row, column), tuple(map(sympy.Integer, sizes)))
 
-    third = read(96 * row + column + 32, 1000, 32)
+    third = read(96 * row + Identity(column) + 32, 1000, 32)
     assert tracer.footprint([third], 96_000) == 32_000
     assert tracer.footprint([third, read(96 * row + column + 48, 1000, 32)], 96_000) == 48_000
     assert tracer.footprint([third, read(96 * row + column, 1000, 96)], 96_000) == 96_000
     assert tracer.footprint([read(column, 1000, 96)], 96_000) == 96
+    # One loop over the first two heads of 16 of every row.
+    head = read(96 * FloorDiv(row, 2) + 16 * ModularIndexing(row, 1, 2) + column, 2000, 16)
+    assert tracer.footprint([head, third], 96_000) == 32_000 + 32_000
     assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000  # not affine: the whole buffer
 
 

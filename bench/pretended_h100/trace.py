@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import sympy
 import torch
 import torch._inductor.config
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 from torch.utils.flop_counter import flop_registry
 
 DRIVER = ctypes.CDLL(None)
@@ -42,24 +44,45 @@ def note(*fields: object) -> None:
 
 
 # ---- Bytes of Inductor's kernels -------------------------------------------------------------------------------------
+def split_loops(access: MemoryDep) -> tuple[sympy.Expr, dict[sympy.Symbol, int]]:
+    """(index, size of every loop variable), where i // n and i % n of a loop i became loops of their own."""
+    index = access.index.replace(Identity, lambda inside: inside)
+    sizes = {}
+    for variable, size in zip(access.var_names, map(int, access.size), strict=True):
+        parts = [part for part in index.atoms(FloorDiv, ModularIndexing) if part.args[0] == variable]
+        divisors = {int(part.args[-1] if part.args[1] == 1 else part.args[1]) for part in parts}
+        if len(divisors) != 1 or size % min(divisors):
+            sizes[variable] = size
+            continue
+        (divisor,) = divisors
+        high, low = (sympy.Symbol(f"{variable}_{name}", integer=True, nonnegative=True) for name in ("high", "low"))
+        for part in parts:
+            remainder = isinstance(part, ModularIndexing) and part.args[1] == 1
+            whole = isinstance(part, FloorDiv) or int(part.args[2]) * divisor >= size
+            if remainder or whole:
+                index = index.subs(part, low if remainder else high)
+        index = index.subs(variable, divisor * high + low)
+        sizes |= {high: size // divisor, low: divisor}
+    return index.expand(), sizes
+
+
 def footprint(accesses: list, total: int) -> int:
     """Elements of a buffer of `total` elements that a kernel touches, so a slice counts as a slice.
 
     An access is base + sum(stride * i) over loops of known sizes. Per access the inner loops are enumerated and the
     outer ones multiply the count; accesses with the same outer loops are united. Anything else counts the whole buffer.
     """
-    united: dict[tuple, set | np.ndarray] = {}
+    united: dict[tuple, np.ndarray] = {}
     for access in accesses:
         if not isinstance(access, MemoryDep):
             return total
-        sizes = dict(zip(access.var_names, map(int, access.size), strict=True))
-        strides = {variable: access.index.coeff(variable) for variable in sizes}
-        base = access.index - sum(stride * variable for variable, stride in strides.items())
-        numbers = [base.expand(), *strides.values()]
-        if not all(number.is_Integer for number in numbers):
+        index, sizes = split_loops(access)
+        strides = {variable: index.coeff(variable) for variable in sizes}
+        base = (index - sum(stride * variable for variable, stride in strides.items())).expand()
+        if not all(number.is_Integer for number in (base, *strides.values())):
             return total
         loops = sorted((abs(int(strides[v])), n) for v, n in sizes.items() if strides[v] != 0 and n > 1)
-        offsets = np.array([int(base.expand())])
+        offsets = np.array([int(base)])
         while loops and len(offsets) * loops[0][1] <= MAX_OFFSETS:
             stride, size = loops.pop(0)
             offsets = (offsets[:, None] + stride * np.arange(size)).ravel()
@@ -112,7 +135,7 @@ def watch_kernels() -> list[dict]:
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output like q (B, T, H, E) and log-sum-exp (B, H, T)."""
     note("attention", "forward", *q.shape, k.size(2))
-    return torch.empty_like(q), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
+    return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
 @torch.library.custom_op("pretended::attention_backward", mutates_args=(), device_types="cuda")
@@ -121,17 +144,17 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients like q, k and v."""
     note("attention", "backward", *q.shape, k.size(2))
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @attention.register_fake
 def _(q, k, v):
-    return torch.empty_like(q), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
+    return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
 @attention_backward.register_fake
 def _(grad, q, k, v, out, lse):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def save_inputs(ctx, inputs, output) -> None:
@@ -145,10 +168,14 @@ def differentiate(ctx, grad, _):
 attention.register_autograd(differentiate, setup_context=save_inputs)
 
 
+def dense_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def provide_flash_attention() -> None:
-    """Let `import flash_attn_interface` find the operator."""
+    """Let `import flash_attn_interface` find the operator. Like the real one it takes views of contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
-    module.flash_attn_func = lambda q, k, v, causal: attention(q.contiguous(), k.contiguous(), v.contiguous())[0]
+    module.flash_attn_func = lambda q, k, v, causal: attention(*map(dense_rows, (q, k, v)))[0]
     sys.modules["flash_attn_interface"] = module
 
 
