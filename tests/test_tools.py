@@ -1,7 +1,6 @@
 """tools/: sweeps, logs in both formats, significance, submission folders and their check, ablations, plots."""
 
 import argparse
-import bz2
 import json
 import math
 import re
@@ -115,6 +114,16 @@ def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
     changed = logs_of((folder, ""))[0]
     changed.write_text("# changed\n" + changed.read_text())
     assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
+
+
+def test_a_run_of_the_packed_script_is_done(swept, knobs, tmp_path, monkeypatch):
+    folder = copy_of(swept, tmp_path)
+    log = logs_of((folder, ""))[0]
+    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
+    log.write_text(counted(1000, source)(log.read_text()))
+    variables = {**knobs, "MATRIX_LR": "0.025", "SEED": "1", "RUN_ID": log.stem}
+    monkeypatch.chdir(folder)
+    assert sweep.finished(variables, log.stem).source == source
 
 
 def test_an_oversized_run_is_not_done(swept, knobs, monkeypatch):
@@ -441,10 +450,11 @@ def test_a_good_folder_passes(made, swept, data):
     assert sorted(p.name for p in folder.iterdir()) == FILES, "the check leaves nothing behind"
 
 
-def counted(size: int):
-    """A change of a log: as if the script that ran had `size` bytes."""
+def counted(size: int, source: bytes):
+    """A change of a log: as if the script that ran had this source and `size` bytes."""
 
     def change(text: str) -> str:
+        text = source.decode() + text[text.index(f"\n{runs.RULER}\n") :]
         code, model = (int(re.search(rf"^{name}: (\d+) b", text, re.M)[1]) for name in ("Code size", SERIALIZED))
         text = text.replace(f"Code size: {code} bytes", f"Code size: {size} bytes")
         return re.sub(r"^(Total submission size.*): \d+ bytes", rf"\1: {model + size} bytes", text, flags=re.M)
@@ -455,27 +465,40 @@ def counted(size: int):
 SERIALIZED = r"Serialized model [^:]+"
 
 
-def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("comments", [False, True])
+def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch, comments):
     source = (ROOT / "train_gpt.py").read_bytes()
+    source = source if comments else pack_code.without_comments(source)
     packed = pack_code.pack(source)
-    folder = made(change=counted(len(packed)))
+    folder = made(change=counted(len(packed), source))
     assert (folder / "train_gpt.py").read_bytes() == packed
     assert (folder / "train_gpt.readable.py").read_bytes() == source
     assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(packed)
     status, lines = checked(folder)
     assert status == 0, lines
-    assert any("is the script that the logs show" in line for line in lines["ok"])
+    assert any(f"is the script that the logs show: packed, {len(packed):,} bytes" in line for line in lines["ok"])
+    for name, content, part in (
+        ("train_gpt.readable.py", source + b"x", "train_gpt.readable.py is not its source"),
+        ("train_gpt.py", source, f"it has {len(source)} bytes, the code that ran {len(packed)}"),
+        ("train_gpt.py", pack_code.pack(source + b"#"), "begins with another one"),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        line = check_record.same_script(check_record.Folder(folder))
+        assert line.status == "FAIL" and part in line.detail
+        (folder / name).write_bytes(before)
+    assert check_record.same_script(check_record.Folder(folder)).status == "ok"
     shutil.rmtree(folder)
-    # Another version of the compressor gives another size.
-    monkeypatch.setitem(pack_code.COMPRESS, "bz2", lambda source: bz2.compress(source, 1))
+    # Another compressor gives another size.
+    monkeypatch.delitem(pack_code.COMPRESS, "bz2")
     other = pack_code.pack(source)
     assert len(other) != len(packed)
     (tmp_path / "other.py").write_bytes(other)
     with pytest.raises(AssertionError, match="give the file that ran with --script"):
-        made(change=counted(len(other)))
+        made(change=counted(len(other), source))
     with pytest.raises(AssertionError, match="other.py is not the script that ran"):
-        made("--script", tmp_path / "other.py", change=counted(len(packed)))
-    folder = made("--script", tmp_path / "other.py", change=counted(len(other)))
+        made("--script", tmp_path / "other.py", change=counted(len(packed), source))
+    folder = made("--script", tmp_path / "other.py", change=counted(len(other), source))
     assert (folder / "train_gpt.py").read_bytes() == other
 
 

@@ -1,8 +1,11 @@
 """tools/pack_code.py and tools/inspect_artifact.py."""
 
+import ast
+import io
 import random
 import re
 import sys
+import tokenize
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import inspect_artifact
 import pack_code
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
+LIMIT = 30_500  # bytes of the packed script
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,11 @@ def packed(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def stripped():
+    return pack_code.without_comments(SOURCE)
+
+
 def test_the_packed_script_runs(packed, tmp_path):
     helps = [run([path, "--help"], {}, tmp_path) for path in (ROOT / "train_gpt.py", packed)]
     assert helps[1].returncode == 0, helps[1].stderr
@@ -34,24 +43,45 @@ def test_the_packed_script_runs(packed, tmp_path):
     assert "EVAL_STRIDE=64" in helps[1].stdout
 
 
-def test_the_packed_script_is_small_and_counted(packed, env, tmp_path):
-    """The code size in the log is that of the file that runs, and the log begins with the readable source."""
-    assert packed.stat().st_size < len(SOURCE) / 3
-    result = run([packed], env(RUN_ID="p"), tmp_path)
+def figures(log: bytes) -> list[str]:
+    """The losses and scores of a log."""
+    return re.findall(r"^(?:step:\d+/\d+|final_\w+_exact) .*?(?=(?: (?:train|eval)_time:|$))", log.decode(), re.M)
+
+
+def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path):
+    """The same losses and scores. The log begins with the source that is in the packed file, and counts that file."""
+    assert packed.stat().st_size < LIMIT
+    logs = []
+    for script in (ROOT / "train_gpt.py", packed):
+        result = run([script], env(RUN_ID="p", TRAIN_LOG_EVERY=1), tmp_path)
+        assert result.returncode == 0, result.stderr
+        logs.append((tmp_path / "logs" / "p.txt").read_bytes())
+    assert len(figures(logs[0])) >= 14
+    assert figures(logs[1]) == figures(logs[0])
+    assert f"Code size: {packed.stat().st_size} bytes\n".encode() in logs[1]
+    assert logs[1].startswith(stripped + b"\n" + b"=" * 100)
+
+
+def test_a_packed_run_resumes_as_a_plain_one(packed, env, tmp_path):
+    """A checkpoint notes the source. Another one is a note, not an error."""
+    variables = env(RUN_ID="p", CHECKPOINT_EVERY="6", RESUME="auto", ITERATIONS="12")
+    assert run([packed], variables, tmp_path).returncode == 0
+    (tmp_path / "final_model.int6.xz").unlink()
+    result = run([ROOT / "train_gpt.py"], variables, tmp_path)
     assert result.returncode == 0, result.stderr
-    log = (tmp_path / "logs" / "p.txt").read_bytes()
-    assert f"Code size: {packed.stat().st_size} bytes\n".encode() in log
-    assert log.startswith(SOURCE + b"\n" + b"=" * 100)
+    log = (tmp_path / "logs" / "p.txt").read_text()
+    assert log.count("\nresumed: step:12 ") == 1
+    assert log.count("\nnote: train_gpt.py has changed since this checkpoint\n") == 1
 
 
-def test_the_source_comes_back_byte_for_byte(packed):
+def test_the_source_comes_back_byte_for_byte(packed, stripped):
     code = packed.read_bytes()
-    assert pack_code.readable_source(code) == SOURCE
+    assert pack_code.readable_source(code) == stripped
     assert pack_code.readable_source(SOURCE) == SOURCE
-    assert pack_code.pack(SOURCE) == code, "packing is deterministic"
+    assert pack_code.pack(stripped) == code, "packing is deterministic"
     found = {"__file__": str(packed), "__name__": "submitted"}
     exec(compile(code, str(packed), "exec"), found)
-    assert found["SOURCE"] == SOURCE, "the packed script itself unpacks the same source"
+    assert found["SOURCE"] == stripped, "the packed script itself unpacks the same source"
     assert found["Hyperparameters"].__module__ == "submitted"
 
 
@@ -61,13 +91,122 @@ def test_packing_a_packed_script_changes_nothing(packed, tmp_path):
     assert (tmp_path / "again.py").read_bytes() == packed.read_bytes()
 
 
+def test_comments_are_kept_on_request(tmp_path):
+    result = run([ROOT / "tools" / "pack_code.py", "--comments", "-o", "whole.py"], {}, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert pack_code.readable_source((tmp_path / "whole.py").read_bytes()) == SOURCE
+
+
+def test_a_log_of_the_packed_script_is_current(stripped):
+    assert pack_code.is_current(SOURCE) and pack_code.is_current(stripped)
+    assert not pack_code.is_current(stripped + b"\n") and not pack_code.is_current(None)
+
+
+# Comments and docstrings
+
+
+def test_the_stripped_script_has_only_the_first_docstring(stripped):
+    text = stripped.decode()
+    assert not [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    assert len(nodes) > 200
+    assert [type(node) for node in nodes if ast.get_docstring(node)] == [ast.Module]
+    assert ast.get_docstring(ast.parse(text), clean=False) == train_gpt.__doc__
+    lines = SOURCE.decode().splitlines()
+    known = {"    pass", *lines, *(line.partition("  #")[0] for line in lines)}
+    assert not set(text.splitlines()) - known, "the layout stays"
+    assert "\n\n\n" not in text
+
+
+def test_the_script_reads_no_docstring_but_its_own():
+    """So that it is the same program without them."""
+    readers = {"__doc__", "getdoc", "getsource", "getsourcelines", "getcomments"}
+    nodes = list(ast.walk(ast.parse(SOURCE)))
+    assert not [node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr in readers]
+    assert [node.id for node in nodes if isinstance(node, ast.Name) and node.id in readers] == ["__doc__"]
+
+
+# fmt: off
+STRIPPED = {
+    "a comment line": ("# a\nx = 1\n    # b\n", "x = 1\n"),
+    "a comment behind code": ("x = 1  # a\ny = 2# b\n", "x = 1\ny = 2\n"),
+    "a hash in a string": (
+        "x = '# no'  # yes\ny = \"#\" + f'#{x}#' + r'\\#'\n", "x = '# no'\ny = \"#\" + f'#{x}#' + r'\\#'\n"
+    ),
+    "an f-string": (
+        "x = f'''a # {1 + 1!r:>{4}} # b\n\n\n# c {{#}}'''  # d\n", "x = f'''a # {1 + 1!r:>{4}} # b\n\n\n# c {{#}}'''\n"
+    ),
+    "a string of several lines": (
+        "x = '''\n# no\n\n\n  \n'''  # yes\n\n\n\ny = 1\n", "x = '''\n# no\n\n\n  \n'''\n\ny = 1\n"
+    ),
+    "a module's docstring": ("'''One.\n\n\n# Two.'''\n# c\n\n\nx = 1\n", "'''One.\n\n\n# Two.'''\n\nx = 1\n"),
+    "a docstring": ("def f():\n    '''a\n    # b\n\n    c'''\n    return 1\n", "def f():\n    return 1\n"),
+    "a docstring and a comment": ("def f():\n    'a'  # b\n    # c\n    return 1\n", "def f():\n    return 1\n"),
+    "only a docstring": ("class A(B):\n    '''a\n\n    b'''  # c\n\n\nx = 1\n", "class A(B):\n    pass\n\nx = 1\n"),
+    "on the line of its class": ("class A: 'a'  # b\nx = 1\n", "class A: pass\nx = 1\n"),
+    "nested": (
+        "class A:\n    'a'\n    async def f(self):\n        'b'\n        def g():\n            'c'\n        return g\n",
+        "class A:\n    async def f(self):\n        def g():\n            pass\n        return g\n",
+    ),
+    "in several parts": ("def f():\n    ('a'  # b\n     # c\n     'd')\n    return 1\n", "def f():\n    return 1\n"),
+    "two strings": ("def f():\n    'a'\n    'b'\n    return 1\n", "def f():\n    return 1\n"),
+    "two strings alone": ("def f():\n    'a'\n    'b'\n", "def f():\n    pass\n"),
+    "a string that is no docstring": (
+        "def f():\n    x = 1\n    '''b'''  # c\n    return '''d'''\n",
+        "def f():\n    x = 1\n    '''b'''\n    return '''d'''\n",
+    ),
+    "an f-string is no docstring": ("def f():\n    f'{1}'\n    return 1\n", "def f():\n    f'{1}'\n    return 1\n"),
+    "bytes are no docstring": ("def f():\n    b'a'\n", "def f():\n    b'a'\n"),
+    "a line continued": ("x = 1 + \\\n    2  # a\nassert x, \\\n  '#'\n", "x = 1 + \\\n    2\nassert x, \\\n  '#'\n"),
+    "within brackets": ("x = [  # a\n    # b\n    1,\n\n\n    2,  # c\n]\n", "x = [\n    1,\n\n    2,\n]\n"),
+    "beyond ASCII": ("x = '\u00e9\u4e2d'  # \u00e9\ndef f(): '\u00e9'\n", "x = '\u00e9\u4e2d'\ndef f(): pass\n"),
+    "letters before a docstring": ("def \u00e9(): '\u00e9'; \n", "def \u00e9(): pass;\n"),
+    "no last newline": ("x = 1\n# a", "x = 1"),
+    "nothing else": ("# a\n\n# b\n", ""),
+}
+REFUSED = {
+    "code behind a docstring": ("def f():\n    'a'; x = 1\n", "comments cannot be removed"),
+    "no Python": ("x = = 1\n", "comments cannot be removed"),
+    "a NUL": ("x = 1\0\n", "comments cannot be removed"),
+    "another encoding": ("# coding: latin-1\nx = '\u00e9'\n", "another program"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", STRIPPED)
+def test_what_is_removed(name):
+    source, expected = STRIPPED[name]
+    assert pack_code.without_comments(source.encode()).decode() == expected
+    assert pack_code.without_comments(expected.encode()).decode() == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_removed_is_an_error(name):
+    source, part = REFUSED[name]
+    with pytest.raises(train_gpt.UserError, match=f"{part}.* --comments"):
+        pack_code.without_comments(source.encode())
+
+
+def test_another_program_is_refused(monkeypatch):
+    """Whatever a fault in `cut` would change."""
+    cut = pack_code.cut
+    for old, new in (("x = 1", "x = 2"), ("'#'", "''"), ("y", "z"), ("'''Doc.'''\n", "")):
+        monkeypatch.setattr(pack_code, "cut", lambda text, tree, old=old, new=new: cut(text, tree).replace(old, new))
+        with pytest.raises(train_gpt.UserError, match="another program"):
+            pack_code.without_comments(b"'''Doc.'''\nx = 1  # a\ny = '#'\n")
+
+
+# The packed form
+
+
 @pytest.mark.parametrize("module", ["bz2", "lzma"])
 def test_both_compressors_are_read(module, monkeypatch):
     source = b'text = "\xc3\xa9"  # ' + b"x" * 1000
     compress = pack_code.COMPRESS[module]
     monkeypatch.setattr(pack_code, "COMPRESS", {module: compress})
     code = pack_code.pack(source)
-    assert f"import {module};".encode() in code
+    assert f"import {module}\n".encode() in code
     assert pack_code.readable_source(code) == source
     found = {"__file__": "x"}
     exec(compile(code, "x", "exec"), found)
@@ -75,13 +214,19 @@ def test_both_compressors_are_read(module, monkeypatch):
 
 
 def test_every_byte_survives_a_python_string():
-    """The characters that need an escape, before and after each other and before digits."""
-    special = bytes((0, 10, 13, 26, 34, 39, 48, 55, 56, 92, 110, 120, 133, 255))
-    pairs = bytes(value for a in special for b in special for c in special for value in (a, b, c))
-    for blob in (pairs, bytes(range(256)) * 2, random.Random(0).randbytes(100_000)):
+    for blob in (
+        b"B" + bytes(range(256)) * 2,
+        b"\xff" * 99,
+        b"]" + bytes(99),
+        b"\4" + random.Random(0).randbytes(30_000),
+    ):
         found = {}
-        exec(b"# coding: latin-1\nblob = '" + pack_code.literal(blob) + b"'.encode('latin-1')\n", found)
-        assert found["blob"] == blob
+        digits = pack_code.literal(blob)
+        assert not set(digits) & set(b"\0\n\r'\\"), "these would need an escape"
+        head, tail = pack_code.HEAD.format(module="bz2"), pack_code.TAIL.partition("\n")[0]
+        exec(head.encode() + digits + tail.encode() + b"\n", found)
+        assert found["n"] == int.from_bytes(blob, "big")
+        assert pack_code.from_literal(digits) == blob
 
 
 def test_damaged_packing_is_refused():
@@ -92,6 +237,14 @@ def test_damaged_packing_is_refused():
             pack_code.readable_source(damaged)
 
 
+def test_code_hidden_in_the_packed_string_is_refused():
+    """A file that would run anything but its source has no readable source."""
+    code = pack_code.pack(b"x = 1")
+    for inserted in (b"'+open('secret').read()+'", b"\\x41", b"\n", b"\r", b"\0"):
+        with pytest.raises(ValueError, match="cannot be decompressed"):
+            pack_code.readable_source(code.replace(b" in '", b" in '" + inserted))
+
+
 def test_a_small_file_cannot_fill_the_memory():
     bomb = pack_code.pack(bytes(pack_code.MAX_SOURCE_BYTES + 1))
     assert len(bomb) < 100_000
@@ -99,11 +252,25 @@ def test_a_small_file_cannot_fill_the_memory():
         pack_code.readable_source(bomb)
 
 
+def test_a_large_file_cannot_take_long(monkeypatch):
+    monkeypatch.setattr(pack_code, "MAX_DIGITS", 1000)
+    with pytest.raises(train_gpt.UserError, match="the compressed script exceeds"):
+        pack_code.pack(random.Random(0).randbytes(pack_code.MAX_DIGITS))
+    code = pack_code.pack(b"x = 1")
+    with pytest.raises(ValueError, match="more than"):
+        pack_code.readable_source(code.replace(b" in '", b" in '" + b"a" * pack_code.MAX_DIGITS))
+
+
 @pytest.mark.parametrize(
     "arguments, part",
-    [(["nothing.py"], "cannot read nothing.py"), (["-o", "/dev/null/x"], "cannot write /dev/null/x")],
+    [
+        (["nothing.py"], "cannot read nothing.py"),
+        (["-o", "/dev/null/x"], "cannot write /dev/null/x"),
+        (["bad.py"], "bad.py: comments cannot be removed"),
+    ],
 )
 def test_pack_errors(arguments, part, tmp_path):
+    (tmp_path / "bad.py").write_text("x = = 1\n")
     result = run([ROOT / "tools" / "pack_code.py", *arguments], {}, tmp_path)
     assert result.returncode == 1
     assert part in result.stderr and "Traceback" not in result.stderr

@@ -240,13 +240,24 @@ def one_configuration(folder: Folder) -> Iterator[Verdict]:
     detail = f"{tokens:,} tokens, {nbytes:,} bytes" if tokens and nbytes else "the logs do not say how much"
     fault = f"tokens and bytes are {sorted(map(str, scored))}" if len(scored) > 1 else ""
     yield verdict("all seeds scored the same text", fault, detail)
+    yield same_script(folder)
+
+
+def same_script(folder: Folder) -> Verdict:
+    """Whether the script in the folder, packed or not, is the file that ran: by its source and by its size."""
     rule = "train_gpt.py is the script that the logs show"
-    shown = [run for run in members if run.source is not None]
+    shown = [run for run in folder.runs if run.source is not None]
     if not shown or folder.source is None:
-        yield Verdict("n/a", rule, "the logs do not begin with the script")
-    else:
-        other = [run.path.name for run in shown if run.source.strip() != folder.source.strip()]
-        yield verdict(rule, f"{', '.join(other)} begins with another one" if other else "")
+        return Verdict("n/a", rule, "the logs do not begin with the script")
+    if other := [run.path.name for run in shown if run.source.strip() != folder.source.strip()]:
+        return Verdict("FAIL", rule, f"{', '.join(other)} begins with another one")
+    size, counted = len(folder.code), {run.code_bytes for run in shown} - {None}
+    if counted - {size}:
+        return Verdict("FAIL", rule, f"it has {size} bytes, the code that ran {' or '.join(map(str, sorted(counted)))}")
+    beside = folder.path / make_record.READABLE
+    if beside.exists() and beside.read_bytes() != folder.source:
+        return Verdict("FAIL", rule, f"{beside.name} is not its source")
+    return Verdict("ok", rule, f"packed, {size:,} bytes" if folder.code != folder.source else f"{size:,} bytes")
 
 
 def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:

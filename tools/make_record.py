@@ -8,8 +8,9 @@ writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, tra
 train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. README.md marks what
 you have to write yourself with "to fill". Then check the folder with tools/check_record.py.
 
-The logs begin with the readable script. If a packed script ran (tools/pack_code.py), the folder gets the packed one as
-train_gpt.py and the readable one beside it; give the file that ran with --script if packing here gives another size.
+The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the folder gets it as
+train_gpt.py, packed again from the source in the logs, and that source as train_gpt.readable.py. Give the file that ran
+with --script if packing here gives another size.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
         for name, value in wanted.items()
         if run.settings.get(name) != value
     ]
-    if run.source != pack_code.script_source():
+    if not pack_code.is_current(run.source):
         unlike.append("another train_gpt.py")
     if unlike:
         raise UserError(
