@@ -80,18 +80,15 @@ def reason(error: BaseException) -> str:
 
 
 # ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
-ROLES = {
-    "training": "must not change on resume",
-    "model": "defines the model; stored in the artifact; must not change on resume",
-    "evaluation": "windows of the score; stored in the artifact; may change on resume",
-    "run": "may change on resume",
-}
+# The artifact stores the knobs of "model" and "evaluation"; those of "evaluation" and "run" may change on resume.
+ROLES = ("training", "model", "evaluation", "run")
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in the order in which a GPU tries them
 
 
 def knob(default, text: str, role="training", **limits):
-    """One environment variable. `limits` may be `low` and `high` (inclusive) or `choices`; `section` titles a group."""
-    assert role in ROLES and limits.keys() <= {"low", "high", "choices", "section"}
+    """One environment variable. `limits` may be `low` and `high` (inclusive), `choices`, or the name of another knob as
+    `multiple_of` or `at_most`; `section` titles a group."""
+    assert role in ROLES and limits.keys() <= {"low", "high", "choices", "multiple_of", "at_most", "section"}
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
@@ -106,8 +103,8 @@ class Hyperparameters:
     shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: shard order (#399)", low=0)
 
     num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
-    model_dim: int = knob(512, "width D of the residual stream", "model", low=8)
-    num_heads: int = knob(8, "query heads", "model", low=1)
+    model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
+    num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
@@ -119,12 +116,16 @@ class Hyperparameters:
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
     rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(4, "exclusive self-attention (XSA) on the last n layers", "model", low=0)
+    xsa_last_n: int = knob(
+        4, "layers with exclusive self-attention (XSA), at the end", "model", low=0, at_most="num_layers"
+    )
     bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
-    train_batch_tokens: int = knob(786_432, "tokens per step over all ranks and micro-batches", low=1, section="Batch")
-    train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2, high=1 << 20)
+    train_batch_tokens: int = knob(
+        786_432, "tokens per step, W ranks", low=1, multiple_of="train_seq_len", section="Batch"
+    )
+    train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
     micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
 
@@ -162,7 +163,7 @@ class Hyperparameters:
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
-    eval_stride: int = knob(64, "new tokens per sliding window; EVAL_SEQ_LEN: no overlap", "evaluation", low=1)
+    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
     eval_documents: bool = knob(False, "score each document alone instead of the packed stream", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
@@ -193,33 +194,40 @@ class Hyperparameters:
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
         """The knobs set in `environ`, all others at their defaults. Raises UserError naming the variable."""
-        given = [knob for knob in KNOBS if knob.name.upper() in environ]
-        return cls(**{knob.name: _parse(knob, environ[knob.name.upper()]) for knob in given})
+        switch = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+        values = {}
+        for knob in KNOBS:
+            name = knob.name.upper()
+            text = environ.get(name, str(knob.default)).strip()
+            try:
+                values[knob.name] = switch[text.lower()] if knob.type is bool else knob.type(text)
+            except (ValueError, KeyError):
+                kind = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[knob.type]
+                raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={knob.default}") from None
+        return cls(**values)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in KNOBS:
             name, value = field.name.upper(), getattr(self, field.name)
             low, high, choices = map(field.metadata.get, ("low", "high", "choices"))
             require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} is not a finite number")
             require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
             require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
             require(choices is None or value in choices, f"{name}={value!r} is not one of {', '.join(choices or ())}")
-        self._check_pair("model_dim", "num_heads", multiple=True)
-        self._check_pair("num_heads", "num_kv_heads", multiple=True)
-        self._check_pair("train_batch_tokens", "train_seq_len", multiple=True)
-        self._check_pair("train_seq_len", "short_seq_parts", multiple=True)
-        self._check_pair("xsa_last_n", "num_layers")
-        self._check_pair("eval_stride", "eval_seq_len")
-        if self.ttt_mode == "lora":
-            self._check_pair("ttt_lora_chunk", "eval_seq_len")
+        for field in KNOBS:
+            value, relations = getattr(self, field.name), field.metadata
+            for key in relations.keys() & {"multiple_of", "at_most"}:
+                other = getattr(self, relations[key])
+                holds = value % other == 0 if key == "multiple_of" else value <= other
+                wrong = "is not a multiple of" if key == "multiple_of" else "exceeds"
+                require(holds, f"{field.name.upper()}={value} {wrong} {relations[key].upper()}={other}")
         require(self.head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {self.head_dim} is odd; rotary embeddings need pairs")
         even = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
         require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it")
-        require(
-            self.bigram_vocab_size != 1,
-            "BIGRAM_VOCAB_SIZE=1 has only the bucket for document starts: set 0 or at least 2",
-        )
+        require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 has only the bucket for document starts: set 0")
+        chunk = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
+        require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
         require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None, interval)
         named = self.run_id or not (self.checkpoint_every or self.resume)
@@ -227,18 +235,9 @@ class Hyperparameters:
         both = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0"
         require(not (self.ema_enabled and self.swa_enabled), both)
 
-    def _check_pair(self, name: str, other: str, multiple: bool = False) -> None:
-        value, bound = getattr(self, name), getattr(self, other)
-        wrong = f"{name.upper()}={value} {'is not a multiple of' if multiple else 'exceeds'} {other.upper()}={bound}"
-        require(value % bound == 0 if multiple else value <= bound, wrong)
-
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self) -> int:
-        return int(self.mlp_mult * self.model_dim)
 
     def describe(self) -> str:
         """One `name=value` per line for the log; a leading * marks a value that differs from the default."""
@@ -254,16 +253,6 @@ def knobs_with(*roles: str) -> tuple[str, ...]:
     return tuple(knob.name for knob in KNOBS if knob.metadata["role"] in roles)
 
 
-def _parse(field: dataclasses.Field, text: str):
-    name, text = field.name.upper(), text.strip()
-    switch = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    try:
-        return switch[text.lower()] if field.type is bool else field.type(text)
-    except (ValueError, KeyError):
-        kind = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[field.type]
-        raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={field.default}") from None
-
-
 def misspelt_knobs(environ: dict[str, str]) -> list[str]:
     """A sentence for every variable of `environ` whose name is close to a knob's."""
     knobs = [knob.name.upper() for knob in KNOBS]
@@ -277,7 +266,8 @@ def knob_help() -> str:
     for knob in KNOBS:
         meta = knob.metadata
         default = int(knob.default) if knob.type is bool else knob.default
-        bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if key in meta]
+        signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
+        bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
         lines += [f"\n{meta['section']}"] if "section" in meta else []
         lines.append(f"  {knob.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
@@ -338,9 +328,7 @@ class TokenStream:
             require(same, f"shard {path} has changed or vanished since the run began: restore it and start again")
             pieces.append(np.frombuffer(raw, dtype="<u2"))
             largest = int(pieces[-1].max())
-            require(
-                largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set it to the data's"
-            )
+            require(largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set the data's")
             start += wanted
             count -= wanted
         return np.concatenate(pieces)
@@ -418,10 +406,8 @@ class ByteCounter:
             raise UserError(f"{setting} is not a SentencePiece model: {reason(error)}") from error
         found = pieces.vocab_size()
         require(found == vocab_size, f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
-        spaced = pieces.piece_to_id("\u2581") != pieces.unk_id()
-        require(
-            spaced, f"{setting} has no piece for U+2581 alone, so a space could become 3 byte pieces: use another one"
-        )
+        space = pieces.piece_to_id("\u2581") != pieces.unk_id()
+        require(space, f"{setting} has no piece for U+2581, so a space could become 3 byte pieces: use another one")
         self.length = np.zeros(vocab_size, dtype=np.int16)  # bytes without the leading space
         self.spaced = np.zeros(vocab_size, dtype=bool)
         self.boundary = np.ones(vocab_size, dtype=bool)
@@ -531,33 +517,34 @@ TABLES = (
     Matrix("bigram_emb", "", "", bits=8, clip=16.0),
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
-BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
+BANKS = {
+    bank: [kind for kind in MATRICES if kind.bank == bank] for bank in dict.fromkeys(kind.bank for kind in MATRICES)
+}
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
     """(out, in)."""
-    size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": hp.mlp_dim}
+    size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": int(hp.mlp_mult * hp.model_dim)}
     return size[kind.out], size[kind.into]
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
     """(R, a, b). All matrices of a bank have one shape as stored."""
-    kinds = [matrix for matrix in MATRICES if matrix.bank == bank]
-    ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in kinds}
-    return len(kinds) * hp.num_layers, a, b
+    ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in BANKS[bank]}
+    return len(BANKS[bank]) * hp.num_layers, a, b
 
 
 def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
     """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
-    parts = [matrix for matrix in MATRICES if matrix.bank == kind.bank]
-    matrices = bank.unflatten(0, (len(parts), -1)).unbind(0)[parts.index(kind)]
+    kinds = BANKS[kind.bank]
+    matrices = bank.unflatten(0, (len(kinds), -1)).unbind(0)[kinds.index(kind)]
     return matrices.mT if kind.transposed else matrices
 
 
 def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
     """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates, by
     their own shape and not by the shape they are stored in."""
-    shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in MATRICES if kind.bank == bank]
+    shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in BANKS[bank]]
     return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
 
@@ -565,14 +552,6 @@ def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
-
-
-def rotary_tables(hp: Hyperparameters) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, rotated/2) for every position of the longest sequence; frequencies do not depend on T."""
-    rotated = hp.rope_dims or hp.head_dim
-    frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
-    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -622,9 +601,11 @@ class GPT(nn.Module):
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
         self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
-        cos, sin = rotary_tables(hp)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        rotated = hp.rope_dims or hp.head_dim
+        frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
+        self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), whatever T is
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
@@ -682,8 +663,10 @@ class GPT(nn.Module):
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
             if self.qat:
-                codes, scale = quantise_rows(bank.detach().float(), *code_range(kind, self.hp))
-                bank = bank + (codes * scale - bank).detach()
+                rows = bank.detach().float()
+                bits, clip = code_range(kind, self.hp)
+                scale = row_scales(rows, bits, clip)
+                bank = bank + (to_codes(rows, scale, bits) * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
@@ -810,7 +793,12 @@ class Runtime:
             options = {"timeout": timedelta(minutes=10), "device_id": device if on_gpu else None}
             dist.init_process_group("nccl" if on_gpu else "gloo", **options)
         if not on_gpu:
-            keep_freed_memory()
+            # A step frees and allocates the same hundreds of megabytes again. Unless glibc keeps them, every page
+            # faults again, which cost more than the arithmetic of a step.
+            with contextlib.suppress(OSError, AttributeError):  # another C library
+                m_trim_threshold, m_mmap_threshold = -1, -3
+                ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 30)
+                ctypes.CDLL(None).mallopt(m_trim_threshold, -1)
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
@@ -883,15 +871,6 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
     torch._dynamo.config.recompile_limit = 32  # training, short sequences, late QAT and the few evaluation shapes
     return torch.compile(function, dynamic=False, fullgraph=True, options=options)
-
-
-def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks; a no-op on other C libraries. A step frees and allocates the same hundreds of
-    megabytes again. By default every page then faults again, which cost more than the arithmetic of a step."""
-    with contextlib.suppress(OSError, AttributeError):
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 30)
-        ctypes.CDLL(None).mallopt(m_trim_threshold, -1)
 
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
@@ -1013,11 +992,9 @@ class BankShard:
     def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
         self.bank = bank
         rows = bank.size(0)
-        single = comm.size == 1
         owned = -(-rows // comm.size)  # r
         self.padding = comm.size * owned - rows  # always less than W
         self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
-
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
         full[:rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
@@ -1025,20 +1002,18 @@ class BankShard:
         self.owned_rows = self.padded[self.mine]
         self.master = full[self.mine].clone()
         self.momentum = torch.zeros_like(self.master)
-
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[:rows]  # backward accumulates in place, so the padding rows stay zero
         # Several micro-batches are summed in fp32; a single one already is the sum.
         self.grad_sum = self.grad.float() if accumulate else self.grad
-        direct = single or self.grad_sum.dtype == bank.dtype
+        direct = comm.size == 1 or self.grad_sum.dtype == bank.dtype
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
-        self.grad_shard = self.comm_buffer[self.mine] if single else torch.empty_like(self.comm_buffer[self.mine])
-
+        shard = self.comm_buffer[self.mine]
+        self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
         transposed, scale = zip(*traits, *[(False, 0.0)] * self.padding, strict=True)
         self.scale = torch.tensor(scale, device=bank.device)[self.mine, None, None]
-        self.transposed = (
-            torch.tensor(transposed, device=bank.device)[self.mine, None, None] if any(transposed) else None
-        )
+        flags = torch.tensor(transposed, device=bank.device)[self.mine, None, None]
+        self.transposed = flags if any(transposed) else None
 
 
 class Report(NamedTuple):
@@ -1067,6 +1042,9 @@ class ParallelMuon:
         for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
             self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
         self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
+        # The fp32 weights that this rank updates: its rows of each bank, all of each small parameter.
+        self.owned = {name: shard.master for name, shard in self.banks.items()}
+        self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
         sizes = [parameter.numel() for parameter in self.small.values()]
         self.flat = torch.zeros(sum(sizes) + len(Report._fields), device=device)  # gradients, then the report
         self.flat_grad, tail = self.flat.split([sum(sizes), len(Report._fields)])
@@ -1147,10 +1125,6 @@ class ParallelMuon:
         while self.gathers:
             self.gathers.pop()()
 
-    def owned(self) -> list[Tensor]:
-        """The fp32 weights that this rank updates: its rows of each bank, all of each small parameter."""
-        return [*(shard.master for shard in self.banks.values()), *(p.detach() for p in self.small.values())]
-
     def sync_replicas(self) -> None:
         """Give every rank the owners' bank rows after a change outside `step`."""
         for shard in self.banks.values():
@@ -1159,17 +1133,14 @@ class ParallelMuon:
 
     def weights(self) -> dict[str, Tensor]:
         """All weights in fp32, collected from their owners."""
-        owned = dict(zip((*self.banks, *self.small), self.owned(), strict=True))
-        return {name: self.whole(name, tensor).clone() for name, tensor in owned.items()}
+        return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """All state that a step changes, by PARAMETER.KIND; of a bank only the rows that this rank owns. Call
         `sync_replicas` after writing into the weights."""
-        found = {}
-        for name, shard in self.banks.items():
-            found |= {f"{name}.weight": shard.master, f"{name}.momentum": shard.momentum}
+        found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
+        found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
-            found[f"{name}.weight"] = parameter.detach()
             found |= {f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}
         return found
 
@@ -1260,12 +1231,6 @@ class Clock:
         self.recent.clear()
         self.recent.extend(recent)
 
-    def reserve(self, seconds: float) -> None:
-        """Take this time from the cap, for work after the last step. Raises UserError if the cap is too short."""
-        short = f"MAX_WALLCLOCK_SECONDS={self.cap:g} is less than the {seconds:.1f} s that GPTQ_BATCHES takes"
-        require(seconds < self.cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
-        self.cap -= seconds
-
     @property
     def step_seconds(self) -> float:
         """Average so far; 0 before the first step is known."""
@@ -1284,11 +1249,11 @@ class Clock:
 class WeightAverage:
     """The weights to export: an EMA, or a plain average of late samples, in fp32. A rank averages what it owns."""
 
-    def __init__(self, weights: list[Tensor], hp: Hyperparameters):
+    def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
         self.hp = hp
         self.weights = weights
         self.samples = 0
-        self.mean = [w.clone() for w in weights] if hp.ema_enabled or hp.swa_enabled else []
+        self.mean = {name: w.clone() for name, w in weights.items()} if hp.ema_enabled or hp.swa_enabled else {}
 
     def update(self, step: int, lr_scale: float) -> None:
         """Add the weights after `step`."""
@@ -1296,13 +1261,13 @@ class WeightAverage:
         if self.hp.ema_enabled or late:
             self.samples += 1
             weight = 1 - self.hp.ema_decay if self.hp.ema_enabled else 1 / self.samples
-            torch._foreach_lerp_(self.mean, self.weights, weight)
+            torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
 
     def apply(self) -> str:
         """Replace the weights by the average. Returns what they are now, for the log."""
         if not self.samples:
             return "the last weights"
-        torch._foreach_copy_(self.weights, self.mean)
+        torch._foreach_copy_(list(self.weights.values()), list(self.mean.values()))
         return f"EMA of {self.samples} steps" if self.hp.ema_enabled else f"SWA of {self.samples} samples"
 
 
@@ -1333,12 +1298,6 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """The nearest integer codes within +-(2^(bits-1) - 1), as fp32; 0 where the scale is 0."""
     top = 2 ** (bits - 1) - 1
     return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
-
-
-def quantise_rows(rows: Tensor, bits: int, clip: float | None) -> tuple[Tensor, Tensor]:
-    """fp32 rows (..., out, in) -> codes (..., out, in) and scales (..., out, 1), by plain rounding."""
-    scale = row_scales(rows, bits, clip)
-    return to_codes(rows, scale, bits), scale
 
 
 class Hessians:
@@ -1642,14 +1601,16 @@ def load_artifact(blob: bytes, model: GPT) -> None:
     model.load(weights)
 
 
-def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
-    """The knobs of `environ`, with the model's knobs from the artifact, and its evaluation windows unless `environ`
-    sets others. Raises UserError if model or tokenizer differ from the artifact's."""
+def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
+    """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and its windows unless
+    `environ` sets others. Raises UserError if it is invalid or model or tokenizer differ from the artifact's."""
     with reading_artifact(path):
+        size = Path(path).stat().st_size
+        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
+        blob = Path(path).read_bytes()
         header, made, _, _ = open_artifact(blob)
-    hp = Hyperparameters.from_env(
-        {n.upper(): str(getattr(made, n)) for n in knobs_with("model", "evaluation")} | environ
-    )
+    stored = {name.upper(): str(getattr(made, name)) for name in knobs_with("model", "evaluation")}
+    hp = Hyperparameters.from_env(stored | environ)
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
@@ -1657,15 +1618,7 @@ def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) ->
     tokenizer = Path(hp.tokenizer_path)
     same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
     require(same, f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: set it to that")
-    return hp
-
-
-def read_artifact(path: str | Path) -> bytes:
-    """The file's bytes. Raises UserError if it cannot be read or is too large."""
-    with reading_artifact(path):
-        size = Path(path).stat().st_size
-        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
-        return Path(path).read_bytes()
+    return blob, hp
 
 
 @contextlib.contextmanager
@@ -1692,13 +1645,6 @@ class Score(NamedTuple):
     nbytes: int
     seconds: float
 
-    def fields(self, digits: int = 8) -> str:
-        return f"val_loss:{self.nats:.{digits}f} val_bpb:{self.bits_per_byte:.{digits}f}"
-
-
-class Interrupted(Exception):
-    """Ctrl-C during an evaluation, with the score so far."""
-
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Windows (3, N) that score every input of the spans (S, 2) once: each reads the inputs [start, stop) and scores
@@ -1722,7 +1668,8 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 class Evaluator:
     """Scores windows of the validation stream. `nats` (n + 1,) holds the loss of each target that this rank has scored
     and NaN for the others; the last place takes what is computed but not scored. Ranks take equal parts of the windows.
-    Batches have few shapes and the last one of each shape is filled up, so a compiled forward meets no new shape."""
+    Batches have few shapes and the last one of each shape is filled up, so a compiled forward meets no new shape. `log`
+    gets a progress line every ten seconds."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
@@ -1731,13 +1678,9 @@ class Evaluator:
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.started = self.reported = time.perf_counter()
 
-    def run(self, method: Callable, *arguments) -> Score:
-        """Score with `method`. Raises Interrupted, with what this rank has scored, on Ctrl-C."""
-        try:
-            method(*arguments)
-            return self.result()
-        except KeyboardInterrupt:
-            raise Interrupted(self.result(complete=False)) from None
+    def windows(self) -> np.ndarray:
+        """The windows (3, N) of EVAL_SEQ_LEN tokens over the packed stream or, with EVAL_DOCUMENTS, each document."""
+        return plan_windows(self.val.spans(self.hp.eval_documents), self.hp.eval_seq_len, self.stride)
 
     def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
         """Store the losses (rows, n) of these targets where `counts`."""
@@ -1807,11 +1750,10 @@ class Evaluator:
 
 
 def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
-    """Score every target of the validation stream once, with windows of EVAL_SEQ_LEN tokens, `stride` apart, over the
-    packed stream or, with EVAL_DOCUMENTS, over each document alone. stride = EVAL_SEQ_LEN gives disjoint windows. `log`
-    gets a progress line every ten seconds. Raises Interrupted on Ctrl-C."""
-    evaluator = Evaluator(forward, val, hp, runtime, stride, log)
-    return evaluator.run(evaluator.score, plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, stride))
+    """Score every target of the validation stream once, with windows `stride` apart; EVAL_SEQ_LEN: without overlap."""
+    scorer = Evaluator(forward, val, hp, runtime, stride, log)
+    scorer.score(scorer.windows())
+    return scorer.result()
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
@@ -1834,9 +1776,10 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     """Score the packed stream chunk by chunk with sliding windows, and train all weights on each chunk after it is
     scored: a few steps of SGD with momentum. The last chunk is not trained on. Changes the model's weights. Ranks share
     windows and sequences and take the same steps."""
-    hp, val, chunk = scorer.hp, scorer.val, scorer.hp.ttt_chunk_tokens
-    windows = plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
-    chunks = -(-val.targets // chunk)
+    hp = scorer.hp
+    chunk = hp.ttt_chunk_tokens
+    windows = scorer.windows()
+    chunks = -(-scorer.val.targets // chunk)
     training = True
     weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -2180,7 +2123,7 @@ class Training:
         weights = self.model.initialise(hp.seed)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
-        self.average = WeightAverage(self.optimizer.owned(), hp)
+        self.average = WeightAverage(self.optimizer.owned, hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
         self.clock = Clock(hp.max_wallclock_seconds, self.depth)
@@ -2216,9 +2159,11 @@ class Training:
         if hp.gptq_batches and hp.max_wallclock_seconds:  # reserve time for GPTQ, as rank 0 measures it
             self.calibrate(range(1))  # loads kernels
             took = self.calibrate(range(1))[1]
-            self.clock.reserve(1.1 * hp.gptq_batches * self.runtime.comm.share(took))
-            reserved = hp.max_wallclock_seconds - self.clock.cap
-            self.log(f"warmup: {reserved:.2f} s of the wall clock are reserved for GPTQ")
+            reserve = 1.1 * hp.gptq_batches * self.runtime.comm.share(took)
+            short = f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g} is less than the {reserve:.1f} s for GPTQ"
+            require(reserve < hp.max_wallclock_seconds, f"{short}: set GPTQ_BATCHES=0, or allow more time")
+            self.clock.cap -= reserve
+            self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
         if not hp.warmup_steps:
             return
         before = {name: tensor.clone() for name, tensor in self.tensors().items()}
@@ -2296,9 +2241,7 @@ class Training:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint as this rank has them: the optimizer's, and the average as PARAMETER.average."""
-        names = [*self.optimizer.banks, *self.optimizer.small]
-        average = {f"{name}.average": mean for name, mean in zip(names, self.average.mean, strict=False)}
-        return self.optimizer.tensors() | average
+        return self.optimizer.tensors() | {f"{name}.average": mean for name, mean in self.average.mean.items()}
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not exist yet."""
@@ -2373,8 +2316,8 @@ class Training:
                 self._log_step(step + 1, report.loss, settings)
 
     def _not_finite(self, step: int, loss: float) -> str:
-        state = {name: tensor for name, tensor in self.optimizer.tensors().items() if name.endswith(".weight")}
-        norms = ", ".join(f"{name[:-7]} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in state.items())
+        weights = self.optimizer.owned
+        norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in weights.items())
         self.checkpoints.wait()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
@@ -2392,8 +2335,9 @@ class Training:
 
     def _validate(self, step: int) -> None:
         score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
         fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
-        self._log_progress("val", step, score.fields(4), f"eval_time:{1000 * score.seconds:.0f}ms", fields)
+        self._log_progress("val", step, result, f"eval_time:{1000 * score.seconds:.0f}ms", fields)
 
     def _log_progress(self, event: str, step: int, result: str, more: str, fields: dict) -> None:
         seconds = self.clock.elapsed()
@@ -2404,18 +2348,18 @@ class Training:
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """Log the final scores of the model's weights: disjoint windows, sliding windows, test-time training."""
-    for name in ["roundtrip", "sliding_window"] + ([f"ttt_{hp.ttt_mode}"] if hp.ttt_enabled else []):
+    """Log the final scores of the model's weights: disjoint windows, sliding windows, test-time training. On Ctrl-C,
+    log what was scored until then."""
+    for name in ["roundtrip", "sliding_window"] + [f"ttt_{hp.ttt_mode}"] * hp.ttt_enabled:
+        scorer = Evaluator(forward, val, hp, runtime, hp.eval_seq_len if name == "roundtrip" else hp.eval_stride, log)
         try:
             if name.startswith("ttt"):
-                scorer = Evaluator(forward, val, hp, runtime, hp.eval_stride, log)
-                score = scorer.run({"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode], model, scorer)
+                {"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode](model, scorer)
             else:
-                stride = hp.eval_seq_len if name == "roundtrip" else hp.eval_stride
-                score = evaluate(forward, val, hp, runtime, stride, log)
-            log_score(log, f"final_int6_{name}_exact", score)
-        except Interrupted as stopped:
-            log_score(log, f"final_int6_{name}_partial", stopped.args[0])
+                scorer.score(scorer.windows())
+            log_score(log, f"final_int6_{name}_exact", scorer.result())
+        except KeyboardInterrupt:
+            log_score(log, f"final_int6_{name}_partial", scorer.result(complete=False))
             raise
 
 
@@ -2423,7 +2367,8 @@ def log_score(log: Log, name: str, score: Score) -> None:
     """One final score, in the line that tools look for."""
     more = f"eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}"
     fields = {"eval_seconds": score.seconds, "val_tokens": score.targets, "val_bytes": score.nbytes}
-    log(f"{name} {score.fields()} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
+    result = f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    log(f"{name} {result} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
 
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
@@ -2465,8 +2410,7 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
     """Load the artifact at `path` and score it."""
-    blob = read_artifact(path)
-    hp = artifact_hyperparameters(path, blob, environ)
+    blob, hp = read_artifact(path, environ)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)
         log.header(hp, runtime)
@@ -2537,7 +2481,7 @@ def main() -> None:
         number, step, path = stopped.args
         advice = f"set RESUME=auto to continue from {path}" if path else "no checkpoint could be written, see the log"
         status, sentence = 128 + number, f"stopped by {number.name} after step {step}; {advice}"
-    except (KeyboardInterrupt, Interrupted):
+    except KeyboardInterrupt:
         status, sentence = 130, "interrupted by Ctrl-C; what was finished until then is in the log"
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     sys.exit(status)
