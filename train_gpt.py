@@ -1,9 +1,9 @@
 """Train, export, reload and score a small language model for the Parameter Golf challenge, in one file.
 
-The challenge: the best language model whose code plus compressed weights fit in 16,000,000 bytes and which trains in
-600 seconds on 8 x H100. The score is bits per byte on FineWeb validation text; lower is better. This script trains an
-11-layer transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and
-an EMA of the weights. It exports entropy-coded weights, reloads its own artifact and scores it with sliding windows.
+The challenge: the fewest bits per byte on FineWeb validation text, by a model whose code plus compressed weights fit in
+16,000,000 bytes and which trains in 600 seconds on 8 x H100. This script trains a transformer whose matrices are stored
+in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and an EMA of the weights. It exports
+entropy-coded weights, reloads its own artifact and scores it with sliding windows.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py      # the full run, with every knob at its default
     python train_gpt.py                                        # the same mathematics on one GPU or on a CPU
@@ -41,9 +41,7 @@ import signal
 import struct
 import sys
 import sysconfig
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -62,6 +60,8 @@ from torch import Tensor, nn
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
+# This script as people read it; a self-extracting copy (tools/pack_code.py) brings it in this global.
+SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 
 class UserError(ValueError):
@@ -76,7 +76,23 @@ def require(condition: bool, sentence: str) -> None:
 
 def reason(error: BaseException) -> str:
     """The first line of an exception's message, or its name."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+    message = str(getattr(error, "strerror", None) or error)  # an OSError's text also has the number and the file
+    return next(iter(message.strip().splitlines()), type(error).__name__)[:160]
+
+
+@contextlib.contextmanager
+def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+    """Turn these errors into a UserError: what failed, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
+        raise UserError(f"{what} ({why}): {advice}") from error
+
+
+def writing(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn a failed write (folder not writable, disk full) into a UserError."""
+    return explaining(f"cannot write {path}", OSError, advice="free space or choose a writable folder")
 
 
 # ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
@@ -94,8 +110,8 @@ def knob(default, text: str, role="training", **limits):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. The defaults are #399's run on 8 x H100 plus what measured better since; records/published.env lists
-    the differences. Raises UserError on impossible values."""
+    """All knobs. The defaults are #399's run plus what measured better since; records/published.env has the
+    differences. Raises UserError on impossible values."""
 
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
@@ -279,22 +295,22 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 BOS = 1  # starts every document of the challenge's data
 MAX_FILE = 64 << 20  # bytes; tokenizers and manifests are far smaller
+MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 def read_shard(path: Path) -> np.ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. A shard is 256 little-endian int32 (magic 20240520, version 1,
     token count n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
-    try:
-        size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    except OSError as error:
-        raise UserError(f"cannot read shard {path}: {error.strerror or error}") from error
+    with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
     require(len(header) == SHARD_HEADER_INTS, f"shard {path} has {size} bytes, less than a header: download it again")
-    magic, version, count = (int(n) for n in header[:3])
+    magic, version, count = header[:3].tolist()
     require(magic == SHARD_MAGIC, f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard")
     require(version == SHARD_VERSION, f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it")
-    promised = f"its header promises {count} tokens in {SHARD_HEADER_BYTES + 2 * count}: download it again"
-    whole = count > 0 and size == SHARD_HEADER_BYTES + 2 * count
-    require(whole, f"shard {path} has {size} bytes, but {promised}")
+    length = SHARD_HEADER_BYTES + 2 * count
+    promised = f"its header promises {count} tokens in {length}: download it again"
+    require(count > 0 and size == length, f"shard {path} has {size} bytes, but {promised}")
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
@@ -341,9 +357,8 @@ class TokenStream:
 
 class TrainingLoader:
     """Batch number s of the run, for any s. Block k of the data is tokens [k*T, k*T + T]. Step s takes the next
-    TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them. The step number is the only state: the
-    data depend neither on W nor on the micro-batch. The order is a permutation of all blocks per epoch, seeded by
-    SHUFFLE_SEED and SEED (rows were also spread in #1060 and #1394), so a batch is not a few documents in one piece."""
+    TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them: the data depend on nothing but s. The
+    order is a permutation of all blocks per epoch, so a batch is not a few documents (see also #1060 and #1394)."""
 
     AHEAD = 3  # batches kept ready, so a slow read does not stall a step
 
@@ -354,14 +369,14 @@ class TrainingLoader:
         self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
         found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
-        require(self.blocks > 0, f"{found}, fewer than TRAIN_SEQ_LEN={self.seq_len} and its last target: lower it")
+        require(self.blocks > 0, f"{found}, at most TRAIN_SEQ_LEN={self.seq_len}: lower it")
         ranks = runtime.comm.size
         self.step_rows = hp.train_batch_tokens // self.seq_len
         multiple = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of {ranks * self.seq_len}"
         require(self.step_rows % ranks == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
         self.rows = self.step_rows // ranks
         self.first_row = runtime.comm.rank * self.rows
-        self.epoch, self.order = -1, None
+        self.epoch = -1  # of self.order
         self.reader = ThreadPoolExecutor(1)
         self.pending = {}  # futures of the next batches, by step
 
@@ -386,9 +401,9 @@ class TrainingLoader:
     def block_order(self, epoch: int, index: int) -> int:
         """The block that comes at this place of the epoch."""
         if epoch != self.epoch:
-            seed = (*self.seeds, epoch)
-            order = np.random.default_rng(seed).permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
-            self.epoch, self.order = epoch, order
+            generator = np.random.default_rng((*self.seeds, epoch))
+            self.order = generator.permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
+            self.epoch = epoch
         return int(self.order[index])
 
 
@@ -400,10 +415,8 @@ class ByteCounter:
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
         require(Path(tokenizer_path).is_file(), f"{setting} is not a file: set it to the shards' SentencePiece model")
-        try:
+        with explaining(f"{setting} is not a SentencePiece model", RuntimeError, advice="set it to the shards' model"):
             pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(Path(tokenizer_path)))
-        except RuntimeError as error:
-            raise UserError(f"{setting} is not a SentencePiece model: {reason(error)}") from error
         found = pieces.vocab_size()
         require(found == vocab_size, f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
         space = pieces.piece_to_id("\u2581") != pieces.unk_id()
@@ -443,20 +456,16 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
-    try:
+    wrong = (ValueError, KeyError, TypeError, AttributeError)
+    with explaining(f"{path} is not a valid manifest", *wrong, advice="make or download the data again"):
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a valid manifest ({reason(error)}): make or download the data again") from error
     other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}"
     require(sha256_of(tokenizer_path) == digest, other)
     for shard, size in files.items():
         whole = not shard.name.startswith("fineweb_val_") or (shard.is_file() and shard.stat().st_size == size)
         require(whole, f"{shard} is missing or not of {size} bytes as {path} says: download it again")
-
-
-MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 class Validation:
@@ -467,8 +476,7 @@ class Validation:
         self.targets = len(stream) - 1
         found = f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
-        window = f"one window of EVAL_SEQ_LEN={hp.eval_seq_len}"
-        require(self.targets >= hp.eval_seq_len, f"{found}, fewer than {window} and its last target: lower it")
+        require(self.targets >= hp.eval_seq_len, f"{found}, at most EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
         tokens = stream.read(0, len(stream))
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
         check_manifest(hp.data_path, hp.tokenizer_path)
@@ -501,8 +509,8 @@ class Matrix(NamedTuple):
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
-# Three banks of 2L rows, in the order of this table: 8 ranks pad 22 rows to 24 (with #399's four banks two of them own
-# no MLP matrix). The down projection is stored transposed beside the up projection: Newton-Schulz does not care.
+# Three banks of 2L rows: 8 ranks pad 22 rows to 24 (with #399's four banks two of them own no MLP matrix). The down
+# projection is stored transposed beside the up projection: Newton-Schulz does not care.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -517,9 +525,7 @@ TABLES = (
     Matrix("bigram_emb", "", "", bits=8, clip=16.0),
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
-BANKS = {
-    bank: [kind for kind in MATRICES if kind.bank == bank] for bank in dict.fromkeys(kind.bank for kind in MATRICES)
-}
+BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in ("qo_bank", "kv_bank", "mlp_bank")}
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -576,16 +582,17 @@ class GPT(nn.Module):
     The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
     Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (slopes: #1948).
     Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward:
-    `qat` rounds the banks as a plain export does (compiled code guards on it); `calibration` sees what each matrix
-    reads and `adapter` adds low-rank changes to matrices (both eager)."""
+    `qat` rounds the banks as a plain export does (compiled code guards on it); `hessians` sums what each matrix reads
+    and `adapter` adds low-rank changes to matrices (both eager)."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp, self.attend, self.dtype = hp, attend, dtype
         self.qat = False
-        self.calibration: Hessians | None = None
-        self.adapter: Adapter | None = None
-        layers, dim = hp.num_layers, hp.model_dim
+        self.hessians: dict[str, Tensor] = {}  # by matrix name: sums of x^T x (L or 1, in, in)
+        self.adapter: Adapter = {}
+        layers = hp.num_layers
+        dim = hp.model_dim
         self.encoder_layers = layers // 2
         for bank in BANKS:
             self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
@@ -610,14 +617,13 @@ class GPT(nn.Module):
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
     def initialise(self, seed: int) -> dict[str, Tensor]:
-        """Orthogonal matrices, zero projections back to the stream, small normal embedding, equal on all devices and
-        ranks. Returns the weights by parameter name, before they were rounded to the model's dtype."""
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding, equal on all ranks. Returns
+        the fp32 weights by parameter name."""
         weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
-            for matrix in bank_part(weights[kind.bank], kind):
-                if not kind.zero:
-                    nn.init.orthogonal_(matrix, generator=generator)
+            for matrix in bank_part(weights[kind.bank], kind) if not kind.zero else ():
+                nn.init.orthogonal_(matrix, generator=generator)
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
@@ -680,10 +686,11 @@ class GPT(nn.Module):
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
         """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations. An
         adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name, one pair per row of the batch."""
-        if self.calibration is not None:
-            self.calibration.add(name, layer, x)
+        if name in self.hessians:
+            rows = x.flatten(0, -2).float()
+            self.hessians[name][layer].addmm_(rows.mT, rows)
         y = F.linear(x, weights[name][layer])
-        if self.adapter is not None and name in self.adapter:
+        if name in self.adapter:
             a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
             y = y + x @ a @ b
         return y
@@ -758,12 +765,10 @@ class Comm:
         return lambda: self._named(work.wait)
 
     def _named(self, call: Callable, *arguments, **options):
-        try:
+        lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
+        advice = "look at the first rank that reported an error, then start the run again"
+        with explaining(lost, RuntimeError, advice=advice):
             return call(*arguments, **options)
-        except RuntimeError as error:
-            lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
-            advice = "look at the first rank that reported an error, then start the run again"
-            raise UserError(f"{lost} ({reason(error)}); {advice}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -790,15 +795,13 @@ class Runtime:
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with dead ranks (pytorch #135712)
             restarts = shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
             require(not restarts, "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it")
-            options = {"timeout": timedelta(minutes=10), "device_id": device if on_gpu else None}
-            dist.init_process_group("nccl" if on_gpu else "gloo", **options)
-        if not on_gpu:
-            # A step frees and allocates the same hundreds of megabytes again. Unless glibc keeps them, every page
-            # faults again, which cost more than the arithmetic of a step.
-            with contextlib.suppress(OSError, AttributeError):  # another C library
-                m_trim_threshold, m_mmap_threshold = -1, -3
-                ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 30)
-                ctypes.CDLL(None).mallopt(m_trim_threshold, -1)
+            backend, gpu = ("nccl", device) if on_gpu else ("gloo", None)
+            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
+        # A step frees and allocates the same hundreds of megabytes again. Unless glibc keeps them, every page faults
+        # again, which on a CPU cost more than the arithmetic of a step.
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            for parameter, value in ((-3, 1 << 30), (-1, -1)) if not on_gpu else ():  # M_MMAP_ and M_TRIM_THRESHOLD
+                ctypes.CDLL(None).mallopt(parameter, value)
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
@@ -990,30 +993,28 @@ class BankShard:
     padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
     def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
-        self.bank = bank
-        rows = bank.size(0)
-        owned = -(-rows // comm.size)  # r
-        self.padding = comm.size * owned - rows  # always less than W
+        self.rows = bank.size(0)  # R
+        owned = -(-self.rows // comm.size)  # r
         self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
-        full[:rows] = weights
+        full[: self.rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
-        bank.data = self.padded[:rows]
+        bank.data = self.padded[: self.rows]
         self.owned_rows = self.padded[self.mine]
         self.master = full[self.mine].clone()
         self.momentum = torch.zeros_like(self.master)
         self.grad = torch.zeros_like(self.padded)
-        bank.grad = self.grad[:rows]  # backward accumulates in place, so the padding rows stay zero
+        bank.grad = self.grad[: self.rows]  # backward accumulates in place, so the padding rows stay zero
         # Several micro-batches are summed in fp32; a single one already is the sum.
         self.grad_sum = self.grad.float() if accumulate else self.grad
         direct = comm.size == 1 or self.grad_sum.dtype == bank.dtype
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
         shard = self.comm_buffer[self.mine]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        transposed, scale = zip(*traits, *[(False, 0.0)] * self.padding, strict=True)
-        self.scale = torch.tensor(scale, device=bank.device)[self.mine, None, None]
-        flags = torch.tensor(transposed, device=bank.device)[self.mine, None, None]
-        self.transposed = flags if any(transposed) else None
+        padding = [(False, 0.0)] * (len(full) - self.rows)
+        transposed, scale = torch.tensor([*traits, *padding], device=bank.device)[self.mine, :, None, None].unbind(1)
+        self.scale = scale
+        self.transposed = transposed.bool() if any(flag for flag, _ in traits) else None
 
 
 class Report(NamedTuple):
@@ -1038,9 +1039,10 @@ class ParallelMuon:
         self.comm = comm
         named = dict(model.named_parameters())
         device = model.tok_emb.device
-        self.banks: dict[str, BankShard] = {}
-        for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
-            self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
+        self.banks = {
+            bank: BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
+            for bank in sorted(BANKS, key=lambda bank: -named[bank].numel())
+        }
         self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
         # The fp32 weights that this rank updates: its rows of each bank, all of each small parameter.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
@@ -1051,13 +1053,11 @@ class ParallelMuon:
         self.report = Report(*tail.unbind())  # () views, to be filled before `step`
         for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
             parameter.grad = view.view_as(parameter)  # backward accumulates in place, so gradients need no packing
-        rates = {name: hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr for name in self.small}
-        groups = [{"params": [], "lr": rate, "peak_lr": rate} for rate in sorted(set(rates.values()))]
-        for group in groups:
-            group["params"] = [parameter for name, parameter in self.small.items() if rates[name] == group["peak_lr"]]
-        assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
-        betas = (hp.beta1, hp.beta2)
-        self.adam = torch.optim.AdamW(groups, betas=betas, eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+        groups = {rate: {"params": [], "lr": rate, "peak_lr": rate} for rate in (hp.tied_embed_lr, hp.scalar_lr)}
+        for name, parameter in self.small.items():
+            groups[hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr]["params"].append(parameter)
+        settings = {"betas": (hp.beta1, hp.beta2), "eps": hp.adam_eps, "weight_decay": hp.adam_wd}
+        self.adam = torch.optim.AdamW(list(groups.values()), **settings, fused=True)
         for parameter in self.small.values():  # what Adam creates at its first step, so a checkpoint can restore it
             moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
             self.adam.state[parameter] = {"step": torch.zeros((), device=device), **moments}
@@ -1152,17 +1152,16 @@ class ParallelMuon:
             return tensor
         full = torch.empty_like(shard.padded, dtype=tensor.dtype)
         self.comm.all_gather(full, tensor)()
-        return full[: shard.bank.size(0)]
+        return full[: shard.rows]
 
     def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
         """The inverse of `whole`: copy rank 0's `source` into every rank's `tensor`."""
         shard = self.banks.get(name.partition(".")[0])
         full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
         if self.comm.rank == 0:
-            target = full if shard is None else full[: shard.bank.size(0)]
-            shape = getattr(source, "shape", None)
-            wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}: it belongs to another model"
-            require(shape == target.shape, wrong)
+            target = full if shard is None else full[: shard.rows]
+            fits = source is not None and source.shape == target.shape
+            require(fits, f"the checkpoint has no {name} of shape {tuple(target.shape)}: it belongs to another model")
             target.copy_(source)
         self.comm.all_reduce(full)()  # zero on all other ranks
         tensor.copy_(full if shard is None else full[shard.mine])
@@ -1205,10 +1204,9 @@ class Clock:
     ranks decide by the reading, so they decide alike."""
 
     def __init__(self, cap: float, in_flight: int):
-        self.cap, self.in_flight = cap, in_flight
-        self.paused_at, self.started = 0.0, None  # the timer
-        self.step, self.seconds = -1, 0.0  # the last step whose time is known, and that time
-        self.recent = deque(maxlen=20)  # seconds of recent steps
+        self.cap = cap
+        self.in_flight = in_flight  # steps whose time is not known yet, at most
+        self.reset(0, 0.0, [])
 
     def start(self) -> None:
         self.started = self.started or time.perf_counter()
@@ -1222,14 +1220,17 @@ class Clock:
 
     def agree(self, step: int, seconds: float) -> None:
         """Rank 0 queued the update of `step` after `seconds` of training."""
-        self.recent.append((seconds - self.seconds) / (step - self.step))
-        self.step, self.seconds = step, seconds
+        self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
+        self.step = step
+        self.seconds = seconds
 
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
-        """Continue before `step`, `seconds` into the run, with these recent step times."""
-        self.step, self.seconds, self.paused_at, self.started = step - 1, seconds, seconds, None
-        self.recent.clear()
-        self.recent.extend(recent)
+        """Continue before `step`, `seconds` into the run."""
+        self.step = step - 1  # the last step whose time is known
+        self.seconds = seconds  # that time
+        self.recent = recent  # seconds of recent steps
+        self.paused_at = seconds  # the timer
+        self.started = None
 
     @property
     def step_seconds(self) -> float:
@@ -1298,22 +1299,6 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     """The nearest integer codes within +-(2^(bits-1) - 1), as fp32; 0 where the scale is 0."""
     top = 2 ** (bits - 1) - 1
     return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
-
-
-class Hessians:
-    """GPTQ's Hessians: sums of x^T x (L or 1, in, in) in fp32 over the activations x that matrices read. For a matrix W
-    that multiplies x this is the Hessian of the squared error of Wx, the same for every row of W."""
-
-    def __init__(self, hp: Hyperparameters, device: torch.device):
-        sizes = {"tok_emb": (1, hp.model_dim)} | ({"bigram_proj": (1, hp.bigram_dim)} if hp.bigram_vocab_size else {})
-        sizes |= {kind.name: (hp.num_layers, matrix_shape(kind, hp)[1]) for kind in MATRICES if kind.reads == kind.name}
-        self.sums = {name: torch.zeros(layers, n, n, device=device) for name, (layers, n) in sizes.items()}
-
-    def add(self, name: str, layer: int, x: Tensor) -> None:
-        """Add the activations (..., in) that this matrix reads, unless another matrix of the table reads the same."""
-        if name in self.sums:
-            x = x.flatten(0, -2).float()
-            self.sums[name][layer].addmm_(x.mT, x)
 
 
 def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
@@ -1621,18 +1606,10 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     return blob, hp
 
 
-@contextlib.contextmanager
-def reading_artifact(path: str | Path) -> Iterator[None]:
-    """Turn every error of reading an artifact into a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
-    except Exception as error:  # hostile content can cause any
-        what = f"invalid content ({type(error).__name__}: {reason(error)})"
-        what = str(error) if isinstance(error, UserError) else what
-        advice = "it may be truncated or altered: copy it again"
-        raise UserError(f"artifact {path} cannot be used: {what}; {advice}") from error
+def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn every error of reading an artifact, as hostile content can cause any, into a UserError that names it."""
+    advice = "check the path, or copy it again: it may be truncated or altered"
+    return explaining(f"artifact {path} cannot be used", Exception, advice=advice)
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
@@ -1850,7 +1827,7 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
         model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
         with torch.enable_grad():
             nats = model(ids, targets, "none")
-        model.adapter = None
+        model.adapter = {}
         scorer.take(nats.detach(), target, counts)
         if first + chunk < lengths[0]:
             adam.zero_grad()
@@ -1872,21 +1849,6 @@ def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Ad
 
 
 # ---- Log and files ---------------------------------------------------------------------------------------------------
-def source_code() -> bytes:
-    """This script as people read it. A self-extracting copy (tools/pack_code.py) keeps it in the global SOURCE."""
-    return globals().get("SOURCE") or Path(__file__).read_bytes()
-
-
-@contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turn a failed write (folder not writable, disk full) into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"cannot write {path}: {why}; free space or choose a writable folder") from error
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to; then synced and renamed, so a crash leaves the old file or the complete new one."""
@@ -1941,7 +1903,7 @@ class Log:
         found = ", ".join(f"{name} {version(name)}" for name in packages)
         fields = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
         fields["runtime"] = runtime.describe()
-        source = "" if resumed else source_code().decode() + "\n" + "=" * 100 + "\n"
+        source = "" if resumed else SOURCE.decode() + "\n" + "=" * 100 + "\n"
         self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)
         self("\n".join(fields.values()))
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
@@ -1970,8 +1932,11 @@ class Checkpoints:
         self.log = log
         self.folder = CHECKPOINTS / hp.run_id
         self.copies: dict[str, Tensor] = {}  # in host memory
-        self.writer, self.newest = None, None  # thread and path of the newest checkpoint
-        self.step, self.seconds = 0, 0.0  # of the newest, from which intervals count
+        self.writer = ThreadPoolExecutor(1)
+        self.written = None  # future of the newest checkpoint
+        self.newest = None  # its path
+        self.step = 0  # its step and time, from which intervals count
+        self.seconds = 0.0
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -1987,18 +1952,17 @@ class Checkpoints:
         self.wait()
         self.step = step
         self.seconds = state["seconds"]
-        copied = None
         self.newest = self.folder / f"step_{step:08d}.safetensors"
+        copied = None
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
-            source = hashlib.sha256(source_code()).hexdigest()
-            metadata = {"version": CHECKPOINT_VERSION, "step": step, "source_sha256": source, **state}
+            metadata = {"version": CHECKPOINT_VERSION, "step": step, **state}
+            metadata |= {"source_sha256": hashlib.sha256(SOURCE).hexdigest()}
             metadata["hyperparameters"] = dataclasses.asdict(self.hp)
-            self.writer = threading.Thread(target=self._write, args=(self.newest, metadata, copied))
-            self.writer.start()
+            self.written = self.writer.submit(self._write, self.newest, metadata, copied)
 
     def _write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
         from safetensors import SafetensorError
@@ -2023,10 +1987,19 @@ class Checkpoints:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
 
+    def follow(self, path: Path, step: int, seconds: float) -> None:
+        """Continue after this checkpoint."""
+        self.newest = path
+        self.step = step
+        self.seconds = seconds
+        for later in path.parent.glob("step_*.safetensors") if self.comm.rank == 0 else ():
+            if later > path:  # damaged, or of a branch that this run leaves
+                later.unlink()
+
     def wait(self) -> None:
         """Wait for the writer."""
-        if self.writer is not None:
-            self.writer.join()
+        if self.written is not None:
+            self.written.result()
 
 
 def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
@@ -2042,17 +2015,16 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is executed."""
     from safetensors import SafetensorError, safe_open
 
-    try:
+    wrong = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError)
+    with explaining("it is truncated or not a checkpoint", *wrong, advice="copy or delete it"):
         with safe_open(path, framework="pt") as file:
             text = file.metadata() or {}
-            metadata, stated = json.loads(text["checkpoint"]), text["sha256"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        metadata = json.loads(text["checkpoint"])
+        stated, version = text["sha256"], metadata["version"]
         numbers = [metadata["step"], metadata["seconds"], metadata["samples"], metadata["skipped"], *metadata["recent"]]
         valid = all(isinstance(n, int | float) and n >= 0 for n in numbers) and metadata["hyperparameters"].keys()
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"it is truncated or not a checkpoint ({type(error).__name__}: {reason(error)})") from error
-    known = f"its format has version {metadata.get('version')}, but this script reads {CHECKPOINT_VERSION} only"
-    require(metadata.get("version") == CHECKPOINT_VERSION, known)
+    require(version == CHECKPOINT_VERSION, f"its format has version {version}, not {CHECKPOINT_VERSION}")
     require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
     require(bool(valid), "its metadata is invalid")
     return metadata, tensors
@@ -2083,7 +2055,7 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
         free = " ".join(knobs_with("evaluation", "run")).upper()
         other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
         require(not unlike, f"{other}; only these may change: {free}")
-        if metadata["source_sha256"] != hashlib.sha256(source_code()).hexdigest():
+        if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
             notes.append("train_gpt.py has changed since this checkpoint")
         found = path, metadata
         break
@@ -2127,10 +2099,11 @@ class Training:
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
         self.clock = Clock(hp.max_wallclock_seconds, self.depth)
-        self.in_flight = deque()
-        self.signals = []
-        self.stopping = False  # signals of this rank; whether any rank has one
-        self.first = self.skipped = 0
+        self.in_flight = []  # steps whose reports are not read yet
+        self.signals = []  # that this rank has received
+        self.stopping = False  # whether any rank has received one
+        self.first = 0  # step of this process
+        self.skipped = 0  # non-finite steps
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
@@ -2155,11 +2128,9 @@ class Training:
         """Run the graphs and collectives of the run before its clock starts, then restore all state."""
         hp = self.hp
         started = time.perf_counter()
-        queued = []
         if hp.gptq_batches and hp.max_wallclock_seconds:  # reserve time for GPTQ, as rank 0 measures it
             self.calibrate(range(1))  # loads kernels
-            took = self.calibrate(range(1))[1]
-            reserve = 1.1 * hp.gptq_batches * self.runtime.comm.share(took)
+            reserve = 1.1 * hp.gptq_batches * self.runtime.comm.share(self.calibrate(range(1))[1])
             short = f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g} is less than the {reserve:.1f} s for GPTQ"
             require(reserve < hp.max_wallclock_seconds, f"{short}: set GPTQ_BATCHES=0, or allow more time")
             self.clock.cap -= reserve
@@ -2169,19 +2140,18 @@ class Training:
         before = {name: tensor.clone() for name, tensor in self.tensors().items()}
         whole = StepSettings(1.0, hp.muon_momentum_warmup_start, False, hp.train_seq_len)
         kinds = [whole] * hp.warmup_steps
-        if hp.short_seq_parts > 1:
-            kinds.append(whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts))
-        if hp.late_qat:
-            kinds.append(whole._replace(qat=True))
+        kinds += [whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts)] * (hp.short_seq_parts > 1)
+        kinds += [whole._replace(qat=True)] * hp.late_qat
+        queued = []  # when each step was
         self.clock.start()
         for step, settings in enumerate(kinds):
             if step in (0, hp.warmup_steps - 1) or settings is not whole:  # compiling takes minutes the first time
                 kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
                 self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        rows, window = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
-        blank = torch.zeros(rows, window, dtype=torch.int64, device=self.runtime.device)
-        for n in (window, hp.eval_stride):
+        shape = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
+        blank = torch.zeros(shape, dtype=torch.int64, device=self.runtime.device)
+        for n in (hp.eval_seq_len, hp.eval_stride):
             with torch.no_grad():
                 self.forward(blank, blank[:, :n].clone(), reduction="none")
         for name, tensor in self.tensors().items():
@@ -2189,8 +2159,8 @@ class Training:
         self.optimizer.sync_replicas()
         self.average.samples = 0
         self.runtime.synchronize()
-        last = queued[max(0, hp.warmup_steps - 2) : hp.warmup_steps]  # ordinary steps, already compiled
-        self.clock.reset(0, 0.0, [last[1] - last[0]] if len(last) > 1 else [])
+        last = np.diff(queued[: hp.warmup_steps])[-1:]  # an ordinary step, already compiled
+        self.clock.reset(0, 0.0, last.tolist())
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
@@ -2213,7 +2183,10 @@ class Training:
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
                     clock.pause()
-                    self._validate(step)
+                    score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
+                    result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
+                    more = f"eval_time:{1000 * score.seconds:.0f}ms"
+                    self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
                 if done:
                     break
                 clock.start()
@@ -2248,34 +2221,32 @@ class Training:
         if self.hp.checkpoint_every and step > self.checkpoints.step:
             whole = ((name, self.optimizer.whole(name, tensor)) for name, tensor in self.tensors().items())
             state = {"samples": self.average.samples, "skipped": self.skipped}
-            clock = {"seconds": self.clock.seconds, "recent": list(self.clock.recent)}
-            self.checkpoints.save(step, whole, state | clock)
+            self.checkpoints.save(step, whole, state | {"seconds": self.clock.seconds, "recent": self.clock.recent})
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.distribute(name, tensor, tensors.pop(name, None))
         self.optimizer.sync_replicas()
-        self.first, self.average.samples, self.skipped = state["step"], state["samples"], state["skipped"]
-        self.clock.reset(self.first, state["seconds"], state["recent"])
-        self.checkpoints.step, self.checkpoints.seconds, self.checkpoints.newest = self.first, state["seconds"], path
-        for later in path.parent.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
-            if later > path:  # damaged, or of a branch that this run leaves
-                later.unlink()
-        line = f"resumed: step:{self.first} train_time:{1000 * state['seconds']:.0f}ms from:{path}"
-        self.log(line, event="resumed", step=self.first, train_seconds=state["seconds"], path=str(path))
+        seconds = state["seconds"]
+        self.first = state["step"]
+        self.skipped = state["skipped"]
+        self.average.samples = state["samples"]
+        self.clock.reset(self.first, seconds, state["recent"])
+        self.checkpoints.follow(path, self.first, seconds)
+        line = f"resumed: step:{self.first} train_time:{1000 * seconds:.0f}ms from:{path}"
+        self.log(line, event="resumed", step=self.first, train_seconds=seconds, path=str(path))
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Replace the weights by their average on all ranks and calibrate GPTQ, within the wall clock. Returns what the
         weights are now, and the Hessians by matrix name."""
         batches = self.hp.gptq_batches
         clock = self.clock
-        hessians = {}
         clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
-        if batches:
-            hessians, took = self.calibrate(range(clock.step + 1, clock.step + 1 + batches))
+        first = clock.step + 1
+        hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
         clock.pause()
         if batches:
             line = f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took {1000 * took:.0f}ms"
@@ -2285,35 +2256,46 @@ class Training:
 
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians over the training batches of these steps, on all ranks; seconds). Too few to compile for."""
+        """(GPTQ's Hessians by matrix name over the training batches of these steps, on all ranks; seconds). For a
+        matrix W that multiplies activations x, the sum of x^T x is the Hessian of the squared error of Wx, the same
+        for every row of W. The batches are too few to compile for."""
         started = time.perf_counter()
-        hessians = Hessians(self.hp, self.runtime.device)
-        self.model.calibration = hessians
+        weights = self.model.matrices()
+        for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
+            width = weights[name][0].size(1)
+            self.model.hessians[name] = torch.zeros(len(weights[name]), width, width, device=self.runtime.device)
         for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
                 self.model(rows[:, :-1].to(torch.int64))
-        self.model.calibration = None
-        for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.sums.values()]:
+        hessians, self.model.hessians = self.model.hessians, {}
+        for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.values()]:
             arrived()
         self.runtime.synchronize()
-        return hessians.sums, time.perf_counter() - started
+        return hessians, time.perf_counter() - started
 
     def _settle(self, depth: int) -> None:
         """Process the reports of all but the last `depth` steps."""
+        hp = self.hp
         while len(self.in_flight) > depth:
-            step, settings, values, copied = self.in_flight.popleft()
+            index, settings, values, copied = self.in_flight.pop(0)
             if copied is not None:
                 copied.synchronize()
             report = Report(*values.tolist())
-            limit = self.hp.skip_nonfinite
-            self.clock.agree(step, report.seconds)
+            self.clock.agree(index, report.seconds)
             self.stopping |= report.stop > 0
+            step = index + 1
             if not math.isfinite(report.loss):
                 self.skipped += 1
-                require(self.skipped <= limit, self._not_finite(step + 1, report.loss))
-                self.log(f"note: step {step + 1} was not finite and was skipped ({self.skipped} of {limit})")
-            if step < 10 or (step + 1) % self.hp.train_log_every == 0:
-                self._log_step(step + 1, report.loss, settings)
+                require(self.skipped <= hp.skip_nonfinite, self._not_finite(step, report.loss))
+                self.log(f"note: step {step} was not finite and was skipped ({self.skipped} of {hp.skip_nonfinite})")
+            if step <= 10 or step % hp.train_log_every == 0:
+                seconds = self.clock.elapsed()
+                rate = step * hp.train_batch_tokens / seconds
+                eta = min((hp.iterations - step) * seconds / step, (hp.max_wallclock_seconds or math.inf) - seconds)
+                rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
+                more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
+                fields = {"train_loss": report.loss, "tokens_per_second": rate, **settings._asdict()}
+                self._progress("train", step, f"train_loss:{report.loss:.4f}", more, **fields)
 
     def _not_finite(self, step: int, loss: float) -> str:
         weights = self.optimizer.owned
@@ -2323,23 +2305,7 @@ class Training:
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
         return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
 
-    def _log_step(self, step: int, loss: float, settings: StepSettings) -> None:
-        seconds = self.clock.elapsed()
-        cap = self.hp.max_wallclock_seconds or math.inf
-        rate = step * self.hp.train_batch_tokens / seconds
-        eta = (self.hp.iterations - step) * seconds / step
-        rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
-        more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{min(eta, cap - seconds):.0f}s"
-        fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
-        self._log_progress("train", step, f"train_loss:{loss:.4f}", more, fields)
-
-    def _validate(self, step: int) -> None:
-        score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
-        result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
-        fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
-        self._log_progress("val", step, result, f"eval_time:{1000 * score.seconds:.0f}ms", fields)
-
-    def _log_progress(self, event: str, step: int, result: str, more: str, fields: dict) -> None:
+    def _progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
         seconds = self.clock.elapsed()
         used = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
         line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
