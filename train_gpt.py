@@ -68,7 +68,7 @@ class UserError(ValueError):
     """An error the user can fix: one sentence with the variable or file, what was found and what to do."""
 
 
-def require(condition: bool, sentence: str) -> None:
+def require(condition: object, sentence: str) -> None:
     """Raise UserError(sentence) unless the condition holds."""
     if not condition:
         raise UserError(sentence)
@@ -102,8 +102,7 @@ KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in
 
 
 def knob(default, text: str, role="training", **limits):
-    """One environment variable. `limits` may be `low` and `high` (inclusive), `choices`, or the name of another knob as
-    `multiple_of` or `at_most`; `section` titles a group."""
+    """An environment variable. Limits: `low`, `high` (inclusive), `choices`, or another knob's name."""
     assert role in ROLES and limits.keys() <= {"low", "high", "choices", "multiple_of", "at_most", "section"}
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
@@ -132,15 +131,11 @@ class Hyperparameters:
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
     rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(
-        4, "layers with exclusive self-attention (XSA), at the end", "model", low=0, at_most="num_layers"
-    )
+    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", low=0, at_most="num_layers")
     bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
-    train_batch_tokens: int = knob(
-        786_432, "tokens per step, W ranks", low=1, multiple_of="train_seq_len", section="Batch"
-    )
+    train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
     micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
@@ -230,13 +225,13 @@ class Hyperparameters:
             require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
             require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
             require(choices is None or value in choices, f"{name}={value!r} is not one of {', '.join(choices or ())}")
-        for field in KNOBS:
-            value, relations = getattr(self, field.name), field.metadata
-            for key in relations.keys() & {"multiple_of", "at_most"}:
-                other = getattr(self, relations[key])
-                holds = value % other == 0 if key == "multiple_of" else value <= other
-                wrong = "is not a multiple of" if key == "multiple_of" else "exceeds"
-                require(holds, f"{field.name.upper()}={value} {wrong} {relations[key].upper()}={other}")
+        wrong = {"multiple_of": "is not a multiple of", "at_most": "exceeds"}
+        for field in KNOBS:  # after their bounds: a divisor must not be 0
+            for key in wrong.keys() & field.metadata.keys():
+                value, other = getattr(self, field.name), field.metadata[key]
+                limit = getattr(self, other)
+                holds = value % limit == 0 if key == "multiple_of" else value <= limit
+                require(holds, f"{field.name.upper()}={value} {wrong[key]} {other.upper()}={limit}")
         require(self.head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {self.head_dim} is odd; rotary embeddings need pairs")
         even = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
         require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
@@ -245,9 +240,9 @@ class Hyperparameters:
         chunk = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
         require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
-        require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None, interval)
+        require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every), interval)
         named = self.run_id or not (self.checkpoint_every or self.resume)
-        require(bool(named), "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
+        require(named, "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
         both = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0"
         require(not (self.ema_enabled and self.swa_enabled), both)
 
@@ -269,13 +264,6 @@ def knobs_with(*roles: str) -> tuple[str, ...]:
     return tuple(knob.name for knob in KNOBS if knob.metadata["role"] in roles)
 
 
-def misspelt_knobs(environ: dict[str, str]) -> list[str]:
-    """A sentence for every variable of `environ` whose name is close to a knob's."""
-    knobs = [knob.name.upper() for knob in KNOBS]
-    near = {name: difflib.get_close_matches(name, knobs, n=1, cutoff=0.85) for name in environ if name not in knobs}
-    return [f"{name} is set but is not a knob; did you mean {near[name][0]}?" for name in sorted(near) if near[name]]
-
-
 def knob_help() -> str:
     """The table of --help: every knob with default, meaning and bounds."""
     lines = []
@@ -285,7 +273,7 @@ def knob_help() -> str:
         signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
         bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
-        lines += [f"\n{meta['section']}"] if "section" in meta else []
+        lines += [f"\n{meta['section']}"] * ("section" in meta)
         lines.append(f"  {knob.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
     return "\n".join(lines)
 
@@ -299,8 +287,8 @@ MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 mil
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens (n,) uint16 of a shard, memory-mapped. A shard is 256 little-endian int32 (magic 20240520, version 1,
-    token count n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
+    """The tokens (n,) uint16 of a shard, memory-mapped: 256 little-endian int32 (magic 20240520, version 1, token count
+    n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
     with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
@@ -320,7 +308,7 @@ class TokenStream:
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.vocab_size = vocab_size
         self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
-        require(bool(self.paths), f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
+        require(self.paths, f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.versions = [self._version(path) for path in self.paths]
@@ -330,20 +318,20 @@ class TokenStream:
         return int(self.ends[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) uint16. Raises UserError if a token is not in the vocabulary or a
-        shard has changed. Reads the file, not its mapping: after a truncation that would kill the process."""
-        pieces = []
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError for a token outside the vocabulary or a
+        changed shard. Reads the file, not its mapping: after a truncation that would kill the process."""
         vocab = self.vocab_size
+        pieces = []
         while count:
             shard = int(np.searchsorted(self.ends, start, side="right"))
-            offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
             path = self.paths[shard]
+            offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
             wanted = min(count, len(self.shards[shard]) - offset)
             raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
             same = len(raw) == 2 * wanted and self._version(path) == self.versions[shard]
             require(same, f"shard {path} has changed or vanished since the run began: restore it and start again")
             pieces.append(np.frombuffer(raw, dtype="<u2"))
-            largest = int(pieces[-1].max())
+            largest = pieces[-1].max()
             require(largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set the data's")
             start += wanted
             count -= wanted
@@ -372,9 +360,9 @@ class TrainingLoader:
         require(self.blocks > 0, f"{found}, at most TRAIN_SEQ_LEN={self.seq_len}: lower it")
         ranks = runtime.comm.size
         self.step_rows = hp.train_batch_tokens // self.seq_len
+        self.rows, rest = divmod(self.step_rows, ranks)
         multiple = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of {ranks * self.seq_len}"
-        require(self.step_rows % ranks == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
-        self.rows = self.step_rows // ranks
+        require(rest == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
         self.first_row = runtime.comm.rank * self.rows
         self.epoch = -1  # of self.order
         self.reader = ThreadPoolExecutor(1)
@@ -384,8 +372,7 @@ class TrainingLoader:
         self.reader.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Tensor:
-        """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:]. The rows of the next
-        steps are read in the background. Raises UserError if a shard is invalid."""
+        """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads those of the next steps."""
         steps = range(step, step + 1 + self.AHEAD)
         self.pending = {s: self.pending.get(s) or self.reader.submit(self._read, s) for s in steps}
         return self.pending.pop(step).result().to(self.device, non_blocking=True)
@@ -408,9 +395,9 @@ class TrainingLoader:
 
 
 class ByteCounter:
-    """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece. A byte piece is 1 byte. Any
-    other normal piece is the bytes of its text, with U+2581 as a space of 1 byte; a leading U+2581 counts only if the
-    previous token is not a boundary (control, unknown or unused, such as BOS)."""
+    """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with U+2581 as a space of 1
+    byte, counted at the start only if the previous token is not a boundary (control, unknown or unused, such as
+    BOS)."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -451,13 +438,13 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Compare the data with DATA_PATH/manifest.json, if the tools in data/ wrote one. Raises UserError for another
-    tokenizer or an incomplete validation split: both would give a wrong score that looks right."""
+    """Compare the data with DATA_PATH/manifest.json, if there is one. Raises UserError for another tokenizer or an
+    incomplete validation split: both would give a wrong score that looks right."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
-    wrong = (ValueError, KeyError, TypeError, AttributeError)
-    with explaining(f"{path} is not a valid manifest", *wrong, advice="make or download the data again"):
+    errors = (ValueError, KeyError, TypeError, AttributeError)
+    with explaining(f"{path} is not a valid manifest", *errors, advice="make or download the data again"):
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
@@ -548,8 +535,7 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 
 
 def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
-    """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates, by
-    their own shape and not by the shape they are stored in."""
+    """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates."""
     shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in BANKS[bank]]
     return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
@@ -617,8 +603,7 @@ class GPT(nn.Module):
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
     def initialise(self, seed: int) -> dict[str, Tensor]:
-        """Orthogonal matrices, zero projections back to the stream, small normal embedding, equal on all ranks. Returns
-        the fp32 weights by parameter name."""
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns them in fp32."""
         weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
@@ -684,8 +669,8 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations. An
-        adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name, one pair per row of the batch."""
+        """x (B, T, in) -> (B, T, out) by the layer's matrix: the only place where a matrix multiplies activations. An
+        adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name."""
         if name in self.hessians:
             rows = x.flatten(0, -2).float()
             self.hessians[name][layer].addmm_(rows.mT, rows)
@@ -712,8 +697,7 @@ class GPT(nn.Module):
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
     def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int = 0) -> Tensor:
-        """Causal grouped-query attention of the normalised stream x (B, T, D), with query gain and partial RoPE, for
-        the positions from `first` on: (B, n, D)."""
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
         hp = self.hp
         time = x.size(1)
         q = self.linear(x[:, first:], weights, "q", layer).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, n, H, E)
@@ -822,10 +806,9 @@ class Runtime:
     def describe(self) -> str:
         """One line for the log."""
         cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        name = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
-        name = f"CPU {name}, {torch.get_num_threads()} threads"
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name()
+        cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
+        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
+        name = gpu or f"CPU {cpu}, {torch.get_num_threads()} threads"
         kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
         return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
 
@@ -956,9 +939,8 @@ NEWTON_SCHULZ = {
 
 def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
-    They need not arrive: the update only needs a direction, which allows the steep first steps. Zero matrices stay
-    zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the mirrored form with A = X^TX, as three
-    batched products in `dtype` without elementwise passes. Iterations beyond the list reuse its last coefficients."""
+    The update only needs a direction, so they need not arrive. Zero matrices stay zero. Each iteration is X <- aX + (bA
+    + cA^2)X with A = XX^T, for tall X the mirrored form. Iterations beyond the list reuse its last coefficients."""
     norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
     x = (g / (norm + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
@@ -973,8 +955,8 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate are ().
-    Nesterov momentum, row normalisation if enabled (MuonEq-R), Newton-Schulz, decoupled weight decay. Updates momentum,
-    master rows and their copy in the compute dtype in place. Compiled, it reads and writes each of them once."""
+    It updates momentum, weights and their copy in the compute dtype in place. Compiled, it reads and writes each
+    once."""
     grad = shard.grad_shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
@@ -1026,23 +1008,16 @@ class Report(NamedTuple):
 
 
 class ParallelMuon:
-    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for 1..W ranks. Its phases:
-
-    reduce_gradients  small gradients and report in one flat all-reduce, every bank by reduce-scatter, the largest first
-    gradient_norm     norm of the reduced gradient: owned shards and small gradients, one scalar all-reduce
-    update_bank       bank by bank: momentum, Newton-Schulz and new weights of the owned rows, start of the all-gather
-    update_small      Adam on the small parameters while the all-gathers are in flight
-    finish            wait for the all-gathers, as late as possible: the next forward needs them"""
+    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for any number of ranks."""
 
     def __init__(self, model: GPT, weights: dict, hp: Hyperparameters, comm: Comm, accumulate=False, compiled=False):
         self.hp = hp
         self.comm = comm
         named = dict(model.named_parameters())
         device = model.tok_emb.device
-        self.banks = {
-            bank: BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
-            for bank in sorted(BANKS, key=lambda bank: -named[bank].numel())
-        }
+        self.banks: dict[str, BankShard] = {}  # the largest first
+        for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
+            self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
         self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
         # The fp32 weights that this rank updates: its rows of each bank, all of each small parameter.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
@@ -1073,8 +1048,8 @@ class ParallelMuon:
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update from the gradients in place, which are zero afterwards. Returns the summed Report as (3,). Do not
-        read the banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
+        """One update from the gradients, which are zero afterwards. Returns the summed Report as (3,). Do not read the
+        banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
         self.reduce_gradients()
         norm = self.gradient_norm()
         if self.hp.skip_nonfinite and not (norm + self.report.loss).isfinite():  # waits for the device
@@ -1092,7 +1067,7 @@ class ParallelMuon:
         return report
 
     def reduce_gradients(self) -> None:
-        """Sum all gradients and the report over the ranks."""
+        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by reduce-scatter."""
         arrivals = [self.comm.all_reduce(self.flat)]
         for shard in self.banks.values():
             if shard.comm_buffer is not shard.grad_sum:
@@ -1102,26 +1077,26 @@ class ParallelMuon:
             arrived()
 
     def gradient_norm(self) -> Tensor:
-        """Norm () of the reduced gradient."""
+        """Norm () of the reduced gradient, by one scalar all-reduce."""
         norms = [torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()]
         square = torch.stack([norm.square() for norm in norms]).sum()
         self.comm.all_reduce(square)()
         return (square + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
     def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
-        """Update the owned rows and start to collect everyone's."""
+        """Muon on the owned rows; starts the all-gather of everyone's."""
         self.muon_update(shard, clip, momentum, rate, self.hp)
         self.gathers.append(self.comm.all_gather(shard.padded, shard.owned_rows))
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
-        """Adam on the replicated parameters."""
+        """Adam on the replicated parameters while the all-gathers are in flight."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
 
     def finish(self) -> None:
-        """Wait until the banks hold the new weights."""
+        """Wait until the banks hold the new weights, as late as possible: the next forward needs them."""
         while self.gathers:
             self.gathers.pop()()
 
@@ -1136,8 +1111,8 @@ class ParallelMuon:
         return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state that a step changes, by PARAMETER.KIND; of a bank only the rows that this rank owns. Call
-        `sync_replicas` after writing into the weights."""
+        """All state that a step changes, by PARAMETER.KIND; of a bank the owned rows, so `sync_replicas` after a
+        change."""
         found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
         found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
@@ -1145,8 +1120,7 @@ class ParallelMuon:
         return found
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as `tensors` names it, on every rank: a bank's rows (R, a, b) collected from their owners, without
-        padding. All ranks must call this."""
+        """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks must call this."""
         shard = self.banks.get(name.partition(".")[0])
         if shard is None or self.comm.size == 1:
             return tensor
@@ -1183,9 +1157,8 @@ class StepSettings(NamedTuple):
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> StepSettings:
-    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`. A pure
-    function of values that all ranks share. Progress is the used fraction of ITERATIONS or of the wall clock, the
-    larger one; the warmdown is linear in it and ends at 0."""
+    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`.
+    Progress is the used fraction of ITERATIONS or of the wall clock, the larger one; the warmdown ends at 0."""
     cap, steps = hp.max_wallclock_seconds, max(hp.iterations, 1)
     progress = max(step / steps, seconds / cap if cap else 0.0)
     if cap and step_seconds:
@@ -1200,8 +1173,7 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
 
 
 class Clock:
-    """Training time: a timer that validation pauses, and rank 0's reading of it, which travels with the gradients. All
-    ranks decide by the reading, so they decide alike."""
+    """Training time: a timer that validation pauses, and rank 0's reading of it, by which all ranks decide alike."""
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap
@@ -1212,7 +1184,8 @@ class Clock:
         self.started = self.started or time.perf_counter()
 
     def pause(self) -> None:
-        self.paused_at, self.started = self.elapsed(), None
+        self.paused_at = self.elapsed()
+        self.started = None
 
     def elapsed(self) -> float:
         """Seconds on this rank's timer."""
@@ -1274,8 +1247,8 @@ class WeightAverage:
 
 # ---- Quantisation: weights -> integer codes and one scale per row ----------------------------------------------------
 def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tuple[int, float | None]:
-    """(bits, range in standard deviations of a row) of a matrix's codes; the range is `step_scale` times the table's.
-    #399's rule uses int6 for the blocks and int8 for the rest, and None as the range."""
+    """(bits, range in deviations of a row, `step_scale` times the table's) of a matrix's codes. #399's rule has int6
+    for the blocks, int8 for the rest and None as the range."""
     if hp.row_range == "published":
         return (6 if kind.bank else 8), None
     return kind.bits, kind.clip * step_scale
@@ -1284,9 +1257,8 @@ def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tu
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). A range of `clip` standard deviations
     about zero (SDClip, #1394) gives every row the same number of levels and bytes. #399's rule is the largest weight,
-    but at least 1, so most rows share one step. Scales keep four significant bits, which is enough: codes are made for
-    the scale as stored. The bits are cut by integer arithmetic because a compiler may remove a pair of casts, and then
-    training would see other codes than the export."""
+    at least 1. Scales keep four significant bits; codes are made for the scale as stored. Integer arithmetic cuts the
+    bits: a compiler may remove a pair of casts, and then training would see other codes than the export."""
     if clip is None:
         reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     else:
@@ -1303,9 +1275,9 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
     """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its Hessian (L, in, in).
-    GPTQ (arXiv:2210.17323): columns are rounded one by one, those with the largest activations first, and the columns
-    still open compensate each error along the inverse Hessian; only its Cholesky factor is needed. The diagonal is
-    raised by 1 % of its mean, which also handles inputs that were always zero."""
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open ones compensate
+    each error along the inverse Hessian. The diagonal is raised by 1 % of its mean, which also handles inputs that were
+    always zero."""
     width = weights.size(-1)
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
@@ -1331,9 +1303,7 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine -----------------------------------
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
-LZMA_FILTERS = [
-    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}
-]
+LZMA_FILTERS = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, dict_size=1 << 24, lc=0, lp=0, pb=0)]
 
 
 def lzma_pack(raw: bytes) -> bytes:
@@ -1361,7 +1331,7 @@ def from_planes(raw: bytes) -> np.ndarray:
 
 
 def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by LZMA2: column by column, where codes are alike (1.5 % fewer bytes), shifted so that
+    """Codes (L, out, in) int16 by LZMA2, column by column: there codes are alike (1.5 % fewer bytes). Shifted so that
     the high bytes of codes of up to 8 bits are zero."""
     return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
@@ -1380,10 +1350,7 @@ ANS_BUCKETS = 3  # classes per octave of code size
 def encode_ans(codes: np.ndarray) -> bytes:
     """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of codes. The class of a
     code is a bucket of its row plus a bucket of its column: the mean code sizes there, in thirds of an octave. This
-    models the size of a code as a product of both. The result is exact on every machine. Layout (docs/formats.md):
-
-        length of the packed part (uint32) | packed: least code, classes, symbols per table (3 x int16), buckets of rows
-        (L, out) and columns (L, in) uint8, tables (classes, symbols) uint16 | words of the coder (uint32)"""
+    models the size of a code as a product of both. The bytes (docs/formats.md) are the same on every machine."""
     import constriction
 
     size = np.abs(codes).astype(np.float32)
@@ -1393,16 +1360,20 @@ def encode_ans(codes: np.ndarray) -> bytes:
     order, bounds = _classes(rows, columns)
     least = int(codes.min())
     symbols = (codes.ravel()[order] - least).astype(np.int32)
-    parts = [symbols[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-    tables = np.stack([_frequencies(np.bincount(part, minlength=int(symbols.max()) + 1)) for part in parts])
+    parts = np.split(symbols, bounds[1:-1])
+    counts = np.stack([np.bincount(part, minlength=int(symbols.max()) + 1) for part in parts])
+    present = counts > 0
+    # Frequencies are integers: 1 for each nonzero count, the rest in proportion.
+    shared = (ANS_TOTAL - present.sum(axis=1)) * counts.cumsum(axis=1).T // np.maximum(1, counts.sum(axis=1))
+    tables = present + np.diff(shared.T, axis=1, prepend=0)
     coder = constriction.stream.stack.AnsCoder()
     distribution = constriction.stream.model.Categorical
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # the coder is a stack: last in, first out
         if np.count_nonzero(table) > 1:
             # Its fixed-point weights are exact for frequencies that sum to a power of two.
             coder.encode_reverse(part, distribution(table.astype(np.float64), perfect=False))
-    counts = struct.pack("<3h", least, *tables.shape)
-    side = lzma_pack(counts + rows.tobytes() + columns.tobytes() + tables.astype("<u2").tobytes())
+    head = struct.pack("<3h", least, *tables.shape)
+    side = lzma_pack(head + rows.tobytes() + columns.tobytes() + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
@@ -1427,11 +1398,11 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     distribution = constriction.stream.model.Categorical
-    for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
+    for table, places in zip(tables, np.split(order, bounds[1:-1]), strict=True):
         found = table.argmax()  # all there is if one symbol has all the weight
         if np.count_nonzero(table) > 1:
-            found = coder.decode(distribution(table.astype(np.float64), perfect=False), int(b - a))
-        codes[order[a:b]] = least + found
+            found = coder.decode(distribution(table.astype(np.float64), perfect=False), len(places))
+        codes[places] = least + found
     require(coder.is_empty(), "its codes do not end where they should")
     return codes.reshape(shape)
 
@@ -1445,13 +1416,6 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndar
     """All positions sorted by class, and the bounds (classes + 1,) between classes."""
     classes = (rows[:, :, None].astype(np.int16) + columns[:, None, :]).ravel()
     return classes.argsort(kind="stable"), np.concatenate(([0], np.bincount(classes).cumsum()))
-
-
-def _frequencies(counts: np.ndarray) -> np.ndarray:
-    """Counts scaled to integers that sum to ANS_TOTAL: 1 for each nonzero count, the rest in proportion."""
-    present = counts > 0
-    shared = (ANS_TOTAL - present.sum()) * np.concatenate(([0], counts.cumsum())) // max(1, counts.sum())
-    return present + np.diff(shared)
 
 
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
@@ -1476,11 +1440,8 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
 
 
 def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=None, step_scale: float = 1.0) -> bytes:
-    """The artifact's bytes. With `hessians` the codes are GPTQ's. `metadata` is added to the header. Steps between
-    codes are `step_scale` times those of the tables. Layout, little-endian:
-
-        magic (8) | version (uint16) | length of the header (uint32) | header (JSON) | codes, tensor by tensor |
-        scales (bfloat16) and plain values (fp16) as byte planes, LZMA | sha256 of everything before (32)"""
+    """The artifact's bytes, described in docs/formats.md. With `hessians` the codes are GPTQ's. `metadata` is added to
+    the header. Steps between codes are `step_scale` times those of the tables."""
     streams, plain = [], []
     for kind, _, tensor in export_views(weights):
         if kind is None:
@@ -1510,10 +1471,9 @@ def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, m
     widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes; {max_bytes} are available"
     require(len(best) <= max_bytes, f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; make the model smaller")
     coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
-    octaves = 0.0
-    low = 0.0
-    high = MAX_OCTAVES
     slack = max_bytes / 1000
+    octaves = 0.0
+    low, high = 0.0, MAX_OCTAVES
     for _ in range(12):
         octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
         if not low < octaves < high:
@@ -1522,10 +1482,11 @@ def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, m
         log(f"export: steps {2**octaves:.3f} times wider give {len(blob)} bytes; {max_bytes} are available")
         if len(blob) > max_bytes:
             low = octaves
-            continue
-        best, high = blob, octaves
-        if max_bytes - len(best) <= slack:
-            break
+        else:
+            best = blob
+            high = octaves
+            if max_bytes - len(best) <= slack:
+                break
     return best
 
 
@@ -1535,8 +1496,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
     start = len(ARTIFACT_MAGIC) + 6
     require(blob.startswith(ARTIFACT_MAGIC) and len(blob) >= start + 32, "it is not an artifact of this script")
     version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
-    known = f"its format has version {version}, but this script reads version {ARTIFACT_VERSION} only"
-    require(version == ARTIFACT_VERSION, known)
+    require(version == ARTIFACT_VERSION, f"its format has version {version}, not {ARTIFACT_VERSION}")
     require(hashlib.sha256(blob[:-32]).digest() == blob[-32:], "its checksum is wrong")
     require(length <= min(MAX_HEADER_BYTES, len(blob) - start - 32), f"its header claims {length} bytes")
     header = json.loads(blob[start : start + length])
@@ -1546,15 +1506,14 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
         weights = dict(GPT(hp, None, torch.float32).named_parameters())
     count = sum(tensor.numel() for tensor in weights.values())
     require(count <= MAX_WEIGHTS, f"its model has {count} weights, over the limit of {MAX_WEIGHTS}")
+    require(header["coder"] in CODERS, "its coder is unknown")
     views = list(export_views(weights))
-    counts = list(header["code_bytes"])
-    whole = all(type(n) is int and n >= 0 for n in counts)
-    coded = [kind for kind, _, _ in views if kind]
-    require(whole and len(counts) == len(coded), "its tensors are not those of its model")
-    fits = header["coder"] in CODERS and sum(counts) <= len(blob) - start - length - 32
-    require(fits, "it is shorter than its tensors, or of an unknown coder")
-    sizes = iter(counts)
-    entries = [(kind, name, tuple(view.shape), next(sizes) if kind else 0) for kind, name, view in views]
+    sizes = list(header["code_bytes"])
+    valid = all(type(n) is int and n >= 0 for n in sizes) and len(sizes) == sum(kind is not None for kind, *_ in views)
+    require(valid, "its tensors are not those of its model")
+    require(sum(sizes) <= len(blob) - start - length - 32, "it is shorter than its tensors")
+    nbytes = iter(sizes)
+    entries = [(kind, name, tuple(view.shape), next(nbytes) if kind else 0) for kind, name, view in views]
     return header, hp, entries, start + length
 
 
@@ -1625,9 +1584,8 @@ class Score(NamedTuple):
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Windows (3, N) that score every input of the spans (S, 2) once: each reads the inputs [start, stop) and scores
-    those from `scored` on. In each span they begin `stride` apart. The first scores everything it reads, each later one
-    its last `stride` inputs, so a target has at least window - stride inputs before it. A window's position does not
-    depend on what follows its targets: the last one may extend over the end of the span, where it scores nothing."""
+    those from `scored` on. In each span they begin `stride` apart; the first scores all it reads, the others their last
+    `stride`. No window depends on what follows its targets: the last one may extend over the end of the span."""
     begin, end = spans.T
     count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
     span = np.repeat(np.arange(len(spans)), count)
@@ -1644,9 +1602,8 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 class Evaluator:
     """Scores windows of the validation stream. `nats` (n + 1,) holds the loss of each target that this rank has scored
-    and NaN for the others; the last place takes what is computed but not scored. Ranks take equal parts of the windows.
-    Batches have few shapes and the last one of each shape is filled up, so a compiled forward meets no new shape. `log`
-    gets a progress line every ten seconds."""
+    and NaN for the others; the last place takes what is not scored. Ranks take equal parts. Batches have few shapes and
+    are filled up, so a compiled forward meets no new shape. `log` gets a progress line every ten seconds."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
@@ -1707,8 +1664,7 @@ class Evaluator:
         self.take(self.forward(ids, targets, reduction="none"), target, counts)
 
     def result(self, complete: bool = True) -> Score:
-        """The score over all ranks, or so far on this one. Raises RuntimeError unless every target of a complete score
-        has exactly one finite loss."""
+        """The score over all ranks, or so far on this one. Raises RuntimeError if a complete one misses a target."""
         nats = self.nats[:-1]
         scored = ~nats.isnan()
         nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
@@ -1720,10 +1676,9 @@ class Evaluator:
         wanted = [self.val.targets, self.val.total_bytes, self.val.targets]
         if complete and counts != wanted:
             raise RuntimeError(f"scored [targets, bytes, scores] {counts} instead of {wanted}")
-        targets, nbytes = int(counts[0]), int(counts[1])
-        bits_per_byte = total / math.log(2) / max(nbytes, 1)
+        targets, nbytes, _ = map(int, counts)
         seconds = time.perf_counter() - self.started
-        return Score(total / max(targets, 1), bits_per_byte, targets, nbytes, seconds)
+        return Score(total / max(targets, 1), total / math.log(2) / max(nbytes, 1), targets, nbytes, seconds)
 
 
 def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
@@ -1741,8 +1696,7 @@ Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in)
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
-    spent = time.perf_counter() - scorer.started
-    if not limit or scorer.runtime.comm.share(spent) <= limit:
+    if not limit or scorer.runtime.comm.share(time.perf_counter() - scorer.started) <= limit:
         return False
     done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
     scorer.log(f"ttt: {done}; the rest is scored with fixed weights")
@@ -1750,9 +1704,8 @@ def out_of_time(scorer: Evaluator) -> bool:
 
 
 def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
-    """Score the packed stream chunk by chunk with sliding windows, and train all weights on each chunk after it is
-    scored: a few steps of SGD with momentum. The last chunk is not trained on. Changes the model's weights. Ranks share
-    windows and sequences and take the same steps."""
+    """Score the packed stream chunk by chunk with sliding windows, and train all weights of the model on each chunk but
+    the last after it is scored, by SGD with momentum. Ranks share windows and sequences and take the same steps."""
     hp = scorer.hp
     chunk = hp.ttt_chunk_tokens
     windows = scorer.windows()
@@ -1791,9 +1744,9 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
 
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
-    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. Its chunks are
-    scored in order; the forward that scores a chunk also gives the gradient of one AdamW step after it. Documents of
-    similar length are batched. Ranks share the documents."""
+    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. The forward that
+    scores a chunk also gives the gradient of one AdamW step. Documents of similar length are batched; ranks share
+    them."""
     hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
     spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
     while len(spans):
@@ -1808,11 +1761,15 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
 
 def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
-    hp = scorer.hp
-    tokens = scorer.val.tokens
-    device = scorer.runtime.device
-    chunk = scorer.hp.ttt_lora_chunk
-    adapter = new_adapter(hp, len(spans), device)
+    hp, tokens, device = scorer.hp, scorer.val.tokens, scorer.runtime.device
+    chunk = hp.ttt_lora_chunk
+    adapter: Adapter = {}  # changes nothing yet: random A, the same for all documents, and zero B
+    generator = torch.Generator().manual_seed(0)
+    for kind in [kind for kind in MATRICES if kind.name in LORA_KINDS]:
+        out, into = matrix_shape(kind, hp)
+        a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
+        b = torch.zeros(len(spans), hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
+        adapter[kind.name] = (a.to(device).repeat(len(spans), 1, 1, 1).requires_grad_(), b)
     last = scorer.val.targets - 1
     factors = [factor for pair in adapter.values() for factor in pair]
     adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -1833,19 +1790,6 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
             adam.zero_grad()
             ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
             adam.step()
-
-
-def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Adapter:
-    """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
-    generator = torch.Generator().manual_seed(0)
-    adapter = {}
-    for kind in MATRICES:
-        if kind.name in LORA_KINDS:
-            out, into = matrix_shape(kind, hp)
-            a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
-            b = torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
-            adapter[kind.name] = (a.to(device).repeat(documents, 1, 1, 1).requires_grad_(), b)
-    return adapter
 
 
 # ---- Log and files ---------------------------------------------------------------------------------------------------
@@ -1909,8 +1853,12 @@ class Log:
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
         fields |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
         self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
-        for note in (*runtime.notes, *misspelt_knobs(os.environ), *notes):
+        for note in (*runtime.notes, *notes):
             self(f"note: {note}")
+        knobs = [knob.name.upper() for knob in KNOBS]
+        for name in sorted(os.environ.keys() - knobs):
+            for knob in difflib.get_close_matches(name, knobs, n=1, cutoff=0.85):
+                self(f"note: {name} is set but is not a knob; did you mean {knob}?")
 
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) ----------------------------------------------
@@ -1927,16 +1875,13 @@ class Checkpoints:
     only waits for the copy to host memory; a thread hashes, writes, syncs and renames. The last two are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
-        self.hp = hp
-        self.comm = comm
-        self.log = log
+        self.hp, self.comm, self.log = hp, comm, log
         self.folder = CHECKPOINTS / hp.run_id
         self.copies: dict[str, Tensor] = {}  # in host memory
         self.writer = ThreadPoolExecutor(1)
-        self.written = None  # future of the newest checkpoint
+        self.written = self.writer.submit(lambda: None)  # future of the newest checkpoint
         self.newest = None  # its path
-        self.step = 0  # its step and time, from which intervals count
-        self.seconds = 0.0
+        self.last = {"step": 0, "seconds": 0.0}  # its state, from which intervals count
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -1944,24 +1889,22 @@ class Checkpoints:
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all ranks."""
         every = self.hp.checkpoint_every
-        spent = seconds - self.seconds if every.endswith("s") else step - self.step
+        spent = seconds - self.last["seconds"] if every.endswith("s") else step - self.last["step"]
         return bool(every) and spent >= int(every.rstrip("s"))
 
-    def save(self, step: int, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
-        """Copy the whole tensors and start writing them as the state before `step`. All ranks must call this."""
-        self.wait()
-        self.step = step
-        self.seconds = state["seconds"]
-        self.newest = self.folder / f"step_{step:08d}.safetensors"
+    def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
+        """Copy the whole tensors and start writing them, with this metadata. All ranks must call this."""
+        self.written.result()
+        self.last = state
+        self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
         copied = None
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
-            metadata = {"version": CHECKPOINT_VERSION, "step": step, **state}
-            metadata |= {"source_sha256": hashlib.sha256(SOURCE).hexdigest()}
-            metadata["hyperparameters"] = dataclasses.asdict(self.hp)
+            metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": dataclasses.asdict(self.hp), **state}
+            metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
             self.written = self.writer.submit(self._write, self.newest, metadata, copied)
 
     def _write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
@@ -1978,28 +1921,21 @@ class Checkpoints:
             text = {"checkpoint": json.dumps(metadata), "sha256": checkpoint_digest(metadata, self.copies)}
             with replacing(path) as partial:
                 save_file(self.copies, partial, metadata=text)
-            older = sorted(other for other in self.folder.glob("step_*.safetensors") if other < path)
-            for other in older[:-1]:
-                other.unlink(missing_ok=True)
+            for older in sorted(self.folder.glob("step_*.safetensors"))[:-2]:
+                older.unlink(missing_ok=True)
             fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
             self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
-        except (UserError, SafetensorError) as error:  # such as a full disk; the run continues without it
+        except (UserError, SafetensorError, OSError) as error:  # such as a full disk; the run continues without it
             self.log(f"note: there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
 
-    def follow(self, path: Path, step: int, seconds: float) -> None:
-        """Continue after this checkpoint."""
+    def follow(self, path: Path, state: dict) -> None:
+        """Continue after this checkpoint. Later ones are damaged, or of a branch that the run leaves."""
+        self.last = state
         self.newest = path
-        self.step = step
-        self.seconds = seconds
         for later in path.parent.glob("step_*.safetensors") if self.comm.rank == 0 else ():
-            if later > path:  # damaged, or of a branch that this run leaves
+            if later > path:
                 later.unlink()
-
-    def wait(self) -> None:
-        """Wait for the writer."""
-        if self.written is not None:
-            self.written.result()
 
 
 def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
@@ -2015,8 +1951,8 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is executed."""
     from safetensors import SafetensorError, safe_open
 
-    wrong = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError)
-    with explaining("it is truncated or not a checkpoint", *wrong, advice="copy or delete it"):
+    errors = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError)
+    with explaining("it is truncated or not a checkpoint", *errors, advice="copy or delete it"):
         with safe_open(path, framework="pt") as file:
             text = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -2049,9 +1985,8 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
             notes.append(f"checkpoint {path} skipped: {reason(error)}")
             continue
         before = metadata["hyperparameters"]
-        now = dataclasses.asdict(hp)
-        fixed = knobs_with("training", "model")
-        unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in fixed if before.get(n) != now[n])
+        now = {name: getattr(hp, name) for name in knobs_with("training", "model")}
+        unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in now if before.get(n) != now[n])
         free = " ".join(knobs_with("evaluation", "run")).upper()
         other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
         require(not unlike, f"{other}; only these may change: {free}")
@@ -2059,7 +1994,7 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
             notes.append("train_gpt.py has changed since this checkpoint")
         found = path, metadata
         break
-    require(bool(tensors or not notes), f"RESUME={hp.resume}: {'; '.join(notes)}; delete {folder} to start over")
+    require(tensors or not notes, f"RESUME={hp.resume}: {'; '.join(notes)}; delete {folder} to start over")
     (path, metadata), notes = comm.share((found, notes))
     return path, metadata, tensors, notes
 
@@ -2097,12 +2032,11 @@ class Training:
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
         self.average = WeightAverage(self.optimizer.owned, hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
-        self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
-        self.clock = Clock(hp.max_wallclock_seconds, self.depth)
+        # The host queues two steps ahead of a GPU.
+        self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if runtime.device.type == "cuda" else 0)
         self.in_flight = []  # steps whose reports are not read yet
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
-        self.first = 0  # step of this process
         self.skipped = 0  # non-finite steps
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
@@ -2166,9 +2100,8 @@ class Training:
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
-        hp = self.hp
-        clock = self.clock
-        step = self.first
+        hp, clock = self.hp, self.clock
+        first = step = clock.step + 1
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
         profile = contextlib.nullcontext()
@@ -2178,8 +2111,7 @@ class Training:
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
             while True:
-                fits = clock.fits(step)
-                done = step >= hp.iterations or not fits
+                done = step >= hp.iterations or not clock.fits(step)
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
                     clock.pause()
@@ -2195,13 +2127,13 @@ class Training:
                 values = summed.to("cpu", non_blocking=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if summed.is_cuda else None
                 self.in_flight.append((step, settings, values, copied))
-                self._settle(self.depth if step > self.first + 1 else 0)  # queue ahead once a step's time is known
+                self._settle(clock.in_flight if step > first + 1 else 0)  # queue ahead once a step's time is known
                 step += 1
                 if self.stopping or self.checkpoints.due(step, clock.begins(step)):
                     self._settle(0)
                     self.save(step)
                 if self.stopping:
-                    self.checkpoints.wait()
+                    self.checkpoints.written.result()
                     newest = self.runtime.comm.share(self.checkpoints.newest)  # after rank 0 has written it
                     raise Stopped((*self.signals, signal.SIGTERM)[0], step, newest)
                 if hp.profile:
@@ -2218,30 +2150,27 @@ class Training:
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not exist yet."""
-        if self.hp.checkpoint_every and step > self.checkpoints.step:
+        if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
             whole = ((name, self.optimizer.whole(name, tensor)) for name, tensor in self.tensors().items())
-            state = {"samples": self.average.samples, "skipped": self.skipped}
-            self.checkpoints.save(step, whole, state | {"seconds": self.clock.seconds, "recent": self.clock.recent})
+            state = {"step": step, "samples": self.average.samples, "skipped": self.skipped}
+            self.checkpoints.save(whole, state | {"seconds": self.clock.seconds, "recent": self.clock.recent})
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.distribute(name, tensor, tensors.pop(name, None))
         self.optimizer.sync_replicas()
-        seconds = state["seconds"]
-        self.first = state["step"]
+        step, seconds = state["step"], state["seconds"]
         self.skipped = state["skipped"]
         self.average.samples = state["samples"]
-        self.clock.reset(self.first, seconds, state["recent"])
-        self.checkpoints.follow(path, self.first, seconds)
-        line = f"resumed: step:{self.first} train_time:{1000 * seconds:.0f}ms from:{path}"
-        self.log(line, event="resumed", step=self.first, train_seconds=seconds, path=str(path))
+        self.clock.reset(step, seconds, state["recent"])
+        self.checkpoints.follow(path, state)
+        line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
+        self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
-        """Replace the weights by their average on all ranks and calibrate GPTQ, within the wall clock. Returns what the
-        weights are now, and the Hessians by matrix name."""
-        batches = self.hp.gptq_batches
-        clock = self.clock
+        """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the average, Hessians)."""
+        batches, clock = self.hp.gptq_batches, self.clock
         clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
@@ -2256,9 +2185,8 @@ class Training:
 
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians by matrix name over the training batches of these steps, on all ranks; seconds). For a
-        matrix W that multiplies activations x, the sum of x^T x is the Hessian of the squared error of Wx, the same
-        for every row of W. The batches are too few to compile for."""
+        """(GPTQ's Hessians by matrix name from the batches of these steps, on all ranks; seconds). The sum of x^Tx over
+        the activations x of a matrix W is the Hessian of the squared error of Wx. Too few batches to compile for."""
         started = time.perf_counter()
         weights = self.model.matrices()
         for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
@@ -2300,7 +2228,7 @@ class Training:
     def _not_finite(self, step: int, loss: float) -> str:
         weights = self.optimizer.owned
         norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in weights.items())
-        self.checkpoints.wait()
+        self.checkpoints.written.result()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
         return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
@@ -2314,8 +2242,7 @@ class Training:
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """Log the final scores of the model's weights: disjoint windows, sliding windows, test-time training. On Ctrl-C,
-    log what was scored until then."""
+    """Log the final scores: disjoint and sliding windows, test-time training; on Ctrl-C, what was scored until then."""
     for name in ["roundtrip", "sliding_window"] + [f"ttt_{hp.ttt_mode}"] * hp.ttt_enabled:
         scorer = Evaluator(forward, val, hp, runtime, hp.eval_seq_len if name == "roundtrip" else hp.eval_stride, log)
         try:
@@ -2339,14 +2266,11 @@ def log_score(log: Log, name: str, score: Score) -> None:
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact. Returns its bytes, on all ranks, and the submission's size."""
-    hp = run.hp
-    comm = run.runtime.comm
-    log = run.log
+    hp, comm, log = run.hp, run.runtime.comm, run.log
     started = time.perf_counter()
-    blob = b""
     code_bytes = Path(__file__).stat().st_size
     weights = run.optimizer.weights()
-    name = f"int6+{run.hp.compressor}"
+    blob = b""
     if comm.rank == 0:
         log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
         max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
@@ -2355,23 +2279,21 @@ def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[
             partial.write_bytes(blob)
     blob = comm.share(blob)
     total = len(blob) + code_bytes
-    seconds = time.perf_counter() - started
-    log(f"Serialized model {name}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
-    fields = {"path": str(ARTIFACT), "model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": seconds}
-    log(f"Total submission size {name}: {total} bytes", event="artifact", **fields)
+    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    fields = {"model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": time.perf_counter() - started}
+    line = f"Total submission size int6+{hp.compressor}: {total} bytes"
+    log(line, event="artifact", path=str(ARTIFACT), **fields)
     return blob, total
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
-    """Raise UserError if the training time or code plus artifact exceed the challenge's limit. A longer
-    MAX_WALLCLOCK_SECONDS raises the first limit."""
+    """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
     invalid = "this run is not a valid submission"
     slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: {invalid}; lower MAX_WALLCLOCK_SECONDS"
     require(seconds <= cap, slow)
     large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
-    advice = f"{invalid}; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller"
-    require(total <= SUBMISSION_CAP, f"{large}: {advice}")
+    require(total <= SUBMISSION_CAP, f"{large}: {invalid}; set TARGET_BYTES={SUBMISSION_CAP} or lower NUM_LAYERS")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
@@ -2389,22 +2311,19 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
-    for package, needed in (
-        ("constriction", hp.compressor == "ans"),
-        ("safetensors", hp.checkpoint_every or hp.resume),
-    ):
+    needs = {"constriction": hp.compressor == "ans", "safetensors": hp.checkpoint_every or hp.resume}
+    for package in [package for package, needed in needs.items() if needed]:
         missing = f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip install {package}"
-        require(not needed or find_spec(package) is not None, missing)
+        require(find_spec(package), missing)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
         path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
         log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
-        params = sum(p.numel() for p in run.model.parameters())
-        shards = len(run.loader.stream.paths)
-        sizes = f"model_params:{params} val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
-        log(f"{sizes} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
+        data = f"val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{len(run.loader.stream.paths)}"
+        work = f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
+        log(f"model_params:{sum(p.numel() for p in run.model.parameters())} {data} {work}")
         with contextlib.closing(run.loader):
             run.warm_up()
             if path:
@@ -2424,7 +2343,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         blob, total = export(run, hessians, metadata)
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
-        run.checkpoints.wait()
+        run.checkpoints.written.result()
         check_limits(total, seconds, hp)
 
 
@@ -2434,11 +2353,7 @@ def main() -> None:
     argparse.ArgumentParser(**text, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         hp = Hyperparameters.from_env(dict(os.environ))
-        if hp.eval_only:
-            evaluate_only(dict(os.environ), hp.eval_only)
-        else:
-            train_and_score(hp)
-        return
+        return evaluate_only(dict(os.environ), hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:
         status, sentence = 1, str(error)
     except torch.OutOfMemoryError as error:
