@@ -27,6 +27,7 @@ import ctypes
 import dataclasses
 import difflib
 import fcntl
+import functools
 import gc
 import hashlib
 import json
@@ -109,8 +110,7 @@ def knob(default, text: str, role="training", **limits):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. The defaults are #399's run plus what measured better since; records/published.env has the
-    differences. Raises UserError on impossible values."""
+    """All knobs: #399's run, and what measured better since (records/published.env). UserError if impossible."""
 
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
@@ -395,9 +395,8 @@ class TrainingLoader:
 
 
 class ByteCounter:
-    """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with U+2581 as a space of 1
-    byte, counted at the start only if the previous token is not a boundary (control, unknown or unused, such as
-    BOS)."""
+    """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with U+2581 as a space, at
+    the start only if the previous token is not a boundary (control, unknown or unused, such as BOS)."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -408,17 +407,12 @@ class ByteCounter:
         require(found == vocab_size, f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
         space = pieces.piece_to_id("\u2581") != pieces.unk_id()
         require(space, f"{setting} has no piece for U+2581, so a space could become 3 byte pieces: use another one")
-        self.length = np.zeros(vocab_size, dtype=np.int16)  # bytes without the leading space
-        self.spaced = np.zeros(vocab_size, dtype=bool)
-        self.boundary = np.ones(vocab_size, dtype=bool)
-        for token in range(vocab_size):
-            if pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_unused(token):
-                continue
-            text = pieces.id_to_piece(token)
-            self.boundary[token] = False
-            self.spaced[token] = text.startswith("\u2581")
-            text = text.removeprefix("\u2581").replace("\u2581", " ")
-            self.length[token] = 1 if pieces.is_byte(token) else len(text.encode())
+        ids = list(range(vocab_size))
+        texts = pieces.id_to_piece(ids)
+        self.boundary = np.any([pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)], axis=0)
+        self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
+        sizes = [len(text.removeprefix("\u2581").replace("\u2581", " ").encode()) for text in texts]
+        self.length = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16) * ~self.boundary  # without that space
 
     def count(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
@@ -496,8 +490,7 @@ class Matrix(NamedTuple):
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
-# Three banks of 2L rows: 8 ranks pad 22 rows to 24 (with #399's four banks two of them own no MLP matrix). The down
-# projection is stored transposed beside the up projection: Newton-Schulz does not care.
+# Three banks of 2L rows: 8 ranks pad 22 rows to 24. The transposed down projection may lie beside the up projection.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -534,12 +527,6 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
     return matrices.mT if kind.transposed else matrices
 
 
-def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
-    """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates."""
-    shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in BANKS[bank]]
-    return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
-
-
 # ---- Model -----------------------------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
@@ -564,12 +551,10 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 
 class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and the loss are fp32.
-
     The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
     Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (slopes: #1948).
-    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward:
-    `qat` rounds the banks as a plain export does (compiled code guards on it); `hessians` sums what each matrix reads
-    and `adapter` adds low-rank changes to matrices (both eager)."""
+    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward: `qat`
+    rounds the banks as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
@@ -622,9 +607,8 @@ class GPT(nn.Module):
             parameter.copy_(weights[name])
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """ids (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, n). The
-        targets (B, n) belong to the last n positions. With n < T, as in sliding windows, only these positions pass
-        through the head and the last layer, which still computes keys and values for all."""
+        """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
+        "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values."""
         hp = self.hp
         weights = self.matrices()
         x = x0 = self.embed(ids, weights)  # (B, T, D)
@@ -781,11 +765,11 @@ class Runtime:
             require(not restarts, "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it")
             backend, gpu = ("nccl", device) if on_gpu else ("gloo", None)
             dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
-        # A step frees and allocates the same hundreds of megabytes again. Unless glibc keeps them, every page faults
-        # again, which on a CPU cost more than the arithmetic of a step.
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            for parameter, value in ((-3, 1 << 30), (-1, -1)) if not on_gpu else ():  # M_MMAP_ and M_TRIM_THRESHOLD
-                ctypes.CDLL(None).mallopt(parameter, value)
+        if not on_gpu:
+            # Unless glibc keeps freed memory, its pages fault again in every step, which cost more than the arithmetic.
+            with contextlib.suppress(OSError, AttributeError):  # another C library
+                for parameter, value in ((-3, 1 << 30), (-1, -1)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+                    ctypes.CDLL(None).mallopt(parameter, value)
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
@@ -826,12 +810,12 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
-    return getattr(torch, wanted if wanted != "auto" else "bfloat16" if fast else "float32")
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    probes = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False) for unit in ("amx_tile", "avx512_bf16")]
+    on_gpu = device.type == "cuda"
+    fast = torch.cuda.get_device_capability(device) >= (8, 0) if on_gpu else any(probe() for probe in probes)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
@@ -842,10 +826,8 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
         "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
         "triton": device.type == "cpu" or find_spec("triton") is not None,
     }
-    missing = ", ".join(name for name, found in needs.items() if not found)
-    if wanted != "auto" or not missing:
-        return wanted != "0", []
-    return False, [f"not compiled, which is slower: {missing} is missing"]
+    missing = ", ".join(name for name, found in needs.items() if not found) if wanted == "auto" else ""
+    return wanted != "0" and not missing, [f"not compiled, which is slower: {missing} is missing"] * bool(missing)
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
@@ -860,9 +842,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
-# On a CPU the backward of torch's kernel takes as long for 4,096 tokens in sequences of 128 as in sequences of 512. Up
-# to this length plain products are faster: 2.6 times at 128, forward and backward.
-PLAIN_ATTENTION = 128
+PLAIN_ATTENTION = 128  # up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -901,8 +881,7 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == "fa3":
         from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
 
-        if torch.cuda.get_device_capability()[0] != 9:
-            raise RuntimeError("needs a Hopper GPU")
+        require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
 
         def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = flash_attn_func(q, k, v, causal=True)
@@ -941,8 +920,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
     The update only needs a direction, so they need not arrive. Zero matrices stay zero. Each iteration is X <- aX + (bA
     + cA^2)X with A = XX^T, for tall X the mirrored form. Iterations beyond the list reuse its last coefficients."""
-    norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
-    x = (g / (norm + 1e-7)).to(dtype)
+    x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
     for step in range(steps):
@@ -955,8 +933,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate are ().
-    It updates momentum, weights and their copy in the compute dtype in place. Compiled, it reads and writes each
-    once."""
+    Changes momentum, weights and their copy in the compute dtype. Compiled, it reads and writes each of them once."""
     grad = shard.grad_shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
@@ -974,7 +951,8 @@ class BankShard:
     """One bank under Parallel Muon. Every rank holds the whole bank and its gradient in the compute dtype, in buffers
     padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
-    def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
+    def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
+        bank = getattr(model, name)
         self.rows = bank.size(0)  # R
         owned = -(-self.rows // comm.size)  # r
         self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
@@ -993,10 +971,12 @@ class BankShard:
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
         shard = self.comm_buffer[self.mine]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        padding = [(False, 0.0)] * (len(full) - self.rows)
-        transposed, scale = torch.tensor([*traits, *padding], device=bank.device)[self.mine, :, None, None].unbind(1)
-        self.scale = scale
-        self.transposed = transposed.bool() if any(flag for flag, _ in traits) else None
+        traits = torch.zeros(len(full), 2, device=bank.device)
+        for kind, rows in zip(BANKS[name], traits[: self.rows].chunk(len(BANKS[name])), strict=True):
+            out, into = matrix_shape(kind, model.hp)
+            rows[:] = torch.tensor([kind.transposed, max(1.0, out / into) ** 0.5])  # tall: larger updates, as in #399
+        transposed, self.scale = traits[self.mine, :, None, None].unbind(1)
+        self.transposed = transposed.bool() if any(kind.transposed for kind in BANKS[name]) else None
 
 
 class Report(NamedTuple):
@@ -1013,12 +993,10 @@ class ParallelMuon:
     def __init__(self, model: GPT, weights: dict, hp: Hyperparameters, comm: Comm, accumulate=False, compiled=False):
         self.hp = hp
         self.comm = comm
-        named = dict(model.named_parameters())
         device = model.tok_emb.device
-        self.banks: dict[str, BankShard] = {}  # the largest first
-        for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
-            self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
-        self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
+        largest_first = sorted(BANKS, key=lambda bank: -weights[bank].numel())
+        self.banks = {bank: BankShard(bank, model, weights[bank], comm, accumulate) for bank in largest_first}
+        self.small = {name: parameter for name, parameter in model.named_parameters() if name not in BANKS}
         # The fp32 weights that this rank updates: its rows of each bank, all of each small parameter.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
@@ -1111,8 +1089,7 @@ class ParallelMuon:
         return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state that a step changes, by PARAMETER.KIND; of a bank the owned rows, so `sync_replicas` after a
-        change."""
+        """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows. `sync_replicas` after changes."""
         found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
         found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
@@ -1196,19 +1173,16 @@ class Clock:
         self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
         self.step = step
         self.seconds = seconds
+        self.step_seconds = seconds / (step + 1)
 
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
         """Continue before `step`, `seconds` into the run."""
         self.step = step - 1  # the last step whose time is known
         self.seconds = seconds  # that time
+        self.step_seconds = seconds / max(step, 1)  # average so far; 0 before the first step is known
         self.recent = recent  # seconds of recent steps
         self.paused_at = seconds  # the timer
         self.started = None
-
-    @property
-    def step_seconds(self) -> float:
-        """Average so far; 0 before the first step is known."""
-        return self.seconds / (self.step + 1) if self.step >= 0 else 0.0
 
     def begins(self, step: int) -> float:
         """When `step` is expected to begin, in seconds."""
@@ -1256,9 +1230,8 @@ def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tu
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). A range of `clip` standard deviations
-    about zero (SDClip, #1394) gives every row the same number of levels and bytes. #399's rule is the largest weight,
-    at least 1. Scales keep four significant bits; codes are made for the scale as stored. Integer arithmetic cuts the
-    bits: a compiler may remove a pair of casts, and then training would see other codes than the export."""
+    (SDClip, #1394) gives every row the same number of levels. #399's rule is the largest weight, at least 1. Scales
+    keep four significant bits, cut by integer arithmetic: a compiler may remove a pair of casts."""
     if clip is None:
         reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     else:
@@ -1276,8 +1249,7 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
 def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
     """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its Hessian (L, in, in).
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open ones compensate
-    each error along the inverse Hessian. The diagonal is raised by 1 % of its mean, which also handles inputs that were
-    always zero."""
+    each error along the inverse Hessian. The diagonal is raised by 1 % of its mean, also for inputs that are all 0."""
     width = weights.size(-1)
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
@@ -1302,13 +1274,14 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine -----------------------------------
+MAX_BITS = 12  # of a code
+ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
+ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
 LZMA_FILTERS = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, dict_size=1 << 24, lc=0, lp=0, pb=0)]
 
 
-def lzma_pack(raw: bytes) -> bytes:
-    """LZMA2 without a container."""
-    return lzma.compress(raw, lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+lzma_pack = functools.partial(lzma.compress, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)  # bytes -> bytes
 
 
 def lzma_unpack(blob: bytes, size: int) -> bytes:
@@ -1331,8 +1304,7 @@ def from_planes(raw: bytes) -> np.ndarray:
 
 
 def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by LZMA2, column by column: there codes are alike (1.5 % fewer bytes). Shifted so that
-    the high bytes of codes of up to 8 bits are zero."""
+    """Codes (L, out, in) int16 by LZMA2, along columns of like codes (1.5 % fewer bytes), with zero high bytes."""
     return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
 
@@ -1340,11 +1312,6 @@ def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of another shape."""
     codes = from_planes(lzma_unpack(blob, 2 * math.prod(shape))) - np.int16(128)
     return codes.reshape(shape[0], shape[2], shape[1]).transpose(0, 2, 1)
-
-
-MAX_BITS = 12  # of a code
-ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
-ANS_BUCKETS = 3  # classes per octave of code size
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
@@ -1357,10 +1324,9 @@ def encode_ans(codes: np.ndarray) -> bytes:
     mean = size.mean(axis=(1, 2), keepdims=True)
     rows = _buckets(size.mean(axis=2))
     columns = _buckets((size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0])
-    order, bounds = _classes(rows, columns)
     least = int(codes.min())
-    symbols = (codes.ravel()[order] - least).astype(np.int32)
-    parts = np.split(symbols, bounds[1:-1])
+    symbols = (codes.ravel() - least).astype(np.int32)
+    parts = [symbols[places] for places in _classes(rows, columns)]
     counts = np.stack([np.bincount(part, minlength=int(symbols.max()) + 1) for part in parts])
     present = counts > 0
     # Frequencies are integers: 1 for each nonzero count, the rest in proportion.
@@ -1392,13 +1358,13 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     side = np.frombuffer(lzma_unpack(packed, 6 + numbers + 2 * classes * count), np.uint8)[6:]
     rows, columns, tables = np.split(side, (layers * out, numbers))
     tables = tables.view("<u2").reshape(classes, count)
-    order, bounds = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
-    fit = len(bounds) == classes + 1 and all((tables.sum(axis=1) == ANS_TOTAL) | (np.diff(bounds) == 0))
-    require(fit, "its tables of frequencies do not fit")
+    positions = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
+    sums = [ANS_TOTAL if len(places) else int(table.sum()) for table, places in zip(tables, positions, strict=False)]
+    require(len(positions) == classes and sums == tables.sum(axis=1).tolist(), "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     distribution = constriction.stream.model.Categorical
-    for table, places in zip(tables, np.split(order, bounds[1:-1]), strict=True):
+    for table, places in zip(tables, positions, strict=True):
         found = table.argmax()  # all there is if one symbol has all the weight
         if np.count_nonzero(table) > 1:
             found = coder.decode(distribution(table.astype(np.float64), perfect=False), len(places))
@@ -1412,10 +1378,10 @@ def _buckets(sizes: np.ndarray) -> np.ndarray:
     return (number - number.min()).astype(np.uint8)
 
 
-def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All positions sorted by class, and the bounds (classes + 1,) between classes."""
+def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
+    """The positions of the codes of each class."""
     classes = (rows[:, :, None].astype(np.int16) + columns[:, None, :]).ravel()
-    return classes.argsort(kind="stable"), np.concatenate(([0], np.bincount(classes).cumsum()))
+    return np.split(classes.argsort(kind="stable"), np.bincount(classes).cumsum()[:-1])
 
 
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
@@ -1567,8 +1533,9 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
 
 def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn every error of reading an artifact, as hostile content can cause any, into a UserError that names it."""
-    advice = "check the path, or copy it again: it may be truncated or altered"
-    return explaining(f"artifact {path} cannot be used", Exception, advice=advice)
+    return explaining(
+        f"artifact {path} cannot be used", Exception, advice="it may be altered, or not be there: copy it"
+    )
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
@@ -1745,8 +1712,7 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. The forward that
-    scores a chunk also gives the gradient of one AdamW step. Documents of similar length are batched; ranks share
-    them."""
+    scores a chunk also gives the gradient of one AdamW step. Documents of similar length share a batch."""
     hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
     spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
     while len(spans):
@@ -1803,9 +1769,8 @@ def replacing(path: Path) -> Iterator[Path]:
             with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except Exception:
+        finally:
             partial.unlink(missing_ok=True)
-            raise
 
 
 class Log:
@@ -1820,10 +1785,9 @@ class Log:
             with writing(paths[0]):
                 folder.mkdir(parents=True, exist_ok=True)
                 self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
-            try:
+            busy = f"RUN_ID={self.name}: another run is writing {paths[0]}"
+            with explaining(busy, BlockingIOError, advice="wait or set another"):
                 fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
-            except BlockingIOError:
-                raise UserError(f"RUN_ID={self.name}: another run is writing {paths[0]}; wait or set another") from None
 
     def __call__(self, line: str, event: str = "", console: bool = True, **fields) -> None:
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began, **fields}."""
@@ -1845,8 +1809,8 @@ class Log:
         settings = hp.describe()
         packages = [name for name in ("torch", "numpy", "sentencepiece", "constriction") if find_spec(name)]
         found = ", ".join(f"{name} {version(name)}" for name in packages)
-        fields = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
-        fields["runtime"] = runtime.describe()
+        versions = f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"
+        fields = {"versions": versions, "runtime": runtime.describe()}
         source = "" if resumed else SOURCE.decode() + "\n" + "=" * 100 + "\n"
         self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)
         self("\n".join(fields.values()))
@@ -1928,14 +1892,6 @@ class Checkpoints:
         except (UserError, SafetensorError, OSError) as error:  # such as a full disk; the run continues without it
             self.log(f"note: there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
-
-    def follow(self, path: Path, state: dict) -> None:
-        """Continue after this checkpoint. Later ones are damaged, or of a branch that the run leaves."""
-        self.last = state
-        self.newest = path
-        for later in path.parent.glob("step_*.safetensors") if self.comm.rank == 0 else ():
-            if later > path:
-                later.unlink()
 
 
 def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
@@ -2093,8 +2049,7 @@ class Training:
         self.optimizer.sync_replicas()
         self.average.samples = 0
         self.runtime.synchronize()
-        last = np.diff(queued[: hp.warmup_steps])[-1:]  # an ordinary step, already compiled
-        self.clock.reset(0, 0.0, last.tolist())
+        self.clock.reset(0, 0.0, np.diff(queued[: hp.warmup_steps])[-1:].tolist())  # an ordinary step, compiled before
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
@@ -2164,7 +2119,11 @@ class Training:
         self.skipped = state["skipped"]
         self.average.samples = state["samples"]
         self.clock.reset(step, seconds, state["recent"])
-        self.checkpoints.follow(path, state)
+        self.checkpoints.last = state
+        self.checkpoints.newest = path
+        for later in path.parent.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
+            if later > path:  # damaged, or of a branch that this run leaves
+                later.unlink()
         line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
         self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
 
@@ -2290,10 +2249,10 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
     invalid = "this run is not a valid submission"
-    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: {invalid}; lower MAX_WALLCLOCK_SECONDS"
-    require(seconds <= cap, slow)
+    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}"
+    require(seconds <= cap, f"{slow}: {invalid}; lower MAX_WALLCLOCK_SECONDS")
     large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
-    require(total <= SUBMISSION_CAP, f"{large}: {invalid}; set TARGET_BYTES={SUBMISSION_CAP} or lower NUM_LAYERS")
+    require(total <= SUBMISSION_CAP, f"{large}: {invalid}; set TARGET_BYTES={SUBMISSION_CAP} or a smaller model")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
