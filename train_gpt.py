@@ -13,8 +13,7 @@ Data flow, in the order of the sections below:
 
     shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
       banks (R, a, b), padded to W*r rows: reduce-scatter -> (r, a, b) -> momentum -> Newton-Schulz -> fp32 master rows
-                                           -> all-gather of the new weights in the compute dtype
-      all other parameters: one flat all-reduce -> AdamW;  every step: EMA of the rows that this rank owns
+      -> all-gather in the compute dtype;  other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
     EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
@@ -243,8 +242,8 @@ class Hyperparameters:
         require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every), interval)
         named = self.run_id or not (self.checkpoint_every or self.resume)
         require(named, "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
-        both = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0"
-        require(not (self.ema_enabled and self.swa_enabled), both)
+        both = self.ema_enabled and self.swa_enabled
+        require(not both, "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
 
     @property
     def head_dim(self) -> int:
@@ -380,18 +379,13 @@ class TrainingLoader:
     def _read(self, step: int) -> Tensor:
         rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
         for row in range(self.rows):
-            epoch, block = divmod(step * self.step_rows + self.first_row + row, self.blocks)
-            start = self.seq_len * self.block_order(epoch, block)
-            rows.numpy()[row] = self.stream.read(start, self.seq_len + 1)
+            epoch, place = divmod(step * self.step_rows + self.first_row + row, self.blocks)
+            if epoch != self.epoch:
+                generator = np.random.default_rng((*self.seeds, epoch))
+                self.order = generator.permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
+                self.epoch = epoch
+            rows.numpy()[row] = self.stream.read(self.seq_len * int(self.order[place]), self.seq_len + 1)
         return rows
-
-    def block_order(self, epoch: int, index: int) -> int:
-        """The block that comes at this place of the epoch."""
-        if epoch != self.epoch:
-            generator = np.random.default_rng((*self.seeds, epoch))
-            self.order = generator.permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
-            self.epoch = epoch
-        return int(self.order[index])
 
 
 class ByteCounter:
@@ -442,8 +436,8 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
-    other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}"
-    require(sha256_of(tokenizer_path) == digest, other)
+    same = sha256_of(tokenizer_path) == digest
+    require(same, f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}")
     for shard, size in files.items():
         whole = not shard.name.startswith("fineweb_val_") or (shard.is_file() and shard.stat().st_size == size)
         require(whole, f"{shard} is missing or not of {size} bytes as {path} says: download it again")
@@ -653,8 +647,7 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by the layer's matrix: the only place where a matrix multiplies activations. An
-        adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name."""
+        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations."""
         if name in self.hessians:
             rows = x.flatten(0, -2).float()
             self.hessians[name][layer].addmm_(rows.mT, rows)
@@ -734,8 +727,7 @@ class Comm:
 
     def _named(self, call: Callable, *arguments, **options):
         lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
-        advice = "look at the first rank that reported an error, then start the run again"
-        with explaining(lost, RuntimeError, advice=advice):
+        with explaining(lost, RuntimeError, advice="look at the first rank that reported an error, then start again"):
             return call(*arguments, **options)
 
 
@@ -1040,8 +1032,7 @@ class ParallelMuon:
                 self.update_bank(shard, clip, *settings)
             self.update_small(clip, lr_scale)
         report = torch.stack(self.report)
-        for buffer in (self.flat, *(shard.grad_sum for shard in self.banks.values())):
-            buffer.zero_()
+        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
         return report
 
     def reduce_gradients(self) -> None:
@@ -1221,8 +1212,7 @@ class WeightAverage:
 
 # ---- Quantisation: weights -> integer codes and one scale per row ----------------------------------------------------
 def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tuple[int, float | None]:
-    """(bits, range in deviations of a row, `step_scale` times the table's) of a matrix's codes. #399's rule has int6
-    for the blocks, int8 for the rest and None as the range."""
+    """(bits, range in deviations of a row) of codes. #399's rule: int6 for the blocks, int8 for the rest, and None."""
     if hp.row_range == "published":
         return (6 if kind.bank else 8), None
     return kind.bits, kind.clip * step_scale
@@ -1288,8 +1278,7 @@ def lzma_unpack(blob: bytes, size: int) -> bytes:
     """The inverse of `lzma_pack` for `size` bytes; uses memory for `size` bytes. Raises an error if damaged."""
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
     raw = decoder.decompress(blob, max_length=size + 1)
-    whole = len(raw) == size and decoder.eof and not decoder.unused_data
-    require(whole, f"a compressed part does not hold {size} bytes")
+    require(len(raw) == size and decoder.eof and not decoder.unused_data, f"a packed part does not hold {size} bytes")
     return raw
 
 
@@ -1422,8 +1411,8 @@ def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=No
     fields = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
     fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
     header = json.dumps(fields | {"code_bytes": [len(stream) for stream in streams]}).encode()
-    start = ARTIFACT_MAGIC + struct.pack("<HI", ARTIFACT_VERSION, len(header))
-    body = b"".join((start, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
+    numbers = struct.pack("<HI", ARTIFACT_VERSION, len(header))
+    body = b"".join((ARTIFACT_MAGIC, numbers, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
     return body + hashlib.sha256(body).digest()
 
 
@@ -1656,7 +1645,6 @@ def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: R
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
-LORA_KINDS = ("k", "v", "out")  # matrices that get a low-rank change
 Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in) and B (B, L, out, rank)
 
 
@@ -1731,7 +1719,7 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     chunk = hp.ttt_lora_chunk
     adapter: Adapter = {}  # changes nothing yet: random A, the same for all documents, and zero B
     generator = torch.Generator().manual_seed(0)
-    for kind in [kind for kind in MATRICES if kind.name in LORA_KINDS]:
+    for kind in [kind for kind in MATRICES if kind.name in ("k", "v", "out")]:
         out, into = matrix_shape(kind, hp)
         a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
         b = torch.zeros(len(spans), hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
@@ -2185,8 +2173,8 @@ class Training:
                 self._progress("train", step, f"train_loss:{report.loss:.4f}", more, **fields)
 
     def _not_finite(self, step: int, loss: float) -> str:
-        weights = self.optimizer.owned
-        norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in weights.items())
+        owned = self.optimizer.owned.items()
+        norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in owned)
         self.checkpoints.written.result()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
