@@ -2,8 +2,7 @@
 
 The challenge: the fewest bits per byte on FineWeb validation text, by a model whose code plus compressed weights fit in
 16,000,000 bytes and which trains in 600 seconds on 8 x H100. This script trains a transformer whose matrices are stored
-in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and an EMA of the weights. It exports
-entropy-coded weights, reloads its own artifact and scores it with sliding windows.
+in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464), and scores its entropy-coded artifact.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py      # the full run, with every knob at its default
     python train_gpt.py                                        # the same mathematics on one GPU or on a CPU
@@ -99,6 +98,7 @@ def writing(path: str | Path) -> contextlib.AbstractContextManager:
 # The artifact stores the knobs of "model" and "evaluation"; those of "evaluation" and "run" may change on resume.
 ROLES = ("training", "model", "evaluation", "run")
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in the order in which a GPU tries them
+PLAIN_ATTENTION = 128  # up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128
 
 
 def knob(default, text: str, role="training", **limits):
@@ -347,8 +347,6 @@ class TrainingLoader:
     TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them: the data depend on nothing but s. The
     order is a permutation of all blocks per epoch, so a batch is not a few documents (see also #1060 and #1394)."""
 
-    AHEAD = 3  # batches kept ready, so a slow read does not stall a step
-
     def __init__(self, hp: Hyperparameters, runtime: "Runtime"):
         self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
         self.seq_len = hp.train_seq_len
@@ -372,7 +370,7 @@ class TrainingLoader:
 
     def batch(self, step: int) -> Tensor:
         """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads those of the next steps."""
-        steps = range(step, step + 1 + self.AHEAD)
+        steps = range(step, step + 4)  # three batches ahead, so a slow read does not stall a step
         self.pending = {s: self.pending.get(s) or self.reader.submit(self._read, s) for s in steps}
         return self.pending.pop(step).result().to(self.device, non_blocking=True)
 
@@ -431,8 +429,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
-    errors = (ValueError, KeyError, TypeError, AttributeError)
-    with explaining(f"{path} is not a valid manifest", *errors, advice="make or download the data again"):
+    with explaining(f"{path} is not a valid manifest", Exception, advice="make or download the data again"):
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
@@ -500,6 +497,7 @@ TABLES = (
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
 BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in ("qo_bank", "kv_bank", "mlp_bank")}
+Adapter = dict[str, tuple[Tensor, Tensor]]  # low-rank changes by name: A (B, L, rank, in) and B (B, L, out, rank)
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -535,8 +533,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def xsa(y: Tensor, v: Tensor) -> Tensor:
-    """Exclusive self-attention (XSA, #265): remove from y (B, T, H, E) its component along the position's own value in
-    v (B, T, K, E). Each key/value head serves a group of H / K query heads."""
+    """Exclusive self-attention (#265): remove from y (B, T, H, E) its part along the own value in v (B, T, K, E)."""
     grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
     v_hat = F.normalize(v.float(), dim=-1).unsqueeze(3)
     along = (grouped * v_hat).sum(dim=-1, keepdim=True)
@@ -834,9 +831,6 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
-PLAIN_ATTENTION = 128  # up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128
-
-
 def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E). torch's
     kernels cannot do this: they align the causal mask with the first position."""
@@ -910,8 +904,8 @@ NEWTON_SCHULZ = {
 
 def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
-    The update only needs a direction, so they need not arrive. Zero matrices stay zero. Each iteration is X <- aX + (bA
-    + cA^2)X with A = XX^T, for tall X the mirrored form. Iterations beyond the list reuse its last coefficients."""
+    They need not arrive: the update only needs a direction. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for
+    tall X the mirrored form. Zero matrices stay zero. Iterations beyond the list reuse its last coefficients."""
     x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
@@ -957,8 +951,7 @@ class BankShard:
         self.momentum = torch.zeros_like(self.master)
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # backward accumulates in place, so the padding rows stay zero
-        # Several micro-batches are summed in fp32; a single one already is the sum.
-        self.grad_sum = self.grad.float() if accumulate else self.grad
+        self.grad_sum = self.grad.float() if accumulate else self.grad  # several micro-batches are summed in fp32
         direct = comm.size == 1 or self.grad_sum.dtype == bank.dtype
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
         shard = self.comm_buffer[self.mine]
@@ -989,8 +982,7 @@ class ParallelMuon:
         largest_first = sorted(BANKS, key=lambda bank: -weights[bank].numel())
         self.banks = {bank: BankShard(bank, model, weights[bank], comm, accumulate) for bank in largest_first}
         self.small = {name: parameter for name, parameter in model.named_parameters() if name not in BANKS}
-        # The fp32 weights that this rank updates: its rows of each bank, all of each small parameter.
-        self.owned = {name: shard.master for name, shard in self.banks.items()}
+        self.owned = {name: shard.master for name, shard in self.banks.items()}  # fp32 weights that this rank updates
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
         sizes = [parameter.numel() for parameter in self.small.values()]
         self.flat = torch.zeros(sum(sizes) + len(Report._fields), device=device)  # gradients, then the report
@@ -1145,7 +1137,7 @@ class Clock:
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap
-        self.in_flight = in_flight  # steps whose time is not known yet, at most
+        self.in_flight = in_flight  # steps that the host may queue ahead of the device
         self.reset(0, 0.0, [])
 
     def start(self) -> None:
@@ -1269,8 +1261,6 @@ ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
 ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
 LZMA_FILTERS = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, dict_size=1 << 24, lc=0, lp=0, pb=0)]
-
-
 lzma_pack = functools.partial(lzma.compress, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)  # bytes -> bytes
 
 
@@ -1317,8 +1307,7 @@ def encode_ans(codes: np.ndarray) -> bytes:
     symbols = (codes.ravel() - least).astype(np.int32)
     parts = [symbols[places] for places in _classes(rows, columns)]
     counts = np.stack([np.bincount(part, minlength=int(symbols.max()) + 1) for part in parts])
-    present = counts > 0
-    # Frequencies are integers: 1 for each nonzero count, the rest in proportion.
+    present = counts > 0  # frequencies are integers: 1 for each nonzero count, the rest in proportion
     shared = (ANS_TOTAL - present.sum(axis=1)) * counts.cumsum(axis=1).T // np.maximum(1, counts.sum(axis=1))
     tables = present + np.diff(shared.T, axis=1, prepend=0)
     coder = constriction.stream.stack.AnsCoder()
@@ -1373,10 +1362,8 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
     return np.split(classes.argsort(kind="stable"), np.bincount(classes).cumsum()[:-1])
 
 
-CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
-
-
 # ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 5
 # Limits for a file from a stranger: bytes of file and header, weights (20 bytes each in memory while they are decoded).
@@ -1645,9 +1632,6 @@ def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: R
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
-Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in) and B (B, L, out, rank)
-
-
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
@@ -1893,10 +1877,9 @@ def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is executed."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    errors = (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError)
-    with explaining("it is truncated or not a checkpoint", *errors, advice="copy or delete it"):
+    with explaining("it is truncated or not a checkpoint", Exception, advice="copy or delete it"):
         with safe_open(path, framework="pt") as file:
             text = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
@@ -1976,7 +1959,6 @@ class Training:
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
         self.average = WeightAverage(self.optimizer.owned, hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
-        # The host queues two steps ahead of a GPU.
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if runtime.device.type == "cuda" else 0)
         self.in_flight = []  # steps whose reports are not read yet
         self.signals = []  # that this rank has received
@@ -2259,9 +2241,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
     needs = {"constriction": hp.compressor == "ans", "safetensors": hp.checkpoint_every or hp.resume}
-    for package in [package for package, needed in needs.items() if needed]:
-        missing = f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip install {package}"
-        require(find_spec(package), missing)
+    missing = " ".join(package for package, needed in needs.items() if needed and not find_spec(package))
+    require(not missing, f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {missing}: pip install {missing}")
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
         path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
