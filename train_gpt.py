@@ -74,9 +74,10 @@ def require(condition: object, sentence: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an exception's message, or its name."""
+    """The first line of an exception's message, after its type unless it is a UserError or an OSError."""
     message = str(getattr(error, "strerror", None) or error)  # an OSError's text also has the number and the file
-    return next(iter(message.strip().splitlines()), type(error).__name__)[:160]
+    line = next(iter(message.strip().splitlines()), "")[:300]
+    return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
 
 
 @contextlib.contextmanager
@@ -85,8 +86,7 @@ def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[Non
     try:
         yield
     except errors as error:
-        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"{what} ({why}): {advice}") from error
+        raise UserError(f"{what}: {reason(error)}; {advice}") from error
 
 
 def writing(path: str | Path) -> contextlib.AbstractContextManager:
@@ -235,7 +235,7 @@ class Hyperparameters:
         even = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
         require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it")
-        require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 has only the bucket for document starts: set 0")
+        require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 has only the bucket for starts: set 0 or at least 2")
         chunk = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
         require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
@@ -272,7 +272,7 @@ def knob_help() -> str:
         signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
         bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
-        lines += [f"\n{meta['section']}"] * ("section" in meta)
+        lines += [f"\n{meta['section']}"] if "section" in meta else []
         lines.append(f"  {knob.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
     return "\n".join(lines)
 
@@ -858,7 +858,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
                 probe(*inputs).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
-            refused.append(f"attention {name} skipped: {type(error).__name__}: {reason(error)}")
+            refused.append(f"attention {name} skipped: {reason(error)}")
     raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
 
 
@@ -983,6 +983,7 @@ class ParallelMuon:
         self.banks = {bank: BankShard(bank, model, weights[bank], comm, accumulate) for bank in largest_first}
         self.small = {name: parameter for name, parameter in model.named_parameters() if name not in BANKS}
         self.owned = {name: shard.master for name, shard in self.banks.items()}  # fp32 weights that this rank updates
+        assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
         sizes = [parameter.numel() for parameter in self.small.values()]
         self.flat = torch.zeros(sum(sizes) + len(Report._fields), device=device)  # gradients, then the report
@@ -1094,8 +1095,9 @@ class ParallelMuon:
         full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
         if self.comm.rank == 0:
             target = full if shard is None else full[: shard.rows]
-            fits = source is not None and source.shape == target.shape
-            require(fits, f"the checkpoint has no {name} of shape {tuple(target.shape)}: it belongs to another model")
+            shape = getattr(source, "shape", None)
+            wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}: it belongs to another model"
+            require(shape == target.shape, wrong)
             target.copy_(source)
         self.comm.all_reduce(full)()  # zero on all other ranks
         tensor.copy_(full if shard is None else full[shard.mine])
@@ -1509,9 +1511,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
 
 def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn every error of reading an artifact, as hostile content can cause any, into a UserError that names it."""
-    return explaining(
-        f"artifact {path} cannot be used", Exception, advice="it may be altered, or not be there: copy it"
-    )
+    return explaining(f"artifact {path} cannot be used", Exception, advice="if it is truncated or altered, copy it again")
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------

@@ -530,9 +530,9 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
     wanted = {name: tensor.clone() for name, tensor in training.tensors().items()}
     training.save(1)
     training.train_step(1, settings)
-    assert training.checkpoints.writer.is_alive() and not list(tmp_path.rglob("*.safetensors"))
+    assert not training.checkpoints.written.done() and not list(tmp_path.rglob("*.safetensors"))
     disk.set()
-    training.checkpoints.wait()
+    training.checkpoints.written.result()
     _, written = train_gpt.read_checkpoint(tmp_path / step_file(1))
     assert set(written) == set(wanted) and all(torch.equal(written[name], wanted[name]) for name in wanted)
     assert not torch.equal(training.tensors()["qo_bank.weight"], wanted["qo_bank.weight"])

@@ -285,7 +285,7 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(runs[0].average.mean, runs[1].average.mean, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True))
 
 
 def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):

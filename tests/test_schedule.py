@@ -108,7 +108,7 @@ def test_no_run_exceeds_its_cap(in_flight, seed, warmed):
 def test_average_is_the_formula(hyperparameters):
     hp = hyperparameters(EMA_DECAY=0.9)
     model = made(hp, None, torch.float32, 0)
-    average, expected = WeightAverage([p.detach() for p in model.parameters()], hp), copy.deepcopy(model.qo_bank.data)
+    average, expected = WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp), copy.deepcopy(model.qo_bank.data)
     for step in range(5):
         with torch.no_grad():
             model.qo_bank.add_(1.0)
@@ -122,7 +122,7 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     """Fault B3: relatives of #399 took snapshots and never used them."""
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2)
     model = made(hp, None, torch.float32, 0)
-    average, samples = WeightAverage([p.detach() for p in model.parameters()], hp), []
+    average, samples = WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp), []
     for step in range(12):
         lr_scale = 1 - step / 12
         with torch.no_grad():
@@ -138,6 +138,6 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1)
     model = made(hp, None, torch.float32, 0)
     before = model.qo_bank.detach().clone()
-    assert WeightAverage([p.detach() for p in model.parameters()], hp).apply() == "the last weights" and torch.equal(
+    assert WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp).apply() == "the last weights" and torch.equal(
         before, model.qo_bank
     )
