@@ -354,7 +354,7 @@ class TrainingLoader:
         self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
         found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
-        require(self.blocks > 0, f"{found}, at most TRAIN_SEQ_LEN={self.seq_len}: lower it")
+        require(self.blocks > 0, f"{found}, too few for TRAIN_SEQ_LEN={self.seq_len}: lower it")
         ranks = runtime.comm.size
         self.step_rows = hp.train_batch_tokens // self.seq_len
         self.rows, rest = divmod(self.step_rows, ranks)
@@ -448,7 +448,7 @@ class Validation:
         self.targets = len(stream) - 1
         found = f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
-        require(self.targets >= hp.eval_seq_len, f"{found}, at most EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
+        require(self.targets >= hp.eval_seq_len, f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
         tokens = stream.read(0, len(stream))
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
         check_manifest(hp.data_path, hp.tokenizer_path)
@@ -1511,7 +1511,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
 
 def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn every error of reading an artifact, as hostile content can cause any, into a UserError that names it."""
-    return explaining(f"artifact {path} cannot be used", Exception, advice="if it is truncated or altered, copy it again")
+    return explaining(f"artifact {path} cannot be used", Exception, advice="if truncated or altered, copy it again")
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------

@@ -286,9 +286,7 @@ def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters,
     path = tmp_path / "model.xz"
     path.write_bytes(blob)
     sealed = damage in ("truncated", "one byte", "last byte")
-    wanted = (
-        "its checksum is wrong; if it is truncated or altered" if sealed else "it is not an artifact of this script"
-    )
+    wanted = "its checksum is wrong; if truncated or altered" if sealed else "it is not an artifact of this script"
     with pytest.raises(UserError, match=f"artifact {path} cannot be used: {wanted}"):
         train_gpt.read_artifact(str(path), {})
 
@@ -334,7 +332,7 @@ CHANGES = {
     "a number for the lengths": ("TypeError", setter(7, "code_bytes")),
     "no model": ("KeyError: 'model'", lambda header: header.pop("model")),
     "no windows": ("KeyError: 'evaluation'", lambda header: header.pop("evaluation")),
-    "no coder": ("or of an unknown coder", setter("pickle", "coder")),
+    "no coder": ("its coder is unknown", setter("pickle", "coder")),
     "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
     "an unknown range": ("ROW_RANGE='wide' is not one of", setter("wide", "row_range")),
     "a huge model": ("", setter(1 << 50, "model", "model_dim")),
@@ -349,7 +347,7 @@ CHANGES = {
 def test_contradictory_header_is_refused(model, change):
     message, act = CHANGES[change]
     blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), act)
-    sentence = rf"artifact a\.xz cannot be used: .*{message}.*; it may be truncated or altered"
+    sentence = rf"artifact a\.xz cannot be used: .*{message}.*; if truncated or altered"
     with pytest.raises(UserError, match=sentence), train_gpt.reading_artifact("a.xz"):
         train_gpt.load_artifact(blob, model)
 
@@ -367,7 +365,7 @@ def test_tables_of_another_total_are_refused(monkeypatch):
 
 def test_artifact_of_another_version_is_refused(model):
     blob = train_gpt.pack_artifact(weights_of(model), model.hp)
-    reads = f"its format has version 9, but this script reads version {train_gpt.ARTIFACT_VERSION} only"
+    reads = f"its format has version 9, not {train_gpt.ARTIFACT_VERSION}"
     with pytest.raises(ValueError, match=reads):
         train_gpt.open_artifact(sealed(blob[:8] + struct.pack("<H", 9) + blob[10:-32]))
 
