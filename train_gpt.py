@@ -2025,8 +2025,8 @@ class Training:
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
-        hp, clock = self.hp, self.clock
-        first = step = clock.step + 1
+        hp = self.hp
+        first = step = self.clock.step + 1
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
         profile = contextlib.nullcontext()
@@ -2036,25 +2036,25 @@ class Training:
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
             while True:
-                done = step >= hp.iterations or not clock.fits(step)
+                done = step >= hp.iterations or not self.clock.fits(step)
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
-                    clock.pause()
+                    self.clock.pause()
                     score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
                     result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
                     more = f"eval_time:{1000 * score.seconds:.0f}ms"
                     self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
                 if done:
                     break
-                clock.start()
-                settings = schedule(hp, step, clock.begins(step), clock.step_seconds)
+                self.clock.start()
+                settings = schedule(hp, step, self.clock.begins(step), self.clock.step_seconds)
                 summed = self.train_step(step, settings)
                 values = summed.to("cpu", non_blocking=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if summed.is_cuda else None
                 self.in_flight.append((step, settings, values, copied))
-                self._settle(clock.in_flight if step > first + 1 else 0)  # queue ahead once a step's time is known
+                self._settle(self.clock.in_flight if step > first + 1 else 0)  # queue ahead once a step's time is known
                 step += 1
-                if self.stopping or self.checkpoints.due(step, clock.begins(step)):
+                if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
                     self._settle(0)
                     self.save(step)
                 if self.stopping:
@@ -2064,7 +2064,7 @@ class Training:
                 if hp.profile:
                     profile.step()
         if step < hp.iterations:
-            seconds = clock.elapsed()
+            seconds = self.clock.elapsed()
             line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
             self.log(line, event="stopping_early", step=step, train_seconds=seconds)
         self.save(step)
@@ -2099,17 +2099,17 @@ class Training:
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the average, Hessians)."""
-        batches, clock = self.hp.gptq_batches, self.clock
-        clock.start()
+        batches = self.hp.gptq_batches
+        self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
-        first = clock.step + 1
+        first = self.clock.step + 1
         hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
-        clock.pause()
+        self.clock.pause()
         if batches:
             line = f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took {1000 * took:.0f}ms"
-            fields = {"batches": batches, "train_seconds": clock.elapsed(), "wall_seconds": took}
-            self.log(f"{line} train_time:{1000 * clock.elapsed():.0f}ms", event="gptq", **fields)
+            fields = {"batches": batches, "train_seconds": self.clock.elapsed(), "wall_seconds": took}
+            self.log(f"{line} train_time:{1000 * self.clock.elapsed():.0f}ms", event="gptq", **fields)
         return averaged, hessians
 
     @torch.no_grad()
@@ -2195,23 +2195,23 @@ def log_score(log: Log, name: str, score: Score) -> None:
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact. Returns its bytes, on all ranks, and the submission's size."""
-    hp, comm, log = run.hp, run.runtime.comm, run.log
+    hp = run.hp
+    log = run.log
     started = time.perf_counter()
     code_bytes = Path(__file__).stat().st_size
     weights = run.optimizer.weights()
     blob = b""
-    if comm.rank == 0:
+    if run.runtime.comm.rank == 0:
         log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
         max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
         with replacing(ARTIFACT) as partial:
             partial.write_bytes(blob)
-    blob = comm.share(blob)
+    blob = run.runtime.comm.share(blob)
     total = len(blob) + code_bytes
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
     fields = {"model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": time.perf_counter() - started}
-    line = f"Total submission size int6+{hp.compressor}: {total} bytes"
-    log(line, event="artifact", path=str(ARTIFACT), **fields)
+    log(f"Total submission size int6+{hp.compressor}: {total} bytes", event="artifact", path=str(ARTIFACT), **fields)
     return blob, total
 
 
