@@ -1339,8 +1339,8 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     rows, columns, tables = np.split(side, (layers * out, numbers))
     tables = tables.view("<u2").reshape(classes, count)
     positions = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
-    sums = [ANS_TOTAL if len(places) else int(table.sum()) for table, places in zip(tables, positions, strict=False)]
-    require(len(positions) == classes and sums == tables.sum(axis=1).tolist(), "its tables of frequencies do not fit")
+    fit = [not len(places) or table.sum() == ANS_TOTAL for table, places in zip(tables, positions, strict=False)]
+    require(len(positions) == classes and all(fit), "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     distribution = constriction.stream.model.Categorical

@@ -510,7 +510,7 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
     def after(every) -> train_gpt.Checkpoints:
         """Checkpoints with one at step 10, 100 seconds into the run."""
         made = train_gpt.Checkpoints(hyperparameters(CHECKPOINT_EVERY=every, RUN_ID="a"), Comm(), None)
-        made.step, made.seconds = 10, 100.0
+        made.last = {"step": 10, "seconds": 100.0}
         return made
 
     by_time, by_step, never = after("60s"), after("60"), after("")
