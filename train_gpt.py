@@ -1,9 +1,8 @@
 """Train, export, reload and score a small language model for the Parameter Golf challenge, in one file.
 
-The challenge: the best language model whose code plus compressed weights fit in 16,000,000 bytes and which trains in
-600 seconds on 8 x H100. The score is bits per byte on FineWeb validation text; lower is better. This script trains an
-11-layer transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464) and
-an EMA of the weights. It exports entropy-coded weights, reloads its own artifact and scores it with sliding windows.
+The challenge: the fewest bits per byte on FineWeb validation text, by a model whose code plus compressed weights fit in
+16,000,000 bytes and which trains in 600 seconds on 8 x H100. This script trains a transformer whose matrices are stored
+in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464), and scores its entropy-coded artifact.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py      # the full run, with every knob at its default
     python train_gpt.py                                        # the same mathematics on one GPU or on a CPU
@@ -13,8 +12,7 @@ Data flow, in the order of the sections below:
 
     shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
       banks (R, a, b), padded to W*r rows: reduce-scatter -> (r, a, b) -> momentum -> Newton-Schulz -> fp32 master rows
-                                           -> all-gather of the new weights in the compute dtype
-      all other parameters: one flat all-reduce -> AdamW;  every step: EMA of the rows that this rank owns
+      -> all-gather in the compute dtype;  other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
     EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
@@ -27,6 +25,7 @@ import ctypes
 import dataclasses
 import difflib
 import fcntl
+import functools
 import gc
 import hashlib
 import json
@@ -41,9 +40,7 @@ import signal
 import struct
 import sys
 import sysconfig
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -62,43 +59,57 @@ from torch import Tensor, nn
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
+# This script as people read it; a self-extracting copy (tools/pack_code.py) brings it in this global.
+SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 
 class UserError(ValueError):
     """An error the user can fix: one sentence with the variable or file, what was found and what to do."""
 
 
-def require(condition: bool, sentence: str) -> None:
+def require(condition: object, sentence: str) -> None:
     """Raise UserError(sentence) unless the condition holds."""
     if not condition:
         raise UserError(sentence)
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an exception's message, or its name."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+    """The first line of an exception's message, after its type unless it is a UserError or an OSError."""
+    message = str(getattr(error, "strerror", None) or error)  # an OSError's text also has the number and the file
+    line = next(iter(message.strip().splitlines()), "")[:300]
+    return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
+
+
+@contextlib.contextmanager
+def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+    """Turn these errors into a UserError: what failed, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{what}: {reason(error)}; {advice}") from error
+
+
+def writing(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn a failed write (folder not writable, disk full) into a UserError."""
+    return explaining(f"cannot write {path}", OSError, advice="free space or choose a writable folder")
 
 
 # ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
-ROLES = {
-    "training": "must not change on resume",
-    "model": "defines the model; stored in the artifact; must not change on resume",
-    "evaluation": "windows of the score; stored in the artifact; may change on resume",
-    "run": "may change on resume",
-}
+# The artifact stores the knobs of "model" and "evaluation"; those of "evaluation" and "run" may change on resume.
+ROLES = ("training", "model", "evaluation", "run")
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in the order in which a GPU tries them
+PLAIN_ATTENTION = 128  # up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128
 
 
 def knob(default, text: str, role="training", **limits):
-    """One environment variable. `limits` may be `low` and `high` (inclusive) or `choices`; `section` titles a group."""
-    assert role in ROLES and limits.keys() <= {"low", "high", "choices", "section"}
+    """An environment variable. Limits: `low`, `high` (inclusive), `choices`, or another knob's name."""
+    assert role in ROLES and limits.keys() <= {"low", "high", "choices", "multiple_of", "at_most", "section"}
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. The defaults are #399's run on 8 x H100 plus what measured better since; records/published.env lists
-    the differences. Raises UserError on impossible values."""
+    """All knobs: #399's run, and what measured better since (records/published.env). UserError if impossible."""
 
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
@@ -106,8 +117,8 @@ class Hyperparameters:
     shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: shard order (#399)", low=0)
 
     num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
-    model_dim: int = knob(512, "width D of the residual stream", "model", low=8)
-    num_heads: int = knob(8, "query heads", "model", low=1)
+    model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
+    num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
@@ -119,12 +130,12 @@ class Hyperparameters:
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
     rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(4, "exclusive self-attention (XSA) on the last n layers", "model", low=0)
+    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", low=0, at_most="num_layers")
     bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
-    train_batch_tokens: int = knob(786_432, "tokens per step over all ranks and micro-batches", low=1, section="Batch")
-    train_seq_len: int = knob(2048, "tokens T of a training sequence", low=2, high=1 << 20)
+    train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
+    train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
     micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
 
@@ -162,7 +173,7 @@ class Hyperparameters:
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
-    eval_stride: int = knob(64, "new tokens per sliding window; EVAL_SEQ_LEN: no overlap", "evaluation", low=1)
+    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
     eval_documents: bool = knob(False, "score each document alone instead of the packed stream", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
@@ -193,52 +204,50 @@ class Hyperparameters:
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
         """The knobs set in `environ`, all others at their defaults. Raises UserError naming the variable."""
-        given = [knob for knob in KNOBS if knob.name.upper() in environ]
-        return cls(**{knob.name: _parse(knob, environ[knob.name.upper()]) for knob in given})
+        switch = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+        values = {}
+        for knob in KNOBS:
+            name = knob.name.upper()
+            text = environ.get(name, str(knob.default)).strip()
+            try:
+                values[knob.name] = switch[text.lower()] if knob.type is bool else knob.type(text)
+            except (ValueError, KeyError):
+                kind = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[knob.type]
+                raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={knob.default}") from None
+        return cls(**values)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
+        for field in KNOBS:
             name, value = field.name.upper(), getattr(self, field.name)
             low, high, choices = map(field.metadata.get, ("low", "high", "choices"))
             require(not isinstance(value, float) or math.isfinite(value), f"{name}={value} is not a finite number")
             require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
             require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
             require(choices is None or value in choices, f"{name}={value!r} is not one of {', '.join(choices or ())}")
-        self._check_pair("model_dim", "num_heads", multiple=True)
-        self._check_pair("num_heads", "num_kv_heads", multiple=True)
-        self._check_pair("train_batch_tokens", "train_seq_len", multiple=True)
-        self._check_pair("train_seq_len", "short_seq_parts", multiple=True)
-        self._check_pair("xsa_last_n", "num_layers")
-        self._check_pair("eval_stride", "eval_seq_len")
-        if self.ttt_mode == "lora":
-            self._check_pair("ttt_lora_chunk", "eval_seq_len")
+        wrong = {"multiple_of": "is not a multiple of", "at_most": "exceeds"}
+        for field in KNOBS:  # after their bounds: a divisor must not be 0
+            for key in wrong.keys() & field.metadata.keys():
+                value, other = getattr(self, field.name), field.metadata[key]
+                limit = getattr(self, other)
+                holds = value % limit == 0 if key == "multiple_of" else value <= limit
+                require(holds, f"{field.name.upper()}={value} {wrong[key]} {other.upper()}={limit}")
         require(self.head_dim % 2 == 0, f"MODEL_DIM / NUM_HEADS = {self.head_dim} is odd; rotary embeddings need pairs")
         even = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
         require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it")
-        require(
-            self.bigram_vocab_size != 1,
-            "BIGRAM_VOCAB_SIZE=1 has only the bucket for document starts: set 0 or at least 2",
-        )
+        require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 has only the bucket for starts: set 0 or at least 2")
+        chunk = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
+        require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
-        require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every) is not None, interval)
+        require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every), interval)
         named = self.run_id or not (self.checkpoint_every or self.resume)
-        require(bool(named), "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
-        both = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0"
-        require(not (self.ema_enabled and self.swa_enabled), both)
-
-    def _check_pair(self, name: str, other: str, multiple: bool = False) -> None:
-        value, bound = getattr(self, name), getattr(self, other)
-        wrong = f"{name.upper()}={value} {'is not a multiple of' if multiple else 'exceeds'} {other.upper()}={bound}"
-        require(value % bound == 0 if multiple else value <= bound, wrong)
+        require(named, "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
+        both = self.ema_enabled and self.swa_enabled
+        require(not both, "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights: set one of them to 0")
 
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
-
-    @property
-    def mlp_dim(self) -> int:
-        return int(self.mlp_mult * self.model_dim)
 
     def describe(self) -> str:
         """One `name=value` per line for the log; a leading * marks a value that differs from the default."""
@@ -254,30 +263,14 @@ def knobs_with(*roles: str) -> tuple[str, ...]:
     return tuple(knob.name for knob in KNOBS if knob.metadata["role"] in roles)
 
 
-def _parse(field: dataclasses.Field, text: str):
-    name, text = field.name.upper(), text.strip()
-    switch = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    try:
-        return switch[text.lower()] if field.type is bool else field.type(text)
-    except (ValueError, KeyError):
-        kind = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[field.type]
-        raise UserError(f"{name}={text!r} is not {kind}: set for example {name}={field.default}") from None
-
-
-def misspelt_knobs(environ: dict[str, str]) -> list[str]:
-    """A sentence for every variable of `environ` whose name is close to a knob's."""
-    knobs = [knob.name.upper() for knob in KNOBS]
-    near = {name: difflib.get_close_matches(name, knobs, n=1, cutoff=0.85) for name in environ if name not in knobs}
-    return [f"{name} is set but is not a knob; did you mean {near[name][0]}?" for name in sorted(near) if near[name]]
-
-
 def knob_help() -> str:
     """The table of --help: every knob with default, meaning and bounds."""
     lines = []
     for knob in KNOBS:
         meta = knob.metadata
         default = int(knob.default) if knob.type is bool else knob.default
-        bounds = [f"{sign} {meta[key]}" for key, sign in (("low", ">="), ("high", "<=")) if key in meta]
+        signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
+        bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
         lines += [f"\n{meta['section']}"] if "section" in meta else []
         lines.append(f"  {knob.name.upper()}={default}\n      {meta['text']}{f'  [{limits}]' if limits else ''}")
@@ -289,22 +282,22 @@ SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 BOS = 1  # starts every document of the challenge's data
 MAX_FILE = 64 << 20  # bytes; tokenizers and manifests are far smaller
+MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens (n,) uint16 of a shard, memory-mapped. A shard is 256 little-endian int32 (magic 20240520, version 1,
-    token count n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
-    try:
-        size, header = path.stat().st_size, np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    except OSError as error:
-        raise UserError(f"cannot read shard {path}: {error.strerror or error}") from error
+    """The tokens (n,) uint16 of a shard, memory-mapped: 256 little-endian int32 (magic 20240520, version 1, token count
+    n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
+    with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
     require(len(header) == SHARD_HEADER_INTS, f"shard {path} has {size} bytes, less than a header: download it again")
-    magic, version, count = (int(n) for n in header[:3])
+    magic, version, count = header[:3].tolist()
     require(magic == SHARD_MAGIC, f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard")
     require(version == SHARD_VERSION, f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it")
-    promised = f"its header promises {count} tokens in {SHARD_HEADER_BYTES + 2 * count}: download it again"
-    whole = count > 0 and size == SHARD_HEADER_BYTES + 2 * count
-    require(whole, f"shard {path} has {size} bytes, but {promised}")
+    length = SHARD_HEADER_BYTES + 2 * count
+    promised = f"its header promises {count} tokens in {length}: download it again"
+    require(count > 0 and size == length, f"shard {path} has {size} bytes, but {promised}")
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
@@ -314,7 +307,7 @@ class TokenStream:
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.vocab_size = vocab_size
         self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
-        require(bool(self.paths), f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
+        require(self.paths, f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.versions = [self._version(path) for path in self.paths]
@@ -324,23 +317,21 @@ class TokenStream:
         return int(self.ends[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) uint16. Raises UserError if a token is not in the vocabulary or a
-        shard has changed. Reads the file, not its mapping: after a truncation that would kill the process."""
-        pieces = []
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError for a token outside the vocabulary or a
+        changed shard. Reads the file, not its mapping: after a truncation that would kill the process."""
         vocab = self.vocab_size
+        pieces = []
         while count:
             shard = int(np.searchsorted(self.ends, start, side="right"))
-            offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
             path = self.paths[shard]
+            offset = start - int(self.ends[shard]) + len(self.shards[shard])  # of the token in its shard
             wanted = min(count, len(self.shards[shard]) - offset)
             raw = os.pread(self.files[shard].fileno(), 2 * wanted, SHARD_HEADER_BYTES + 2 * offset)
             same = len(raw) == 2 * wanted and self._version(path) == self.versions[shard]
             require(same, f"shard {path} has changed or vanished since the run began: restore it and start again")
             pieces.append(np.frombuffer(raw, dtype="<u2"))
-            largest = int(pieces[-1].max())
-            require(
-                largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set it to the data's"
-            )
+            largest = pieces[-1].max()
+            require(largest < vocab, f"shard {path} holds token {largest}, but VOCAB_SIZE={vocab}: set the data's")
             start += wanted
             count -= wanted
         return np.concatenate(pieces)
@@ -353,11 +344,8 @@ class TokenStream:
 
 class TrainingLoader:
     """Batch number s of the run, for any s. Block k of the data is tokens [k*T, k*T + T]. Step s takes the next
-    TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them. The step number is the only state: the
-    data depend neither on W nor on the micro-batch. The order is a permutation of all blocks per epoch, seeded by
-    SHUFFLE_SEED and SEED (rows were also spread in #1060 and #1394), so a batch is not a few documents in one piece."""
-
-    AHEAD = 3  # batches kept ready, so a slow read does not stall a step
+    TRAIN_BATCH_TOKENS / T blocks as its rows, and rank i the i-th part of them: the data depend on nothing but s. The
+    order is a permutation of all blocks per epoch, so a batch is not a few documents (see also #1060 and #1394)."""
 
     def __init__(self, hp: Hyperparameters, runtime: "Runtime"):
         self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
@@ -366,14 +354,14 @@ class TrainingLoader:
         self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
         found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
-        require(self.blocks > 0, f"{found}, fewer than TRAIN_SEQ_LEN={self.seq_len} and its last target: lower it")
+        require(self.blocks > 0, f"{found}, too few for TRAIN_SEQ_LEN={self.seq_len}: lower it")
         ranks = runtime.comm.size
         self.step_rows = hp.train_batch_tokens // self.seq_len
+        self.rows, rest = divmod(self.step_rows, ranks)
         multiple = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of {ranks * self.seq_len}"
-        require(self.step_rows % ranks == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
-        self.rows = self.step_rows // ranks
+        require(rest == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
         self.first_row = runtime.comm.rank * self.rows
-        self.epoch, self.order = -1, None
+        self.epoch = -1  # of self.order
         self.reader = ThreadPoolExecutor(1)
         self.pending = {}  # futures of the next batches, by step
 
@@ -381,58 +369,42 @@ class TrainingLoader:
         self.reader.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Tensor:
-        """Rows (B, T + 1) uint16 of this rank on its device; inputs are [:, :-1], targets [:, 1:]. The rows of the next
-        steps are read in the background. Raises UserError if a shard is invalid."""
-        steps = range(step, step + 1 + self.AHEAD)
+        """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads those of the next steps."""
+        steps = range(step, step + 4)  # three batches ahead, so a slow read does not stall a step
         self.pending = {s: self.pending.get(s) or self.reader.submit(self._read, s) for s in steps}
         return self.pending.pop(step).result().to(self.device, non_blocking=True)
 
     def _read(self, step: int) -> Tensor:
         rows = torch.empty(self.rows, self.seq_len + 1, dtype=torch.uint16, pin_memory=self.device.type == "cuda")
         for row in range(self.rows):
-            epoch, block = divmod(step * self.step_rows + self.first_row + row, self.blocks)
-            start = self.seq_len * self.block_order(epoch, block)
-            rows.numpy()[row] = self.stream.read(start, self.seq_len + 1)
+            epoch, place = divmod(step * self.step_rows + self.first_row + row, self.blocks)
+            if epoch != self.epoch:
+                generator = np.random.default_rng((*self.seeds, epoch))
+                self.order = generator.permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
+                self.epoch = epoch
+            rows.numpy()[row] = self.stream.read(self.seq_len * int(self.order[place]), self.seq_len + 1)
         return rows
-
-    def block_order(self, epoch: int, index: int) -> int:
-        """The block that comes at this place of the epoch."""
-        if epoch != self.epoch:
-            seed = (*self.seeds, epoch)
-            order = np.random.default_rng(seed).permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
-            self.epoch, self.order = epoch, order
-        return int(self.order[index])
 
 
 class ByteCounter:
-    """UTF-8 bytes of the text behind each token, by the challenge's rule for SentencePiece. A byte piece is 1 byte. Any
-    other normal piece is the bytes of its text, with U+2581 as a space of 1 byte; a leading U+2581 counts only if the
-    previous token is not a boundary (control, unknown or unused, such as BOS)."""
+    """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with U+2581 as a space, at
+    the start only if the previous token is not a boundary (control, unknown or unused, such as BOS)."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
         require(Path(tokenizer_path).is_file(), f"{setting} is not a file: set it to the shards' SentencePiece model")
-        try:
+        with explaining(f"{setting} is not a SentencePiece model", RuntimeError, advice="set it to the shards' model"):
             pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(Path(tokenizer_path)))
-        except RuntimeError as error:
-            raise UserError(f"{setting} is not a SentencePiece model: {reason(error)}") from error
         found = pieces.vocab_size()
         require(found == vocab_size, f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal")
-        spaced = pieces.piece_to_id("\u2581") != pieces.unk_id()
-        require(
-            spaced, f"{setting} has no piece for U+2581 alone, so a space could become 3 byte pieces: use another one"
-        )
-        self.length = np.zeros(vocab_size, dtype=np.int16)  # bytes without the leading space
-        self.spaced = np.zeros(vocab_size, dtype=bool)
-        self.boundary = np.ones(vocab_size, dtype=bool)
-        for token in range(vocab_size):
-            if pieces.is_control(token) or pieces.is_unknown(token) or pieces.is_unused(token):
-                continue
-            text = pieces.id_to_piece(token)
-            self.boundary[token] = False
-            self.spaced[token] = text.startswith("\u2581")
-            text = text.removeprefix("\u2581").replace("\u2581", " ")
-            self.length[token] = 1 if pieces.is_byte(token) else len(text.encode())
+        space = pieces.piece_to_id("\u2581") != pieces.unk_id()
+        require(space, f"{setting} has no piece for U+2581, so a space could become 3 byte pieces: use another one")
+        ids = list(range(vocab_size))
+        texts = pieces.id_to_piece(ids)
+        self.boundary = np.any([pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)], axis=0)
+        self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
+        sizes = [len(text.removeprefix("\u2581").replace("\u2581", " ").encode()) for text in texts]
+        self.length = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16) * ~self.boundary  # without that space
 
     def count(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
@@ -452,25 +424,20 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Compare the data with DATA_PATH/manifest.json, if the tools in data/ wrote one. Raises UserError for another
-    tokenizer or an incomplete validation split: both would give a wrong score that looks right."""
+    """Compare the data with DATA_PATH/manifest.json, if there is one. Raises UserError for another tokenizer or an
+    incomplete validation split: both would give a wrong score that looks right."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
-    try:
+    with explaining(f"{path} is not a valid manifest", Exception, advice="make or download the data again"):
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
         digest = str(manifest["tokenizer"]["sha256"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a valid manifest ({reason(error)}): make or download the data again") from error
-    other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}"
-    require(sha256_of(tokenizer_path) == digest, other)
+    same = sha256_of(tokenizer_path) == digest
+    require(same, f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 in {path}")
     for shard, size in files.items():
         whole = not shard.name.startswith("fineweb_val_") or (shard.is_file() and shard.stat().st_size == size)
         require(whole, f"{shard} is missing or not of {size} bytes as {path} says: download it again")
-
-
-MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 class Validation:
@@ -481,8 +448,7 @@ class Validation:
         self.targets = len(stream) - 1
         found = f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens"
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
-        window = f"one window of EVAL_SEQ_LEN={hp.eval_seq_len}"
-        require(self.targets >= hp.eval_seq_len, f"{found}, fewer than {window} and its last target: lower it")
+        require(self.targets >= hp.eval_seq_len, f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
         tokens = stream.read(0, len(stream))
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
         check_manifest(hp.data_path, hp.tokenizer_path)
@@ -515,8 +481,7 @@ class Matrix(NamedTuple):
     normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
 
 
-# Three banks of 2L rows, in the order of this table: 8 ranks pad 22 rows to 24 (with #399's four banks two of them own
-# no MLP matrix). The down projection is stored transposed beside the up projection: Newton-Schulz does not care.
+# Three banks of 2L rows: 8 ranks pad 22 rows to 24. The transposed down projection may lie beside the up projection.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -531,48 +496,33 @@ TABLES = (
     Matrix("bigram_emb", "", "", bits=8, clip=16.0),
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
-BANKS = tuple(dict.fromkeys(matrix.bank for matrix in MATRICES))
+BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in ("qo_bank", "kv_bank", "mlp_bank")}
+Adapter = dict[str, tuple[Tensor, Tensor]]  # low-rank changes by name: A (B, L, rank, in) and B (B, L, out, rank)
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
     """(out, in)."""
-    size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": hp.mlp_dim}
+    size = {"dim": hp.model_dim, "kv": hp.num_kv_heads * hp.head_dim, "mlp": int(hp.mlp_mult * hp.model_dim)}
     return size[kind.out], size[kind.into]
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
     """(R, a, b). All matrices of a bank have one shape as stored."""
-    kinds = [matrix for matrix in MATRICES if matrix.bank == bank]
-    ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in kinds}
-    return len(kinds) * hp.num_layers, a, b
+    ((a, b),) = {matrix_shape(kind, hp)[:: -1 if kind.transposed else 1] for kind in BANKS[bank]}
+    return len(BANKS[bank]) * hp.num_layers, a, b
 
 
 def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
     """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
-    parts = [matrix for matrix in MATRICES if matrix.bank == kind.bank]
-    matrices = bank.unflatten(0, (len(parts), -1)).unbind(0)[parts.index(kind)]
+    kinds = BANKS[kind.bank]
+    matrices = bank.unflatten(0, (len(kinds), -1)).unbind(0)[kinds.index(kind)]
     return matrices.mT if kind.transposed else matrices
-
-
-def row_traits(bank: str, hp: Hyperparameters) -> list[tuple[bool, float]]:
-    """(stored transposed, scale of its updates) per row of a bank. As in #399, tall matrices get larger updates, by
-    their own shape and not by the shape they are stored in."""
-    shapes = [(kind.transposed, *matrix_shape(kind, hp)) for kind in MATRICES if kind.bank == bank]
-    return [(transposed, max(1.0, out / into) ** 0.5) for transposed, out, into in shapes for _ in range(hp.num_layers)]
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
-
-
-def rotary_tables(hp: Hyperparameters) -> tuple[Tensor, Tensor]:
-    """cos and sin (T, 1, rotated/2) for every position of the longest sequence; frequencies do not depend on T."""
-    rotated = hp.rope_dims or hp.head_dim
-    frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
-    return angle.cos().float(), angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -583,8 +533,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def xsa(y: Tensor, v: Tensor) -> Tensor:
-    """Exclusive self-attention (XSA, #265): remove from y (B, T, H, E) its component along the position's own value in
-    v (B, T, K, E). Each key/value head serves a group of H / K query heads."""
+    """Exclusive self-attention (#265): remove from y (B, T, H, E) its part along the own value in v (B, T, K, E)."""
     grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
     v_hat = F.normalize(v.float(), dim=-1).unsqueeze(3)
     along = (grouped * v_hat).sum(dim=-1, keepdim=True)
@@ -593,20 +542,19 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 
 class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and the loss are fp32.
-
     The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
     Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (slopes: #1948).
-    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward:
-    `qat` rounds the banks as a plain export does (compiled code guards on it); `calibration` sees what each matrix
-    reads and `adapter` adds low-rank changes to matrices (both eager)."""
+    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward: `qat`
+    rounds the banks as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp, self.attend, self.dtype = hp, attend, dtype
         self.qat = False
-        self.calibration: Hessians | None = None
-        self.adapter: Adapter | None = None
-        layers, dim = hp.num_layers, hp.model_dim
+        self.hessians: dict[str, Tensor] = {}  # by matrix name: sums of x^T x (L or 1, in, in)
+        self.adapter: Adapter = {}
+        layers = hp.num_layers
+        dim = hp.model_dim
         self.encoder_layers = layers // 2
         for bank in BANKS:
             self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
@@ -622,21 +570,21 @@ class GPT(nn.Module):
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
         self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
-        cos, sin = rotary_tables(hp)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        rotated = hp.rope_dims or hp.head_dim
+        frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
+        self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), whatever T is
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)
 
     def initialise(self, seed: int) -> dict[str, Tensor]:
-        """Orthogonal matrices, zero projections back to the stream, small normal embedding, equal on all devices and
-        ranks. Returns the weights by parameter name, before they were rounded to the model's dtype."""
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns them in fp32."""
         weights = {name: p.detach().to("cpu", torch.float32, copy=True) for name, p in self.named_parameters()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
-            for matrix in bank_part(weights[kind.bank], kind):
-                if not kind.zero:
-                    nn.init.orthogonal_(matrix, generator=generator)
+            for matrix in bank_part(weights[kind.bank], kind) if not kind.zero else ():
+                nn.init.orthogonal_(matrix, generator=generator)
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
@@ -650,9 +598,8 @@ class GPT(nn.Module):
             parameter.copy_(weights[name])
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """ids (B, T) -> logits (B, T, V) without targets, else nats: their mean () or, with "none", each (B, n). The
-        targets (B, n) belong to the last n positions. With n < T, as in sliding windows, only these positions pass
-        through the head and the last layer, which still computes keys and values for all."""
+        """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
+        "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values."""
         hp = self.hp
         weights = self.matrices()
         x = x0 = self.embed(ids, weights)  # (B, T, D)
@@ -682,8 +629,10 @@ class GPT(nn.Module):
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
             if self.qat:
-                codes, scale = quantise_rows(bank.detach().float(), *code_range(kind, self.hp))
-                bank = bank + (codes * scale - bank).detach()
+                rows = bank.detach().float()
+                bits, clip = code_range(kind, self.hp)
+                scale = row_scales(rows, bits, clip)
+                bank = bank + (to_codes(rows, scale, bits) * scale - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
@@ -695,12 +644,12 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations. An
-        adapter holds factors (B, L, rank, in) and (B, L, out, rank) by matrix name, one pair per row of the batch."""
-        if self.calibration is not None:
-            self.calibration.add(name, layer, x)
+        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations."""
+        if name in self.hessians:
+            rows = x.flatten(0, -2).float()
+            self.hessians[name][layer].addmm_(rows.mT, rows)
         y = F.linear(x, weights[name][layer])
-        if self.adapter is not None and name in self.adapter:
+        if name in self.adapter:
             a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
             y = y + x @ a @ b
         return y
@@ -722,8 +671,7 @@ class GPT(nn.Module):
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
     def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int = 0) -> Tensor:
-        """Causal grouped-query attention of the normalised stream x (B, T, D), with query gain and partial RoPE, for
-        the positions from `first` on: (B, n, D)."""
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
         hp = self.hp
         time = x.size(1)
         q = self.linear(x[:, first:], weights, "q", layer).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, n, H, E)
@@ -775,12 +723,9 @@ class Comm:
         return lambda: self._named(work.wait)
 
     def _named(self, call: Callable, *arguments, **options):
-        try:
+        lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
+        with explaining(lost, RuntimeError, advice="look at the first rank that reported an error, then start again"):
             return call(*arguments, **options)
-        except RuntimeError as error:
-            lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
-            advice = "look at the first rank that reported an error, then start the run again"
-            raise UserError(f"{lost} ({reason(error)}); {advice}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -807,10 +752,13 @@ class Runtime:
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with dead ranks (pytorch #135712)
             restarts = shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
             require(not restarts, "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it")
-            options = {"timeout": timedelta(minutes=10), "device_id": device if on_gpu else None}
-            dist.init_process_group("nccl" if on_gpu else "gloo", **options)
+            backend, gpu = ("nccl", device) if on_gpu else ("gloo", None)
+            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
         if not on_gpu:
-            keep_freed_memory()
+            # Unless glibc keeps freed memory, its pages fault again in every step, which cost more than the arithmetic.
+            with contextlib.suppress(OSError, AttributeError):  # another C library
+                for parameter, value in ((-3, 1 << 30), (-1, -1)):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+                    ctypes.CDLL(None).mallopt(parameter, value)
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
@@ -831,10 +779,9 @@ class Runtime:
     def describe(self) -> str:
         """One line for the log."""
         cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-        name = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
-        name = f"CPU {name}, {torch.get_num_threads()} threads"
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name()
+        cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
+        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
+        name = gpu or f"CPU {cpu}, {torch.get_num_threads()} threads"
         kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
         return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
 
@@ -852,12 +799,12 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
-    if device.type == "cuda":
-        fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
-    return getattr(torch, wanted if wanted != "auto" else "bfloat16" if fast else "float32")
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    probes = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False) for unit in ("amx_tile", "avx512_bf16")]
+    on_gpu = device.type == "cuda"
+    fast = torch.cuda.get_device_capability(device) >= (8, 0) if on_gpu else any(probe() for probe in probes)
+    return torch.bfloat16 if fast else torch.float32
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
@@ -868,10 +815,8 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
         "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
         "triton": device.type == "cpu" or find_spec("triton") is not None,
     }
-    missing = ", ".join(name for name, found in needs.items() if not found)
-    if wanted != "auto" or not missing:
-        return wanted != "0", []
-    return False, [f"not compiled, which is slower: {missing} is missing"]
+    missing = ", ".join(name for name, found in needs.items() if not found) if wanted == "auto" else ""
+    return wanted != "0" and not missing, [f"not compiled, which is slower: {missing} is missing"] * bool(missing)
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
@@ -885,21 +830,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
-def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks; a no-op on other C libraries. A step frees and allocates the same hundreds of
-    megabytes again. By default every page then faults again, which cost more than the arithmetic of a step."""
-    with contextlib.suppress(OSError, AttributeError):
-        m_trim_threshold, m_mmap_threshold = -1, -3
-        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 30)
-        ctypes.CDLL(None).mallopt(m_trim_threshold, -1)
-
-
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
-# On a CPU the backward of torch's kernel takes as long for 4,096 tokens in sequences of 128 as in sequences of 512. Up
-# to this length plain products are faster: 2.6 times at 128, forward and backward.
-PLAIN_ATTENTION = 128
-
-
 def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E). torch's
     kernels cannot do this: they align the causal mask with the first position."""
@@ -927,7 +858,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
                 probe(*inputs).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
-            refused.append(f"attention {name} skipped: {type(error).__name__}: {reason(error)}")
+            refused.append(f"attention {name} skipped: {reason(error)}")
     raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
 
 
@@ -936,8 +867,7 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     if name == "fa3":
         from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
 
-        if torch.cuda.get_device_capability()[0] != 9:
-            raise RuntimeError("needs a Hopper GPU")
+        require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
 
         def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = flash_attn_func(q, k, v, causal=True)
@@ -974,11 +904,9 @@ NEWTON_SCHULZ = {
 
 def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
-    They need not arrive: the update only needs a direction, which allows the steep first steps. Zero matrices stay
-    zero. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for tall X the mirrored form with A = X^TX, as three
-    batched products in `dtype` without elementwise passes. Iterations beyond the list reuse its last coefficients."""
-    norm = torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True)
-    x = (g / (norm + 1e-7)).to(dtype)
+    They need not arrive: the update only needs a direction. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for
+    tall X the mirrored form. Zero matrices stay zero. Iterations beyond the list reuse its last coefficients."""
+    x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
     for step in range(steps):
@@ -991,8 +919,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate are ().
-    Nesterov momentum, row normalisation if enabled (MuonEq-R), Newton-Schulz, decoupled weight decay. Updates momentum,
-    master rows and their copy in the compute dtype in place. Compiled, it reads and writes each of them once."""
+    Changes momentum, weights and their copy in the compute dtype. Compiled, it reads and writes each of them once."""
     grad = shard.grad_shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
@@ -1010,35 +937,31 @@ class BankShard:
     """One bank under Parallel Muon. Every rank holds the whole bank and its gradient in the compute dtype, in buffers
     padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
-    def __init__(self, bank: nn.Parameter, weights: Tensor, traits: list, comm: Comm, accumulate: bool):
-        self.bank = bank
-        rows = bank.size(0)
-        single = comm.size == 1
-        owned = -(-rows // comm.size)  # r
-        self.padding = comm.size * owned - rows  # always less than W
+    def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
+        bank = getattr(model, name)
+        self.rows = bank.size(0)  # R
+        owned = -(-self.rows // comm.size)  # r
         self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
-
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
-        full[:rows] = weights
+        full[: self.rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
-        bank.data = self.padded[:rows]
+        bank.data = self.padded[: self.rows]
         self.owned_rows = self.padded[self.mine]
         self.master = full[self.mine].clone()
         self.momentum = torch.zeros_like(self.master)
-
         self.grad = torch.zeros_like(self.padded)
-        bank.grad = self.grad[:rows]  # backward accumulates in place, so the padding rows stay zero
-        # Several micro-batches are summed in fp32; a single one already is the sum.
-        self.grad_sum = self.grad.float() if accumulate else self.grad
-        direct = single or self.grad_sum.dtype == bank.dtype
+        bank.grad = self.grad[: self.rows]  # backward accumulates in place, so the padding rows stay zero
+        self.grad_sum = self.grad.float() if accumulate else self.grad  # several micro-batches are summed in fp32
+        direct = comm.size == 1 or self.grad_sum.dtype == bank.dtype
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
-        self.grad_shard = self.comm_buffer[self.mine] if single else torch.empty_like(self.comm_buffer[self.mine])
-
-        transposed, scale = zip(*traits, *[(False, 0.0)] * self.padding, strict=True)
-        self.scale = torch.tensor(scale, device=bank.device)[self.mine, None, None]
-        self.transposed = (
-            torch.tensor(transposed, device=bank.device)[self.mine, None, None] if any(transposed) else None
-        )
+        shard = self.comm_buffer[self.mine]
+        self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
+        traits = torch.zeros(len(full), 2, device=bank.device)
+        for kind, rows in zip(BANKS[name], traits[: self.rows].chunk(len(BANKS[name])), strict=True):
+            out, into = matrix_shape(kind, model.hp)
+            rows[:] = torch.tensor([kind.transposed, max(1.0, out / into) ** 0.5])  # tall: larger updates, as in #399
+        transposed, self.scale = traits[self.mine, :, None, None].unbind(1)
+        self.transposed = transposed.bool() if any(kind.transposed for kind in BANKS[name]) else None
 
 
 class Report(NamedTuple):
@@ -1050,36 +973,29 @@ class Report(NamedTuple):
 
 
 class ParallelMuon:
-    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for 1..W ranks. Its phases:
-
-    reduce_gradients  small gradients and report in one flat all-reduce, every bank by reduce-scatter, the largest first
-    gradient_norm     norm of the reduced gradient: owned shards and small gradients, one scalar all-reduce
-    update_bank       bank by bank: momentum, Newton-Schulz and new weights of the owned rows, start of the all-gather
-    update_small      Adam on the small parameters while the all-gathers are in flight
-    finish            wait for the all-gathers, as late as possible: the next forward needs them"""
+    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for any number of ranks."""
 
     def __init__(self, model: GPT, weights: dict, hp: Hyperparameters, comm: Comm, accumulate=False, compiled=False):
         self.hp = hp
         self.comm = comm
-        named = dict(model.named_parameters())
         device = model.tok_emb.device
-        self.banks: dict[str, BankShard] = {}
-        for bank in sorted(BANKS, key=lambda bank: -named[bank].numel()):
-            self.banks[bank] = BankShard(named[bank], weights[bank], row_traits(bank, hp), comm, accumulate)
-        self.small = {name: parameter for name, parameter in named.items() if name not in BANKS}
+        largest_first = sorted(BANKS, key=lambda bank: -weights[bank].numel())
+        self.banks = {bank: BankShard(bank, model, weights[bank], comm, accumulate) for bank in largest_first}
+        self.small = {name: parameter for name, parameter in model.named_parameters() if name not in BANKS}
+        self.owned = {name: shard.master for name, shard in self.banks.items()}  # fp32 weights that this rank updates
+        assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
+        self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
         sizes = [parameter.numel() for parameter in self.small.values()]
         self.flat = torch.zeros(sum(sizes) + len(Report._fields), device=device)  # gradients, then the report
         self.flat_grad, tail = self.flat.split([sum(sizes), len(Report._fields)])
         self.report = Report(*tail.unbind())  # () views, to be filled before `step`
         for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
             parameter.grad = view.view_as(parameter)  # backward accumulates in place, so gradients need no packing
-        rates = {name: hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr for name in self.small}
-        groups = [{"params": [], "lr": rate, "peak_lr": rate} for rate in sorted(set(rates.values()))]
-        for group in groups:
-            group["params"] = [parameter for name, parameter in self.small.items() if rates[name] == group["peak_lr"]]
-        assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
-        betas = (hp.beta1, hp.beta2)
-        self.adam = torch.optim.AdamW(groups, betas=betas, eps=hp.adam_eps, weight_decay=hp.adam_wd, fused=True)
+        groups = {rate: {"params": [], "lr": rate, "peak_lr": rate} for rate in (hp.tied_embed_lr, hp.scalar_lr)}
+        for name, parameter in self.small.items():
+            groups[hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr]["params"].append(parameter)
+        settings = {"betas": (hp.beta1, hp.beta2), "eps": hp.adam_eps, "weight_decay": hp.adam_wd}
+        self.adam = torch.optim.AdamW(list(groups.values()), **settings, fused=True)
         for parameter in self.small.values():  # what Adam creates at its first step, so a checkpoint can restore it
             moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
             self.adam.state[parameter] = {"step": torch.zeros((), device=device), **moments}
@@ -1095,8 +1011,8 @@ class ParallelMuon:
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
-        """One update from the gradients in place, which are zero afterwards. Returns the summed Report as (3,). Do not
-        read the banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
+        """One update from the gradients, which are zero afterwards. Returns the summed Report as (3,). Do not read the
+        banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
         self.reduce_gradients()
         norm = self.gradient_norm()
         if self.hp.skip_nonfinite and not (norm + self.report.loss).isfinite():  # waits for the device
@@ -1109,12 +1025,11 @@ class ParallelMuon:
                 self.update_bank(shard, clip, *settings)
             self.update_small(clip, lr_scale)
         report = torch.stack(self.report)
-        for buffer in (self.flat, *(shard.grad_sum for shard in self.banks.values())):
-            buffer.zero_()
+        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
         return report
 
     def reduce_gradients(self) -> None:
-        """Sum all gradients and the report over the ranks."""
+        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by reduce-scatter."""
         arrivals = [self.comm.all_reduce(self.flat)]
         for shard in self.banks.values():
             if shard.comm_buffer is not shard.grad_sum:
@@ -1124,32 +1039,28 @@ class ParallelMuon:
             arrived()
 
     def gradient_norm(self) -> Tensor:
-        """Norm () of the reduced gradient."""
+        """Norm () of the reduced gradient, by one scalar all-reduce."""
         norms = [torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()]
         square = torch.stack([norm.square() for norm in norms]).sum()
         self.comm.all_reduce(square)()
         return (square + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
     def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
-        """Update the owned rows and start to collect everyone's."""
+        """Muon on the owned rows; starts the all-gather of everyone's."""
         self.muon_update(shard, clip, momentum, rate, self.hp)
         self.gathers.append(self.comm.all_gather(shard.padded, shard.owned_rows))
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
-        """Adam on the replicated parameters."""
+        """Adam on the replicated parameters while the all-gathers are in flight."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
 
     def finish(self) -> None:
-        """Wait until the banks hold the new weights."""
+        """Wait until the banks hold the new weights, as late as possible: the next forward needs them."""
         while self.gathers:
             self.gathers.pop()()
-
-    def owned(self) -> list[Tensor]:
-        """The fp32 weights that this rank updates: its rows of each bank, all of each small parameter."""
-        return [*(shard.master for shard in self.banks.values()), *(p.detach() for p in self.small.values())]
 
     def sync_replicas(self) -> None:
         """Give every rank the owners' bank rows after a change outside `step`."""
@@ -1159,36 +1070,31 @@ class ParallelMuon:
 
     def weights(self) -> dict[str, Tensor]:
         """All weights in fp32, collected from their owners."""
-        owned = dict(zip((*self.banks, *self.small), self.owned(), strict=True))
-        return {name: self.whole(name, tensor).clone() for name, tensor in owned.items()}
+        return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state that a step changes, by PARAMETER.KIND; of a bank only the rows that this rank owns. Call
-        `sync_replicas` after writing into the weights."""
-        found = {}
-        for name, shard in self.banks.items():
-            found |= {f"{name}.weight": shard.master, f"{name}.momentum": shard.momentum}
+        """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows. `sync_replicas` after changes."""
+        found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
+        found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
-            found[f"{name}.weight"] = parameter.detach()
             found |= {f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}
         return found
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as `tensors` names it, on every rank: a bank's rows (R, a, b) collected from their owners, without
-        padding. All ranks must call this."""
+        """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks must call this."""
         shard = self.banks.get(name.partition(".")[0])
         if shard is None or self.comm.size == 1:
             return tensor
         full = torch.empty_like(shard.padded, dtype=tensor.dtype)
         self.comm.all_gather(full, tensor)()
-        return full[: shard.bank.size(0)]
+        return full[: shard.rows]
 
     def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
         """The inverse of `whole`: copy rank 0's `source` into every rank's `tensor`."""
         shard = self.banks.get(name.partition(".")[0])
         full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
         if self.comm.rank == 0:
-            target = full if shard is None else full[: shard.bank.size(0)]
+            target = full if shard is None else full[: shard.rows]
             shape = getattr(source, "shape", None)
             wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}: it belongs to another model"
             require(shape == target.shape, wrong)
@@ -1213,9 +1119,8 @@ class StepSettings(NamedTuple):
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> StepSettings:
-    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`. A pure
-    function of values that all ranks share. Progress is the used fraction of ITERATIONS or of the wall clock, the
-    larger one; the warmdown is linear in it and ends at 0."""
+    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`.
+    Progress is the used fraction of ITERATIONS or of the wall clock, the larger one; the warmdown ends at 0."""
     cap, steps = hp.max_wallclock_seconds, max(hp.iterations, 1)
     progress = max(step / steps, seconds / cap if cap else 0.0)
     if cap and step_seconds:
@@ -1230,20 +1135,19 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float
 
 
 class Clock:
-    """Training time: a timer that validation pauses, and rank 0's reading of it, which travels with the gradients. All
-    ranks decide by the reading, so they decide alike."""
+    """Training time: a timer that validation pauses, and rank 0's reading of it, by which all ranks decide alike."""
 
     def __init__(self, cap: float, in_flight: int):
-        self.cap, self.in_flight = cap, in_flight
-        self.paused_at, self.started = 0.0, None  # the timer
-        self.step, self.seconds = -1, 0.0  # the last step whose time is known, and that time
-        self.recent = deque(maxlen=20)  # seconds of recent steps
+        self.cap = cap
+        self.in_flight = in_flight  # steps that the host may queue ahead of the device
+        self.reset(0, 0.0, [])
 
     def start(self) -> None:
         self.started = self.started or time.perf_counter()
 
     def pause(self) -> None:
-        self.paused_at, self.started = self.elapsed(), None
+        self.paused_at = self.elapsed()
+        self.started = None
 
     def elapsed(self) -> float:
         """Seconds on this rank's timer."""
@@ -1251,25 +1155,19 @@ class Clock:
 
     def agree(self, step: int, seconds: float) -> None:
         """Rank 0 queued the update of `step` after `seconds` of training."""
-        self.recent.append((seconds - self.seconds) / (step - self.step))
-        self.step, self.seconds = step, seconds
+        self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
+        self.step = step
+        self.seconds = seconds
+        self.step_seconds = seconds / (step + 1)
 
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
-        """Continue before `step`, `seconds` into the run, with these recent step times."""
-        self.step, self.seconds, self.paused_at, self.started = step - 1, seconds, seconds, None
-        self.recent.clear()
-        self.recent.extend(recent)
-
-    def reserve(self, seconds: float) -> None:
-        """Take this time from the cap, for work after the last step. Raises UserError if the cap is too short."""
-        short = f"MAX_WALLCLOCK_SECONDS={self.cap:g} is less than the {seconds:.1f} s that GPTQ_BATCHES takes"
-        require(seconds < self.cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
-        self.cap -= seconds
-
-    @property
-    def step_seconds(self) -> float:
-        """Average so far; 0 before the first step is known."""
-        return self.seconds / (self.step + 1) if self.step >= 0 else 0.0
+        """Continue before `step`, `seconds` into the run."""
+        self.step = step - 1  # the last step whose time is known
+        self.seconds = seconds  # that time
+        self.step_seconds = seconds / max(step, 1)  # average so far; 0 before the first step is known
+        self.recent = recent  # seconds of recent steps
+        self.paused_at = seconds  # the timer
+        self.started = None
 
     def begins(self, step: int) -> float:
         """When `step` is expected to begin, in seconds."""
@@ -1284,11 +1182,11 @@ class Clock:
 class WeightAverage:
     """The weights to export: an EMA, or a plain average of late samples, in fp32. A rank averages what it owns."""
 
-    def __init__(self, weights: list[Tensor], hp: Hyperparameters):
+    def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
         self.hp = hp
         self.weights = weights
         self.samples = 0
-        self.mean = [w.clone() for w in weights] if hp.ema_enabled or hp.swa_enabled else []
+        self.mean = {name: w.clone() for name, w in weights.items()} if hp.ema_enabled or hp.swa_enabled else {}
 
     def update(self, step: int, lr_scale: float) -> None:
         """Add the weights after `step`."""
@@ -1296,20 +1194,19 @@ class WeightAverage:
         if self.hp.ema_enabled or late:
             self.samples += 1
             weight = 1 - self.hp.ema_decay if self.hp.ema_enabled else 1 / self.samples
-            torch._foreach_lerp_(self.mean, self.weights, weight)
+            torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
 
     def apply(self) -> str:
         """Replace the weights by the average. Returns what they are now, for the log."""
         if not self.samples:
             return "the last weights"
-        torch._foreach_copy_(self.weights, self.mean)
+        torch._foreach_copy_(list(self.weights.values()), list(self.mean.values()))
         return f"EMA of {self.samples} steps" if self.hp.ema_enabled else f"SWA of {self.samples} samples"
 
 
 # ---- Quantisation: weights -> integer codes and one scale per row ----------------------------------------------------
 def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tuple[int, float | None]:
-    """(bits, range in standard deviations of a row) of a matrix's codes; the range is `step_scale` times the table's.
-    #399's rule uses int6 for the blocks and int8 for the rest, and None as the range."""
+    """(bits, range in deviations of a row) of codes. #399's rule: int6 for the blocks, int8 for the rest, and None."""
     if hp.row_range == "published":
         return (6 if kind.bank else 8), None
     return kind.bits, kind.clip * step_scale
@@ -1317,10 +1214,8 @@ def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tu
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). A range of `clip` standard deviations
-    about zero (SDClip, #1394) gives every row the same number of levels and bytes. #399's rule is the largest weight,
-    but at least 1, so most rows share one step. Scales keep four significant bits, which is enough: codes are made for
-    the scale as stored. The bits are cut by integer arithmetic because a compiler may remove a pair of casts, and then
-    training would see other codes than the export."""
+    (SDClip, #1394) gives every row the same number of levels. #399's rule is the largest weight, at least 1. Scales
+    keep four significant bits, cut by integer arithmetic: a compiler may remove a pair of casts."""
     if clip is None:
         reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     else:
@@ -1335,33 +1230,10 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
 
 
-def quantise_rows(rows: Tensor, bits: int, clip: float | None) -> tuple[Tensor, Tensor]:
-    """fp32 rows (..., out, in) -> codes (..., out, in) and scales (..., out, 1), by plain rounding."""
-    scale = row_scales(rows, bits, clip)
-    return to_codes(rows, scale, bits), scale
-
-
-class Hessians:
-    """GPTQ's Hessians: sums of x^T x (L or 1, in, in) in fp32 over the activations x that matrices read. For a matrix W
-    that multiplies x this is the Hessian of the squared error of Wx, the same for every row of W."""
-
-    def __init__(self, hp: Hyperparameters, device: torch.device):
-        sizes = {"tok_emb": (1, hp.model_dim)} | ({"bigram_proj": (1, hp.bigram_dim)} if hp.bigram_vocab_size else {})
-        sizes |= {kind.name: (hp.num_layers, matrix_shape(kind, hp)[1]) for kind in MATRICES if kind.reads == kind.name}
-        self.sums = {name: torch.zeros(layers, n, n, device=device) for name, (layers, n) in sizes.items()}
-
-    def add(self, name: str, layer: int, x: Tensor) -> None:
-        """Add the activations (..., in) that this matrix reads, unless another matrix of the table reads the same."""
-        if name in self.sums:
-            x = x.flatten(0, -2).float()
-            self.sums[name][layer].addmm_(x.mT, x)
-
-
 def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
     """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its Hessian (L, in, in).
-    GPTQ (arXiv:2210.17323): columns are rounded one by one, those with the largest activations first, and the columns
-    still open compensate each error along the inverse Hessian; only its Cholesky factor is needed. The diagonal is
-    raised by 1 % of its mean, which also handles inputs that were always zero."""
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open ones compensate
+    each error along the inverse Hessian. The diagonal is raised by 1 % of its mean, also for inputs that are all 0."""
     width = weights.size(-1)
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
@@ -1386,23 +1258,19 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine -----------------------------------
+MAX_BITS = 12  # of a code
+ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
+ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
-LZMA_FILTERS = [
-    {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "lp": 0, "pb": 0}
-]
-
-
-def lzma_pack(raw: bytes) -> bytes:
-    """LZMA2 without a container."""
-    return lzma.compress(raw, lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+LZMA_FILTERS = [dict(id=lzma.FILTER_LZMA2, preset=9 | lzma.PRESET_EXTREME, dict_size=1 << 24, lc=0, lp=0, pb=0)]
+lzma_pack = functools.partial(lzma.compress, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)  # bytes -> bytes
 
 
 def lzma_unpack(blob: bytes, size: int) -> bytes:
     """The inverse of `lzma_pack` for `size` bytes; uses memory for `size` bytes. Raises an error if damaged."""
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
     raw = decoder.decompress(blob, max_length=size + 1)
-    whole = len(raw) == size and decoder.eof and not decoder.unused_data
-    require(whole, f"a compressed part does not hold {size} bytes")
+    require(len(raw) == size and decoder.eof and not decoder.unused_data, f"a packed part does not hold {size} bytes")
     return raw
 
 
@@ -1417,8 +1285,7 @@ def from_planes(raw: bytes) -> np.ndarray:
 
 
 def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by LZMA2: column by column, where codes are alike (1.5 % fewer bytes), shifted so that
-    the high bytes of codes of up to 8 bits are zero."""
+    """Codes (L, out, in) int16 by LZMA2, along columns of like codes (1.5 % fewer bytes), with zero high bytes."""
     return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
 
@@ -1428,37 +1295,31 @@ def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return codes.reshape(shape[0], shape[2], shape[1]).transpose(0, 2, 1)
 
 
-MAX_BITS = 12  # of a code
-ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
-ANS_BUCKETS = 3  # classes per octave of code size
-
-
 def encode_ans(codes: np.ndarray) -> bytes:
     """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of codes. The class of a
     code is a bucket of its row plus a bucket of its column: the mean code sizes there, in thirds of an octave. This
-    models the size of a code as a product of both. The result is exact on every machine. Layout (docs/formats.md):
-
-        length of the packed part (uint32) | packed: least code, classes, symbols per table (3 x int16), buckets of rows
-        (L, out) and columns (L, in) uint8, tables (classes, symbols) uint16 | words of the coder (uint32)"""
+    models the size of a code as a product of both. The bytes (docs/formats.md) are the same on every machine."""
     import constriction
 
     size = np.abs(codes).astype(np.float32)
     mean = size.mean(axis=(1, 2), keepdims=True)
     rows = _buckets(size.mean(axis=2))
     columns = _buckets((size.mean(axis=1, keepdims=True) / np.maximum(mean, 1e-9))[:, 0])
-    order, bounds = _classes(rows, columns)
     least = int(codes.min())
-    symbols = (codes.ravel()[order] - least).astype(np.int32)
-    parts = [symbols[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-    tables = np.stack([_frequencies(np.bincount(part, minlength=int(symbols.max()) + 1)) for part in parts])
+    symbols = (codes.ravel() - least).astype(np.int32)
+    parts = [symbols[places] for places in _classes(rows, columns)]
+    counts = np.stack([np.bincount(part, minlength=int(symbols.max()) + 1) for part in parts])
+    present = counts > 0  # frequencies are integers: 1 for each nonzero count, the rest in proportion
+    shared = (ANS_TOTAL - present.sum(axis=1)) * counts.cumsum(axis=1).T // np.maximum(1, counts.sum(axis=1))
+    tables = present + np.diff(shared.T, axis=1, prepend=0)
     coder = constriction.stream.stack.AnsCoder()
     distribution = constriction.stream.model.Categorical
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # the coder is a stack: last in, first out
         if np.count_nonzero(table) > 1:
             # Its fixed-point weights are exact for frequencies that sum to a power of two.
             coder.encode_reverse(part, distribution(table.astype(np.float64), perfect=False))
-    counts = struct.pack("<3h", least, *tables.shape)
-    side = lzma_pack(counts + rows.tobytes() + columns.tobytes() + tables.astype("<u2").tobytes())
+    head = struct.pack("<3h", least, *tables.shape)
+    side = lzma_pack(head + rows.tobytes() + columns.tobytes() + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
@@ -1477,17 +1338,17 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     side = np.frombuffer(lzma_unpack(packed, 6 + numbers + 2 * classes * count), np.uint8)[6:]
     rows, columns, tables = np.split(side, (layers * out, numbers))
     tables = tables.view("<u2").reshape(classes, count)
-    order, bounds = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
-    fit = len(bounds) == classes + 1 and all((tables.sum(axis=1) == ANS_TOTAL) | (np.diff(bounds) == 0))
-    require(fit, "its tables of frequencies do not fit")
+    positions = _classes(rows.reshape(layers, out), columns.reshape(layers, width))
+    fit = [not len(places) or table.sum() == ANS_TOTAL for table, places in zip(tables, positions, strict=False)]
+    require(len(positions) == classes and all(fit), "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(np.frombuffer(blob, "<u4", offset=4 + length).astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     distribution = constriction.stream.model.Categorical
-    for table, a, b in zip(tables, bounds, bounds[1:], strict=False):
+    for table, places in zip(tables, positions, strict=True):
         found = table.argmax()  # all there is if one symbol has all the weight
         if np.count_nonzero(table) > 1:
-            found = coder.decode(distribution(table.astype(np.float64), perfect=False), int(b - a))
-        codes[order[a:b]] = least + found
+            found = coder.decode(distribution(table.astype(np.float64), perfect=False), len(places))
+        codes[places] = least + found
     require(coder.is_empty(), "its codes do not end where they should")
     return codes.reshape(shape)
 
@@ -1497,23 +1358,14 @@ def _buckets(sizes: np.ndarray) -> np.ndarray:
     return (number - number.min()).astype(np.uint8)
 
 
-def _classes(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All positions sorted by class, and the bounds (classes + 1,) between classes."""
+def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
+    """The positions of the codes of each class."""
     classes = (rows[:, :, None].astype(np.int16) + columns[:, None, :]).ravel()
-    return classes.argsort(kind="stable"), np.concatenate(([0], np.bincount(classes).cumsum()))
-
-
-def _frequencies(counts: np.ndarray) -> np.ndarray:
-    """Counts scaled to integers that sum to ANS_TOTAL: 1 for each nonzero count, the rest in proportion."""
-    present = counts > 0
-    shared = (ANS_TOTAL - present.sum()) * np.concatenate(([0], counts.cumsum())) // max(1, counts.sum())
-    return present + np.diff(shared)
-
-
-CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
+    return np.split(classes.argsort(kind="stable"), np.bincount(classes).cumsum()[:-1])
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 5
 # Limits for a file from a stranger: bytes of file and header, weights (20 bytes each in memory while they are decoded).
@@ -1532,11 +1384,8 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
 
 
 def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=None, step_scale: float = 1.0) -> bytes:
-    """The artifact's bytes. With `hessians` the codes are GPTQ's. `metadata` is added to the header. Steps between
-    codes are `step_scale` times those of the tables. Layout, little-endian:
-
-        magic (8) | version (uint16) | length of the header (uint32) | header (JSON) | codes, tensor by tensor |
-        scales (bfloat16) and plain values (fp16) as byte planes, LZMA | sha256 of everything before (32)"""
+    """The artifact's bytes, described in docs/formats.md. With `hessians` the codes are GPTQ's. `metadata` is added to
+    the header. Steps between codes are `step_scale` times those of the tables."""
     streams, plain = [], []
     for kind, _, tensor in export_views(weights):
         if kind is None:
@@ -1551,8 +1400,8 @@ def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=No
     fields = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
     fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
     header = json.dumps(fields | {"code_bytes": [len(stream) for stream in streams]}).encode()
-    start = ARTIFACT_MAGIC + struct.pack("<HI", ARTIFACT_VERSION, len(header))
-    body = b"".join((start, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
+    numbers = struct.pack("<HI", ARTIFACT_VERSION, len(header))
+    body = b"".join((ARTIFACT_MAGIC, numbers, header, *streams, lzma_pack(to_planes(np.concatenate(plain)))))
     return body + hashlib.sha256(body).digest()
 
 
@@ -1566,10 +1415,9 @@ def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, m
     widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes; {max_bytes} are available"
     require(len(best) <= max_bytes, f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; make the model smaller")
     coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
-    octaves = 0.0
-    low = 0.0
-    high = MAX_OCTAVES
     slack = max_bytes / 1000
+    octaves = 0.0
+    low, high = 0.0, MAX_OCTAVES
     for _ in range(12):
         octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
         if not low < octaves < high:
@@ -1578,10 +1426,11 @@ def fit_artifact(weights: dict, hp: Hyperparameters, hessians, metadata: dict, m
         log(f"export: steps {2**octaves:.3f} times wider give {len(blob)} bytes; {max_bytes} are available")
         if len(blob) > max_bytes:
             low = octaves
-            continue
-        best, high = blob, octaves
-        if max_bytes - len(best) <= slack:
-            break
+        else:
+            best = blob
+            high = octaves
+            if max_bytes - len(best) <= slack:
+                break
     return best
 
 
@@ -1591,8 +1440,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
     start = len(ARTIFACT_MAGIC) + 6
     require(blob.startswith(ARTIFACT_MAGIC) and len(blob) >= start + 32, "it is not an artifact of this script")
     version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
-    known = f"its format has version {version}, but this script reads version {ARTIFACT_VERSION} only"
-    require(version == ARTIFACT_VERSION, known)
+    require(version == ARTIFACT_VERSION, f"its format has version {version}, not {ARTIFACT_VERSION}")
     require(hashlib.sha256(blob[:-32]).digest() == blob[-32:], "its checksum is wrong")
     require(length <= min(MAX_HEADER_BYTES, len(blob) - start - 32), f"its header claims {length} bytes")
     header = json.loads(blob[start : start + length])
@@ -1602,15 +1450,14 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
         weights = dict(GPT(hp, None, torch.float32).named_parameters())
     count = sum(tensor.numel() for tensor in weights.values())
     require(count <= MAX_WEIGHTS, f"its model has {count} weights, over the limit of {MAX_WEIGHTS}")
+    require(header["coder"] in CODERS, "its coder is unknown")
     views = list(export_views(weights))
-    counts = list(header["code_bytes"])
-    whole = all(type(n) is int and n >= 0 for n in counts)
-    coded = [kind for kind, _, _ in views if kind]
-    require(whole and len(counts) == len(coded), "its tensors are not those of its model")
-    fits = header["coder"] in CODERS and sum(counts) <= len(blob) - start - length - 32
-    require(fits, "it is shorter than its tensors, or of an unknown coder")
-    sizes = iter(counts)
-    entries = [(kind, name, tuple(view.shape), next(sizes) if kind else 0) for kind, name, view in views]
+    sizes = list(header["code_bytes"])
+    valid = all(type(n) is int and n >= 0 for n in sizes) and len(sizes) == sum(kind is not None for kind, *_ in views)
+    require(valid, "its tensors are not those of its model")
+    require(sum(sizes) <= len(blob) - start - length - 32, "it is shorter than its tensors")
+    nbytes = iter(sizes)
+    entries = [(kind, name, tuple(view.shape), next(nbytes) if kind else 0) for kind, name, view in views]
     return header, hp, entries, start + length
 
 
@@ -1642,14 +1489,16 @@ def load_artifact(blob: bytes, model: GPT) -> None:
     model.load(weights)
 
 
-def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) -> Hyperparameters:
-    """The knobs of `environ`, with the model's knobs from the artifact, and its evaluation windows unless `environ`
-    sets others. Raises UserError if model or tokenizer differ from the artifact's."""
+def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
+    """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and its windows unless
+    `environ` sets others. Raises UserError if it is invalid or model or tokenizer differ from the artifact's."""
     with reading_artifact(path):
+        size = Path(path).stat().st_size
+        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
+        blob = Path(path).read_bytes()
         header, made, _, _ = open_artifact(blob)
-    hp = Hyperparameters.from_env(
-        {n.upper(): str(getattr(made, n)) for n in knobs_with("model", "evaluation")} | environ
-    )
+    stored = {name.upper(): str(getattr(made, name)) for name in knobs_with("model", "evaluation")}
+    hp = Hyperparameters.from_env(stored | environ)
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
@@ -1657,29 +1506,12 @@ def artifact_hyperparameters(path: str, blob: bytes, environ: dict[str, str]) ->
     tokenizer = Path(hp.tokenizer_path)
     same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
     require(same, f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: set it to that")
-    return hp
+    return blob, hp
 
 
-def read_artifact(path: str | Path) -> bytes:
-    """The file's bytes. Raises UserError if it cannot be read or is too large."""
-    with reading_artifact(path):
-        size = Path(path).stat().st_size
-        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
-        return Path(path).read_bytes()
-
-
-@contextlib.contextmanager
-def reading_artifact(path: str | Path) -> Iterator[None]:
-    """Turn every error of reading an artifact into a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot read artifact {path}: {error.strerror or error}") from error
-    except Exception as error:  # hostile content can cause any
-        what = f"invalid content ({type(error).__name__}: {reason(error)})"
-        what = str(error) if isinstance(error, UserError) else what
-        advice = "it may be truncated or altered: copy it again"
-        raise UserError(f"artifact {path} cannot be used: {what}; {advice}") from error
+def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn every error of reading an artifact, as hostile content can cause any, into a UserError that names it."""
+    return explaining(f"artifact {path} cannot be used", Exception, advice="if truncated or altered, copy it again")
 
 
 # ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
@@ -1692,19 +1524,11 @@ class Score(NamedTuple):
     nbytes: int
     seconds: float
 
-    def fields(self, digits: int = 8) -> str:
-        return f"val_loss:{self.nats:.{digits}f} val_bpb:{self.bits_per_byte:.{digits}f}"
-
-
-class Interrupted(Exception):
-    """Ctrl-C during an evaluation, with the score so far."""
-
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Windows (3, N) that score every input of the spans (S, 2) once: each reads the inputs [start, stop) and scores
-    those from `scored` on. In each span they begin `stride` apart. The first scores everything it reads, each later one
-    its last `stride` inputs, so a target has at least window - stride inputs before it. A window's position does not
-    depend on what follows its targets: the last one may extend over the end of the span, where it scores nothing."""
+    those from `scored` on. In each span they begin `stride` apart; the first scores all it reads, the others their last
+    `stride`. No window depends on what follows its targets: the last one may extend over the end of the span."""
     begin, end = spans.T
     count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
     span = np.repeat(np.arange(len(spans)), count)
@@ -1721,8 +1545,8 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 class Evaluator:
     """Scores windows of the validation stream. `nats` (n + 1,) holds the loss of each target that this rank has scored
-    and NaN for the others; the last place takes what is computed but not scored. Ranks take equal parts of the windows.
-    Batches have few shapes and the last one of each shape is filled up, so a compiled forward meets no new shape."""
+    and NaN for the others; the last place takes what is not scored. Ranks take equal parts. Batches have few shapes and
+    are filled up, so a compiled forward meets no new shape. `log` gets a progress line every ten seconds."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
@@ -1731,13 +1555,9 @@ class Evaluator:
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.started = self.reported = time.perf_counter()
 
-    def run(self, method: Callable, *arguments) -> Score:
-        """Score with `method`. Raises Interrupted, with what this rank has scored, on Ctrl-C."""
-        try:
-            method(*arguments)
-            return self.result()
-        except KeyboardInterrupt:
-            raise Interrupted(self.result(complete=False)) from None
+    def windows(self) -> np.ndarray:
+        """The windows (3, N) of EVAL_SEQ_LEN tokens over the packed stream or, with EVAL_DOCUMENTS, each document."""
+        return plan_windows(self.val.spans(self.hp.eval_documents), self.hp.eval_seq_len, self.stride)
 
     def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
         """Store the losses (rows, n) of these targets where `counts`."""
@@ -1787,8 +1607,7 @@ class Evaluator:
         self.take(self.forward(ids, targets, reduction="none"), target, counts)
 
     def result(self, complete: bool = True) -> Score:
-        """The score over all ranks, or so far on this one. Raises RuntimeError unless every target of a complete score
-        has exactly one finite loss."""
+        """The score over all ranks, or so far on this one. Raises RuntimeError if a complete one misses a target."""
         nats = self.nats[:-1]
         scored = ~nats.isnan()
         nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
@@ -1800,30 +1619,23 @@ class Evaluator:
         wanted = [self.val.targets, self.val.total_bytes, self.val.targets]
         if complete and counts != wanted:
             raise RuntimeError(f"scored [targets, bytes, scores] {counts} instead of {wanted}")
-        targets, nbytes = int(counts[0]), int(counts[1])
-        bits_per_byte = total / math.log(2) / max(nbytes, 1)
+        targets, nbytes, _ = map(int, counts)
         seconds = time.perf_counter() - self.started
-        return Score(total / max(targets, 1), bits_per_byte, targets, nbytes, seconds)
+        return Score(total / max(targets, 1), total / math.log(2) / max(nbytes, 1), targets, nbytes, seconds)
 
 
 def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
-    """Score every target of the validation stream once, with windows of EVAL_SEQ_LEN tokens, `stride` apart, over the
-    packed stream or, with EVAL_DOCUMENTS, over each document alone. stride = EVAL_SEQ_LEN gives disjoint windows. `log`
-    gets a progress line every ten seconds. Raises Interrupted on Ctrl-C."""
-    evaluator = Evaluator(forward, val, hp, runtime, stride, log)
-    return evaluator.run(evaluator.score, plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, stride))
+    """Score every target of the validation stream once, with windows `stride` apart; EVAL_SEQ_LEN: without overlap."""
+    scorer = Evaluator(forward, val, hp, runtime, stride, log)
+    scorer.score(scorer.windows())
+    return scorer.result()
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
-LORA_KINDS = ("k", "v", "out")  # matrices that get a low-rank change
-Adapter = dict[str, tuple[Tensor, Tensor]]  # by matrix name: A (B, L, rank, in) and B (B, L, out, rank)
-
-
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
-    spent = time.perf_counter() - scorer.started
-    if not limit or scorer.runtime.comm.share(spent) <= limit:
+    if not limit or scorer.runtime.comm.share(time.perf_counter() - scorer.started) <= limit:
         return False
     done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
     scorer.log(f"ttt: {done}; the rest is scored with fixed weights")
@@ -1831,12 +1643,12 @@ def out_of_time(scorer: Evaluator) -> bool:
 
 
 def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
-    """Score the packed stream chunk by chunk with sliding windows, and train all weights on each chunk after it is
-    scored: a few steps of SGD with momentum. The last chunk is not trained on. Changes the model's weights. Ranks share
-    windows and sequences and take the same steps."""
-    hp, val, chunk = scorer.hp, scorer.val, scorer.hp.ttt_chunk_tokens
-    windows = plan_windows(val.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride)
-    chunks = -(-val.targets // chunk)
+    """Score the packed stream chunk by chunk with sliding windows, and train all weights of the model on each chunk but
+    the last after it is scored, by SGD with momentum. Ranks share windows and sequences and take the same steps."""
+    hp = scorer.hp
+    chunk = hp.ttt_chunk_tokens
+    windows = scorer.windows()
+    chunks = -(-scorer.val.targets // chunk)
     training = True
     weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
@@ -1871,9 +1683,8 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
 
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
-    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. Its chunks are
-    scored in order; the forward that scores a chunk also gives the gradient of one AdamW step after it. Documents of
-    similar length are batched. Ranks share the documents."""
+    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. The forward that
+    scores a chunk also gives the gradient of one AdamW step. Documents of similar length share a batch."""
     hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
     spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
     while len(spans):
@@ -1888,11 +1699,15 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
 
 def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
-    hp = scorer.hp
-    tokens = scorer.val.tokens
-    device = scorer.runtime.device
-    chunk = scorer.hp.ttt_lora_chunk
-    adapter = new_adapter(hp, len(spans), device)
+    hp, tokens, device = scorer.hp, scorer.val.tokens, scorer.runtime.device
+    chunk = hp.ttt_lora_chunk
+    adapter: Adapter = {}  # changes nothing yet: random A, the same for all documents, and zero B
+    generator = torch.Generator().manual_seed(0)
+    for kind in [kind for kind in MATRICES if kind.name in ("k", "v", "out")]:
+        out, into = matrix_shape(kind, hp)
+        a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
+        b = torch.zeros(len(spans), hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
+        adapter[kind.name] = (a.to(device).repeat(len(spans), 1, 1, 1).requires_grad_(), b)
     last = scorer.val.targets - 1
     factors = [factor for pair in adapter.values() for factor in pair]
     adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -1907,7 +1722,7 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
         model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
         with torch.enable_grad():
             nats = model(ids, targets, "none")
-        model.adapter = None
+        model.adapter = {}
         scorer.take(nats.detach(), target, counts)
         if first + chunk < lengths[0]:
             adam.zero_grad()
@@ -1915,35 +1730,7 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
             adam.step()
 
 
-def new_adapter(hp: Hyperparameters, documents: int, device: torch.device) -> Adapter:
-    """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
-    generator = torch.Generator().manual_seed(0)
-    adapter = {}
-    for kind in MATRICES:
-        if kind.name in LORA_KINDS:
-            out, into = matrix_shape(kind, hp)
-            a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
-            b = torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
-            adapter[kind.name] = (a.to(device).repeat(documents, 1, 1, 1).requires_grad_(), b)
-    return adapter
-
-
 # ---- Log and files ---------------------------------------------------------------------------------------------------
-def source_code() -> bytes:
-    """This script as people read it. A self-extracting copy (tools/pack_code.py) keeps it in the global SOURCE."""
-    return globals().get("SOURCE") or Path(__file__).read_bytes()
-
-
-@contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turn a failed write (folder not writable, disk full) into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        why = error.strerror or error
-        raise UserError(f"cannot write {path}: {why}; free space or choose a writable folder") from error
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name to write to; then synced and renamed, so a crash leaves the old file or the complete new one."""
@@ -1954,9 +1741,8 @@ def replacing(path: Path) -> Iterator[Path]:
             with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
             os.replace(partial, path)
-        except Exception:
+        finally:
             partial.unlink(missing_ok=True)
-            raise
 
 
 class Log:
@@ -1971,10 +1757,9 @@ class Log:
             with writing(paths[0]):
                 folder.mkdir(parents=True, exist_ok=True)
                 self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
-            try:
+            busy = f"RUN_ID={self.name}: another run is writing {paths[0]}"
+            with explaining(busy, BlockingIOError, advice="wait or set another"):
                 fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
-            except BlockingIOError:
-                raise UserError(f"RUN_ID={self.name}: another run is writing {paths[0]}; wait or set another") from None
 
     def __call__(self, line: str, event: str = "", console: bool = True, **fields) -> None:
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began, **fields}."""
@@ -1996,16 +1781,20 @@ class Log:
         settings = hp.describe()
         packages = [name for name in ("torch", "numpy", "sentencepiece", "constriction") if find_spec(name)]
         found = ", ".join(f"{name} {version(name)}" for name in packages)
-        fields = {"versions": f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"}
-        fields["runtime"] = runtime.describe()
-        source = "" if resumed else source_code().decode() + "\n" + "=" * 100 + "\n"
+        versions = f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"
+        fields = {"versions": versions, "runtime": runtime.describe()}
+        source = "" if resumed else SOURCE.decode() + "\n" + "=" * 100 + "\n"
         self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)
         self("\n".join(fields.values()))
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
         fields |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
         self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
-        for note in (*runtime.notes, *misspelt_knobs(os.environ), *notes):
+        for note in (*runtime.notes, *notes):
             self(f"note: {note}")
+        knobs = [knob.name.upper() for knob in KNOBS]
+        for name in sorted(os.environ.keys() - knobs):
+            for knob in difflib.get_close_matches(name, knobs, n=1, cutoff=0.85):
+                self(f"note: {name} is set but is not a knob; did you mean {knob}?")
 
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) ----------------------------------------------
@@ -2022,13 +1811,13 @@ class Checkpoints:
     only waits for the copy to host memory; a thread hashes, writes, syncs and renames. The last two are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
-        self.hp = hp
-        self.comm = comm
-        self.log = log
+        self.hp, self.comm, self.log = hp, comm, log
         self.folder = CHECKPOINTS / hp.run_id
         self.copies: dict[str, Tensor] = {}  # in host memory
-        self.writer, self.newest = None, None  # thread and path of the newest checkpoint
-        self.step, self.seconds = 0, 0.0  # of the newest, from which intervals count
+        self.writer = ThreadPoolExecutor(1)
+        self.written = self.writer.submit(lambda: None)  # future of the newest checkpoint
+        self.newest = None  # its path
+        self.last = {"step": 0, "seconds": 0.0}  # its state, from which intervals count
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -2036,26 +1825,23 @@ class Checkpoints:
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all ranks."""
         every = self.hp.checkpoint_every
-        spent = seconds - self.seconds if every.endswith("s") else step - self.step
+        spent = seconds - self.last["seconds"] if every.endswith("s") else step - self.last["step"]
         return bool(every) and spent >= int(every.rstrip("s"))
 
-    def save(self, step: int, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
-        """Copy the whole tensors and start writing them as the state before `step`. All ranks must call this."""
-        self.wait()
-        self.step = step
-        self.seconds = state["seconds"]
+    def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
+        """Copy the whole tensors and start writing them, with this metadata. All ranks must call this."""
+        self.written.result()
+        self.last = state
+        self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
         copied = None
-        self.newest = self.folder / f"step_{step:08d}.safetensors"
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
-            source = hashlib.sha256(source_code()).hexdigest()
-            metadata = {"version": CHECKPOINT_VERSION, "step": step, "source_sha256": source, **state}
-            metadata["hyperparameters"] = dataclasses.asdict(self.hp)
-            self.writer = threading.Thread(target=self._write, args=(self.newest, metadata, copied))
-            self.writer.start()
+            metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": dataclasses.asdict(self.hp), **state}
+            metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
+            self.written = self.writer.submit(self._write, self.newest, metadata, copied)
 
     def _write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
         from safetensors import SafetensorError
@@ -2071,19 +1857,13 @@ class Checkpoints:
             text = {"checkpoint": json.dumps(metadata), "sha256": checkpoint_digest(metadata, self.copies)}
             with replacing(path) as partial:
                 save_file(self.copies, partial, metadata=text)
-            older = sorted(other for other in self.folder.glob("step_*.safetensors") if other < path)
-            for other in older[:-1]:
-                other.unlink(missing_ok=True)
+            for older in sorted(self.folder.glob("step_*.safetensors"))[:-2]:
+                older.unlink(missing_ok=True)
             fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
             self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
-        except (UserError, SafetensorError) as error:  # such as a full disk; the run continues without it
+        except (UserError, SafetensorError, OSError) as error:  # such as a full disk; the run continues without it
             self.log(f"note: there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
-
-    def wait(self) -> None:
-        """Wait for the writer."""
-        if self.writer is not None:
-            self.writer.join()
 
 
 def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
@@ -2097,19 +1877,17 @@ def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is executed."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with explaining("it is truncated or not a checkpoint", Exception, advice="copy or delete it"):
         with safe_open(path, framework="pt") as file:
             text = file.metadata() or {}
-            metadata, stated = json.loads(text["checkpoint"]), text["sha256"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        metadata = json.loads(text["checkpoint"])
+        stated, version = text["sha256"], metadata["version"]
         numbers = [metadata["step"], metadata["seconds"], metadata["samples"], metadata["skipped"], *metadata["recent"]]
         valid = all(isinstance(n, int | float) and n >= 0 for n in numbers) and metadata["hyperparameters"].keys()
-    except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"it is truncated or not a checkpoint ({type(error).__name__}: {reason(error)})") from error
-    known = f"its format has version {metadata.get('version')}, but this script reads {CHECKPOINT_VERSION} only"
-    require(metadata.get("version") == CHECKPOINT_VERSION, known)
+    require(version == CHECKPOINT_VERSION, f"its format has version {version}, not {CHECKPOINT_VERSION}")
     require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
     require(bool(valid), "its metadata is invalid")
     return metadata, tensors
@@ -2134,17 +1912,16 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
             notes.append(f"checkpoint {path} skipped: {reason(error)}")
             continue
         before = metadata["hyperparameters"]
-        now = dataclasses.asdict(hp)
-        fixed = knobs_with("training", "model")
-        unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in fixed if before.get(n) != now[n])
+        now = {name: getattr(hp, name) for name in knobs_with("training", "model")}
+        unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in now if before.get(n) != now[n])
         free = " ".join(knobs_with("evaluation", "run")).upper()
         other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
         require(not unlike, f"{other}; only these may change: {free}")
-        if metadata["source_sha256"] != hashlib.sha256(source_code()).hexdigest():
+        if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
             notes.append("train_gpt.py has changed since this checkpoint")
         found = path, metadata
         break
-    require(bool(tensors or not notes), f"RESUME={hp.resume}: {'; '.join(notes)}; delete {folder} to start over")
+    require(tensors or not notes, f"RESUME={hp.resume}: {'; '.join(notes)}; delete {folder} to start over")
     (path, metadata), notes = comm.share((found, notes))
     return path, metadata, tensors, notes
 
@@ -2180,14 +1957,13 @@ class Training:
         weights = self.model.initialise(hp.seed)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
-        self.average = WeightAverage(self.optimizer.owned(), hp)
+        self.average = WeightAverage(self.optimizer.owned, hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
-        self.depth = 2 if runtime.device.type == "cuda" else 0  # steps that the host queues ahead of a GPU
-        self.clock = Clock(hp.max_wallclock_seconds, self.depth)
-        self.in_flight = deque()
-        self.signals = []
-        self.stopping = False  # signals of this rank; whether any rank has one
-        self.first = self.skipped = 0
+        self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if runtime.device.type == "cuda" else 0)
+        self.in_flight = []  # steps whose reports are not read yet
+        self.signals = []  # that this rank has received
+        self.stopping = False  # whether any rank has received one
+        self.skipped = 0  # non-finite steps
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
@@ -2212,31 +1988,30 @@ class Training:
         """Run the graphs and collectives of the run before its clock starts, then restore all state."""
         hp = self.hp
         started = time.perf_counter()
-        queued = []
         if hp.gptq_batches and hp.max_wallclock_seconds:  # reserve time for GPTQ, as rank 0 measures it
             self.calibrate(range(1))  # loads kernels
-            took = self.calibrate(range(1))[1]
-            self.clock.reserve(1.1 * hp.gptq_batches * self.runtime.comm.share(took))
-            reserved = hp.max_wallclock_seconds - self.clock.cap
-            self.log(f"warmup: {reserved:.2f} s of the wall clock are reserved for GPTQ")
+            reserve = 1.1 * hp.gptq_batches * self.runtime.comm.share(self.calibrate(range(1))[1])
+            short = f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g} is less than the {reserve:.1f} s for GPTQ"
+            require(reserve < hp.max_wallclock_seconds, f"{short}: set GPTQ_BATCHES=0, or allow more time")
+            self.clock.cap -= reserve
+            self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
         if not hp.warmup_steps:
             return
         before = {name: tensor.clone() for name, tensor in self.tensors().items()}
         whole = StepSettings(1.0, hp.muon_momentum_warmup_start, False, hp.train_seq_len)
         kinds = [whole] * hp.warmup_steps
-        if hp.short_seq_parts > 1:
-            kinds.append(whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts))
-        if hp.late_qat:
-            kinds.append(whole._replace(qat=True))
+        kinds += [whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts)] * (hp.short_seq_parts > 1)
+        kinds += [whole._replace(qat=True)] * hp.late_qat
+        queued = []  # when each step was
         self.clock.start()
         for step, settings in enumerate(kinds):
             if step in (0, hp.warmup_steps - 1) or settings is not whole:  # compiling takes minutes the first time
                 kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
                 self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        rows, window = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
-        blank = torch.zeros(rows, window, dtype=torch.int64, device=self.runtime.device)
-        for n in (window, hp.eval_stride):
+        shape = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
+        blank = torch.zeros(shape, dtype=torch.int64, device=self.runtime.device)
+        for n in (hp.eval_seq_len, hp.eval_stride):
             with torch.no_grad():
                 self.forward(blank, blank[:, :n].clone(), reduction="none")
         for name, tensor in self.tensors().items():
@@ -2244,16 +2019,14 @@ class Training:
         self.optimizer.sync_replicas()
         self.average.samples = 0
         self.runtime.synchronize()
-        last = queued[max(0, hp.warmup_steps - 2) : hp.warmup_steps]  # ordinary steps, already compiled
-        self.clock.reset(0, 0.0, [last[1] - last[0]] if len(last) > 1 else [])
+        self.clock.reset(0, 0.0, np.diff(queued[: hp.warmup_steps])[-1:].tolist())  # an ordinary step, compiled before
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
         hp = self.hp
-        clock = self.clock
-        step = self.first
+        first = step = self.clock.step + 1
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
         profile = contextlib.nullcontext()
@@ -2263,139 +2036,133 @@ class Training:
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
             while True:
-                fits = clock.fits(step)
-                done = step >= hp.iterations or not fits
+                done = step >= hp.iterations or not self.clock.fits(step)
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
-                    clock.pause()
-                    self._validate(step)
+                    self.clock.pause()
+                    score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
+                    result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
+                    more = f"eval_time:{1000 * score.seconds:.0f}ms"
+                    self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
                 if done:
                     break
-                clock.start()
-                settings = schedule(hp, step, clock.begins(step), clock.step_seconds)
+                self.clock.start()
+                settings = schedule(hp, step, self.clock.begins(step), self.clock.step_seconds)
                 summed = self.train_step(step, settings)
                 values = summed.to("cpu", non_blocking=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if summed.is_cuda else None
                 self.in_flight.append((step, settings, values, copied))
-                self._settle(self.depth if step > self.first + 1 else 0)  # queue ahead once a step's time is known
+                self._settle(self.clock.in_flight if step > first + 1 else 0)  # queue ahead once a step's time is known
                 step += 1
-                if self.stopping or self.checkpoints.due(step, clock.begins(step)):
+                if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
                     self._settle(0)
                     self.save(step)
                 if self.stopping:
-                    self.checkpoints.wait()
+                    self.checkpoints.written.result()
                     newest = self.runtime.comm.share(self.checkpoints.newest)  # after rank 0 has written it
                     raise Stopped((*self.signals, signal.SIGTERM)[0], step, newest)
                 if hp.profile:
                     profile.step()
         if step < hp.iterations:
-            seconds = clock.elapsed()
+            seconds = self.clock.elapsed()
             line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
             self.log(line, event="stopping_early", step=step, train_seconds=seconds)
         self.save(step)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint as this rank has them: the optimizer's, and the average as PARAMETER.average."""
-        names = [*self.optimizer.banks, *self.optimizer.small]
-        average = {f"{name}.average": mean for name, mean in zip(names, self.average.mean, strict=False)}
-        return self.optimizer.tensors() | average
+        return self.optimizer.tensors() | {f"{name}.average": mean for name, mean in self.average.mean.items()}
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not exist yet."""
-        if self.hp.checkpoint_every and step > self.checkpoints.step:
+        if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
             whole = ((name, self.optimizer.whole(name, tensor)) for name, tensor in self.tensors().items())
-            state = {"samples": self.average.samples, "skipped": self.skipped}
-            clock = {"seconds": self.clock.seconds, "recent": list(self.clock.recent)}
-            self.checkpoints.save(step, whole, state | clock)
+            state = {"step": step, "samples": self.average.samples, "skipped": self.skipped}
+            self.checkpoints.save(whole, state | {"seconds": self.clock.seconds, "recent": self.clock.recent})
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.distribute(name, tensor, tensors.pop(name, None))
         self.optimizer.sync_replicas()
-        self.first, self.average.samples, self.skipped = state["step"], state["samples"], state["skipped"]
-        self.clock.reset(self.first, state["seconds"], state["recent"])
-        self.checkpoints.step, self.checkpoints.seconds, self.checkpoints.newest = self.first, state["seconds"], path
+        step, seconds = state["step"], state["seconds"]
+        self.skipped = state["skipped"]
+        self.average.samples = state["samples"]
+        self.clock.reset(step, seconds, state["recent"])
+        self.checkpoints.last = state
+        self.checkpoints.newest = path
         for later in path.parent.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
             if later > path:  # damaged, or of a branch that this run leaves
                 later.unlink()
-        line = f"resumed: step:{self.first} train_time:{1000 * state['seconds']:.0f}ms from:{path}"
-        self.log(line, event="resumed", step=self.first, train_seconds=state["seconds"], path=str(path))
+        line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
+        self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
-        """Replace the weights by their average on all ranks and calibrate GPTQ, within the wall clock. Returns what the
-        weights are now, and the Hessians by matrix name."""
+        """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the average, Hessians)."""
         batches = self.hp.gptq_batches
-        clock = self.clock
-        hessians = {}
-        clock.start()
+        self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
-        if batches:
-            hessians, took = self.calibrate(range(clock.step + 1, clock.step + 1 + batches))
-        clock.pause()
+        first = self.clock.step + 1
+        hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
+        self.clock.pause()
         if batches:
             line = f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took {1000 * took:.0f}ms"
-            fields = {"batches": batches, "train_seconds": clock.elapsed(), "wall_seconds": took}
-            self.log(f"{line} train_time:{1000 * clock.elapsed():.0f}ms", event="gptq", **fields)
+            fields = {"batches": batches, "train_seconds": self.clock.elapsed(), "wall_seconds": took}
+            self.log(f"{line} train_time:{1000 * self.clock.elapsed():.0f}ms", event="gptq", **fields)
         return averaged, hessians
 
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians over the training batches of these steps, on all ranks; seconds). Too few to compile for."""
+        """(GPTQ's Hessians by matrix name from the batches of these steps, on all ranks; seconds). The sum of x^Tx over
+        the activations x of a matrix W is the Hessian of the squared error of Wx. Too few batches to compile for."""
         started = time.perf_counter()
-        hessians = Hessians(self.hp, self.runtime.device)
-        self.model.calibration = hessians
+        weights = self.model.matrices()
+        for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
+            width = weights[name][0].size(1)
+            self.model.hessians[name] = torch.zeros(len(weights[name]), width, width, device=self.runtime.device)
         for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
                 self.model(rows[:, :-1].to(torch.int64))
-        self.model.calibration = None
-        for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.sums.values()]:
+        hessians, self.model.hessians = self.model.hessians, {}
+        for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.values()]:
             arrived()
         self.runtime.synchronize()
-        return hessians.sums, time.perf_counter() - started
+        return hessians, time.perf_counter() - started
 
     def _settle(self, depth: int) -> None:
         """Process the reports of all but the last `depth` steps."""
+        hp = self.hp
         while len(self.in_flight) > depth:
-            step, settings, values, copied = self.in_flight.popleft()
+            index, settings, values, copied = self.in_flight.pop(0)
             if copied is not None:
                 copied.synchronize()
             report = Report(*values.tolist())
-            limit = self.hp.skip_nonfinite
-            self.clock.agree(step, report.seconds)
+            self.clock.agree(index, report.seconds)
             self.stopping |= report.stop > 0
+            step = index + 1
             if not math.isfinite(report.loss):
                 self.skipped += 1
-                require(self.skipped <= limit, self._not_finite(step + 1, report.loss))
-                self.log(f"note: step {step + 1} was not finite and was skipped ({self.skipped} of {limit})")
-            if step < 10 or (step + 1) % self.hp.train_log_every == 0:
-                self._log_step(step + 1, report.loss, settings)
+                require(self.skipped <= hp.skip_nonfinite, self._not_finite(step, report.loss))
+                self.log(f"note: step {step} was not finite and was skipped ({self.skipped} of {hp.skip_nonfinite})")
+            if step <= 10 or step % hp.train_log_every == 0:
+                seconds = self.clock.elapsed()
+                rate = step * hp.train_batch_tokens / seconds
+                eta = min((hp.iterations - step) * seconds / step, (hp.max_wallclock_seconds or math.inf) - seconds)
+                rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
+                more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
+                fields = {"train_loss": report.loss, "tokens_per_second": rate, **settings._asdict()}
+                self._progress("train", step, f"train_loss:{report.loss:.4f}", more, **fields)
 
     def _not_finite(self, step: int, loss: float) -> str:
-        state = {name: tensor for name, tensor in self.optimizer.tensors().items() if name.endswith(".weight")}
-        norms = ", ".join(f"{name[:-7]} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in state.items())
-        self.checkpoints.wait()
+        owned = self.optimizer.owned.items()
+        norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in owned)
+        self.checkpoints.written.result()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
         return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
 
-    def _log_step(self, step: int, loss: float, settings: StepSettings) -> None:
-        seconds = self.clock.elapsed()
-        cap = self.hp.max_wallclock_seconds or math.inf
-        rate = step * self.hp.train_batch_tokens / seconds
-        eta = (self.hp.iterations - step) * seconds / step
-        rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
-        more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{min(eta, cap - seconds):.0f}s"
-        fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
-        self._log_progress("train", step, f"train_loss:{loss:.4f}", more, fields)
-
-    def _validate(self, step: int) -> None:
-        score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
-        fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
-        self._log_progress("val", step, score.fields(4), f"eval_time:{1000 * score.seconds:.0f}ms", fields)
-
-    def _log_progress(self, event: str, step: int, result: str, more: str, fields: dict) -> None:
+    def _progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
         seconds = self.clock.elapsed()
         used = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
         line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
@@ -2404,18 +2171,17 @@ class Training:
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """Log the final scores of the model's weights: disjoint windows, sliding windows, test-time training."""
-    for name in ["roundtrip", "sliding_window"] + ([f"ttt_{hp.ttt_mode}"] if hp.ttt_enabled else []):
+    """Log the final scores: disjoint and sliding windows, test-time training; on Ctrl-C, what was scored until then."""
+    for name in ["roundtrip", "sliding_window"] + [f"ttt_{hp.ttt_mode}"] * hp.ttt_enabled:
+        scorer = Evaluator(forward, val, hp, runtime, hp.eval_seq_len if name == "roundtrip" else hp.eval_stride, log)
         try:
             if name.startswith("ttt"):
-                scorer = Evaluator(forward, val, hp, runtime, hp.eval_stride, log)
-                score = scorer.run({"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode], model, scorer)
+                {"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode](model, scorer)
             else:
-                stride = hp.eval_seq_len if name == "roundtrip" else hp.eval_stride
-                score = evaluate(forward, val, hp, runtime, stride, log)
-            log_score(log, f"final_int6_{name}_exact", score)
-        except Interrupted as stopped:
-            log_score(log, f"final_int6_{name}_partial", stopped.args[0])
+                scorer.score(scorer.windows())
+            log_score(log, f"final_int6_{name}_exact", scorer.result())
+        except KeyboardInterrupt:
+            log_score(log, f"final_int6_{name}_partial", scorer.result(complete=False))
             raise
 
 
@@ -2423,50 +2189,45 @@ def log_score(log: Log, name: str, score: Score) -> None:
     """One final score, in the line that tools look for."""
     more = f"eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}"
     fields = {"eval_seconds": score.seconds, "val_tokens": score.targets, "val_bytes": score.nbytes}
-    log(f"{name} {score.fields()} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
+    result = f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    log(f"{name} {result} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
 
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact. Returns its bytes, on all ranks, and the submission's size."""
     hp = run.hp
-    comm = run.runtime.comm
     log = run.log
     started = time.perf_counter()
-    blob = b""
     code_bytes = Path(__file__).stat().st_size
     weights = run.optimizer.weights()
-    name = f"int6+{run.hp.compressor}"
-    if comm.rank == 0:
+    blob = b""
+    if run.runtime.comm.rank == 0:
         log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
         max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
         with replacing(ARTIFACT) as partial:
             partial.write_bytes(blob)
-    blob = comm.share(blob)
+    blob = run.runtime.comm.share(blob)
     total = len(blob) + code_bytes
-    seconds = time.perf_counter() - started
-    log(f"Serialized model {name}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
-    fields = {"path": str(ARTIFACT), "model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": seconds}
-    log(f"Total submission size {name}: {total} bytes", event="artifact", **fields)
+    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    fields = {"model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": time.perf_counter() - started}
+    log(f"Total submission size int6+{hp.compressor}: {total} bytes", event="artifact", path=str(ARTIFACT), **fields)
     return blob, total
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
-    """Raise UserError if the training time or code plus artifact exceed the challenge's limit. A longer
-    MAX_WALLCLOCK_SECONDS raises the first limit."""
+    """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
     invalid = "this run is not a valid submission"
-    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: {invalid}; lower MAX_WALLCLOCK_SECONDS"
-    require(seconds <= cap, slow)
+    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}"
+    require(seconds <= cap, f"{slow}: {invalid}; lower MAX_WALLCLOCK_SECONDS")
     large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
-    advice = f"{invalid}; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller"
-    require(total <= SUBMISSION_CAP, f"{large}: {advice}")
+    require(total <= SUBMISSION_CAP, f"{large}: {invalid}; set TARGET_BYTES={SUBMISSION_CAP} or a smaller model")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
     """Load the artifact at `path` and score it."""
-    blob = read_artifact(path)
-    hp = artifact_hyperparameters(path, blob, environ)
+    blob, hp = read_artifact(path, environ)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)
         log.header(hp, runtime)
@@ -2479,22 +2240,18 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
-    for package, needed in (
-        ("constriction", hp.compressor == "ans"),
-        ("safetensors", hp.checkpoint_every or hp.resume),
-    ):
-        missing = f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip install {package}"
-        require(not needed or find_spec(package) is not None, missing)
+    needs = {"constriction": hp.compressor == "ans", "safetensors": hp.checkpoint_every or hp.resume}
+    missing = " ".join(package for package, needed in needs.items() if needed and not find_spec(package))
+    require(not missing, f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {missing}: pip install {missing}")
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
         path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
         log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
-        params = sum(p.numel() for p in run.model.parameters())
-        shards = len(run.loader.stream.paths)
-        sizes = f"model_params:{params} val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
-        log(f"{sizes} accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}")
+        data = f"val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{len(run.loader.stream.paths)}"
+        work = f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
+        log(f"model_params:{sum(p.numel() for p in run.model.parameters())} {data} {work}")
         with contextlib.closing(run.loader):
             run.warm_up()
             if path:
@@ -2514,7 +2271,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         blob, total = export(run, hessians, metadata)
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
-        run.checkpoints.wait()
+        run.checkpoints.written.result()
         check_limits(total, seconds, hp)
 
 
@@ -2524,11 +2281,7 @@ def main() -> None:
     argparse.ArgumentParser(**text, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     try:
         hp = Hyperparameters.from_env(dict(os.environ))
-        if hp.eval_only:
-            evaluate_only(dict(os.environ), hp.eval_only)
-        else:
-            train_and_score(hp)
-        return
+        return evaluate_only(dict(os.environ), hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:
         status, sentence = 1, str(error)
     except torch.OutOfMemoryError as error:
@@ -2537,7 +2290,7 @@ def main() -> None:
         number, step, path = stopped.args
         advice = f"set RESUME=auto to continue from {path}" if path else "no checkpoint could be written, see the log"
         status, sentence = 128 + number, f"stopped by {number.name} after step {step}; {advice}"
-    except (KeyboardInterrupt, Interrupted):
+    except KeyboardInterrupt:
         status, sentence = 130, "interrupted by Ctrl-C; what was finished until then is in the log"
     print(f"error: {sentence}", file=sys.stderr, flush=True)
     sys.exit(status)

@@ -158,7 +158,7 @@ def measure(coder: Coder, codes: Codes, entropy: float) -> dict:
 
 def compare_coders(path: str, only: list[str] | None) -> None:
     """Print the table of one artifact."""
-    blob = train_gpt.read_artifact(path)
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
     with train_gpt.reading_artifact(path):
         began = time.perf_counter()
         tensors = list(train_gpt.decode_artifact(blob))

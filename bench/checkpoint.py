@@ -67,9 +67,9 @@ def measure(training: train_gpt.Training, count: int, rounds: int) -> dict[str, 
         found["copy"].append(time.perf_counter() - began)
         steps(training, count)
         found["with"].append(time.perf_counter() - began)
-        if training.checkpoints.writer.is_alive():
+        if not training.checkpoints.written.done():
             print(f"note: the checkpoint took longer than {count} steps: set more --steps", file=sys.stderr)
-        training.checkpoints.wait()
+        training.checkpoints.written.result()
     return found
 
 

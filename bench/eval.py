@@ -170,8 +170,7 @@ def report_speed(
 
 def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
     """Score the artifact on the validation text of DATA_PATH; one row per window length and per stride."""
-    blob = train_gpt.read_artifact(path)
-    hp = train_gpt.artifact_hyperparameters(path, blob, dict(os.environ))
+    blob, hp = train_gpt.read_artifact(path, dict(os.environ))
     own = hp.eval_seq_len
     cases = [("length", length, length) for length in lengths]
     cases += [("stride", own, stride) for stride in strides if stride <= own]

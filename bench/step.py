@@ -86,7 +86,7 @@ class Variant:
         self.optimizer = train_gpt.ParallelMuon(model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled)
         for method, part in PHASES.items():
             setattr(self.optimizer, method, self.timed(part, getattr(self.optimizer, method)))
-        average = train_gpt.WeightAverage(self.optimizer.owned(), hp)
+        average = train_gpt.WeightAverage(self.optimizer.owned, hp)
         self.average = self.timed("average", average.update)
         self.spent: collections.Counter = collections.Counter()
 

@@ -123,6 +123,12 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     return found
 
 
+def quantised(rows, bits, clip) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scale) of rows by plain rounding."""
+    scale = train_gpt.row_scales(rows, bits, clip)
+    return train_gpt.to_codes(rows, scale, bits), scale
+
+
 def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
     """The model with random numbers added, so that no parameter is zero or one and every term matters."""
     generator = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ import re
 import resource
 import struct
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -80,6 +81,7 @@ def main() -> None:
         model = made(hp, seed=1)
         blobs.append(train_gpt.pack_artifact(weights_of(model), hp, metadata={"training": {"steps": 3}}))
         train_gpt.load_artifact(blobs[-1], model)
+    path = Path(tempfile.mkdtemp(), "f")
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     space = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (space + (1 << 30), space + (1 << 30)))
@@ -87,9 +89,10 @@ def main() -> None:
         blob = mutate(blobs[number % len(blobs)], draw)
         began = time.perf_counter()
         try:
-            train_gpt.artifact_hyperparameters("f", blob, {})
-            with train_gpt.reading_artifact("f"):
-                train_gpt.load_artifact(blob, model)
+            path.write_bytes(blob)
+            read, _ = train_gpt.read_artifact(str(path), {})
+            with train_gpt.reading_artifact(path):
+                train_gpt.load_artifact(read, model)
             outcomes["loaded"] += 1
         except train_gpt.UserError as error:
             outcomes["refused"] += 1

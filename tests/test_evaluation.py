@@ -70,7 +70,11 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     score = evaluate(lambda x, y, reduction: torch.full(y.shape, 2.0), val, hp, runtime, 32)
     assert score.nats == pytest.approx(2.0)
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
-    assert score.fields() == f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    lines = []
+    train_gpt.log_score(lambda line, **fields: lines.append((line, fields)), "name", score)
+    (line, fields), result = lines[0], f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    assert line.startswith(f"name {result} eval_time:")
+    assert (fields["val_loss"], fields["val_bpb"]) == (score.nats, score.bits_per_byte)
 
 
 def test_score_does_not_depend_on_the_batch(setting):
@@ -116,7 +120,7 @@ def test_long_windows_do_not_break_the_model(setting):
     hp, runtime, val = setting(EVAL_SEQ_LEN=128, EVAL_STRIDE=64)
     model = made(hp, runtime.attend)
     assert math.isfinite(evaluate(model, val, hp, runtime, 64).nats)
-    assert train_gpt.rotary_tables(hp)[0].size(0) == 128
+    assert model.cos.size(0) == 128
 
 
 # Windows, documents, and the last layer, which only computes what is scored
@@ -216,9 +220,10 @@ def test_ctrl_c_leaves_a_partial_result(setting):
             raise KeyboardInterrupt
         return torch.full(targets.shape, 2.0)
 
-    with pytest.raises(train_gpt.Interrupted) as caught:
-        evaluate(forward, val, hp, runtime, 8)
-    score = caught.value.args[0]
+    evaluator = train_gpt.Evaluator(forward, val, hp, runtime, 8)
+    with pytest.raises(KeyboardInterrupt):
+        evaluator.score(evaluator.windows())
+    score = evaluator.result(complete=False)
     assert 0 < score.targets < val.targets and score.nats == 2.0
     assert score.nbytes == int(val.nbytes[: score.targets].sum()), "the first targets were scored first"
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * score.targets / score.nbytes)
@@ -265,7 +270,7 @@ def test_sgd_by_the_published_recipe(setting):
     hp, val = scorer.hp, scorer.val
     twin = made(hp, scorer.runtime.attend)
     twin.load(weights_of(model))
-    scorer.run(train_gpt.ttt_sgd, model, scorer)
+    train_gpt.ttt_sgd(model, scorer)
     expected = train_gpt.Evaluator(twin, val, hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
@@ -288,16 +293,29 @@ def test_training_on_scored_text_helps_if_the_text_repeats(setting, mode):
     tokens = scorer.val.tokens
     tokens[:] = tokens[100:116].repeat(len(tokens) // 16 + 1)[: len(tokens)]
     without = evaluate(model, scorer.val, scorer.hp, scorer.runtime, 8).nats
-    assert scorer.run(TTT[mode], model, scorer).nats < without - 0.3
+    TTT[mode](model, scorer)
+    assert scorer.result().nats < without - 0.3
 
 
 @pytest.mark.parametrize("mode", TTT)
 def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
     model, scorer, lines = learner(setting, mode, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, EVAL_MAX_SECONDS=1e-9)
-    score = scorer.run(TTT[mode], model, scorer)
+    TTT[mode](model, scorer)
+    score = scorer.result()
     assert score.targets == scorer.val.targets and len(lines) == 1
     assert "EVAL_MAX_SECONDS=1e-09 was reached after" in lines[0]
     assert "the rest is scored with fixed weights" in lines[0]
+
+
+def untrained_adapter(hp, documents: int) -> train_gpt.Adapter:
+    """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
+    generator, adapter = torch.Generator().manual_seed(0), {}
+    for kind in [kind for kind in train_gpt.MATRICES if kind.name in ("k", "v", "out")]:
+        out, into = train_gpt.matrix_shape(kind, hp)
+        a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
+        b = torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, requires_grad=True)
+        adapter[kind.name] = (a.repeat(documents, 1, 1, 1).requires_grad_(), b)
+    return adapter
 
 
 def test_an_adapter_is_a_change_of_the_weights(one_rank):
@@ -307,7 +325,7 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank):
     ids = torch.randint(1, hp.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         plain = model(ids)
-        adapter = model.adapter = train_gpt.new_adapter(hp, 2, torch.device("cpu"))
+        adapter = model.adapter = untrained_adapter(hp, 2)
         torch.testing.assert_close(model(ids), plain)
         for _, b in adapter.values():
             b.normal_(generator=torch.Generator().manual_seed(3)).mul_(0.3)
@@ -329,7 +347,7 @@ def test_low_rank_training_by_hand(setting):
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     hp, tokens = scorer.hp, scorer.val.tokens.long()
     train_gpt.lora_documents(model, scorer, np.array([[200, 221]]))
-    adapter = train_gpt.new_adapter(hp, 1, torch.device("cpu"))
+    adapter = untrained_adapter(hp, 1)
     factors = [factor for pair in adapter.values() for factor in pair]
     adam = torch.optim.AdamW(factors, lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
     model.adapter = adapter
@@ -346,5 +364,5 @@ def test_low_rank_training_by_hand(setting):
 def test_test_time_training_leaves_no_adapter_behind(setting, mode):
     """A model that is used again must not keep the changes of the last document."""
     model, scorer, _ = learner(setting, mode, TTT_CHUNK_TOKENS=64)
-    scorer.run(TTT[mode], model, scorer)
-    assert model.adapter is None and model.calibration is None and not model.qat
+    TTT[mode](model, scorer)
+    assert not model.adapter and not model.hessians and not model.qat

@@ -67,7 +67,7 @@ def test_challenge_names_are_knobs():
         ("SHORT_SEQ_PARTS", "3", "TRAIN_SEQ_LEN=2048"),
         ("EVAL_STRIDE", "4096", "EVAL_SEQ_LEN=2048"),
         ("SWA_ENABLED", "1", "EMA_ENABLED=1"),
-        ("BIGRAM_VOCAB_SIZE", "1", "has only the bucket for document starts: set 0 or at least 2"),
+        ("BIGRAM_VOCAB_SIZE", "1", "has only the bucket for starts: set 0 or at least 2"),
         ("TIE_EMBEDDINGS", "0", "not supported: the head is the token embedding; unset it"),
     ],
 )
@@ -111,9 +111,12 @@ def test_odd_head_dimension_is_refused():
 @pytest.mark.parametrize(
     "wrong, right", [("NUM_LAYER", "NUM_LAYERS"), ("EMA_DECY", "EMA_DECAY"), ("ITERATION", "ITERATIONS")]
 )
-def test_misspelt_knob_is_reported(wrong, right):
+def test_misspelt_knob_is_reported(wrong, right, one_rank, tmp_path, monkeypatch, capsys):
+    hp, runtime = one_rank()
     others = {"PATH": "/bin", "HOME": "/", "RANK": "0", "LOGNAME": "me"}
-    (sentence,) = train_gpt.misspelt_knobs({wrong: "9", right: "1", **others})
+    monkeypatch.setattr(train_gpt.os, "environ", {wrong: "9", right: "1", **others})
+    train_gpt.Log(hp, train_gpt.Comm(), tmp_path).header(hp, runtime)
+    (sentence,) = [line for line in capsys.readouterr().out.splitlines() if "is not a knob" in line]
     assert wrong in sentence and right in sentence
 
 

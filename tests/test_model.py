@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from conftest import made, matrices_of, noise, weights_of
+from conftest import made, matrices_of, noise, quantised, weights_of
 from train_gpt import BOS, GPT, Hyperparameters
 
 
@@ -151,14 +151,20 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     assert model.embed(documents(model.hp), model.matrices()).dtype == torch.bfloat16
 
 
+def rotary(hp) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tables of cosines and sines (T, 1, rotated / 2)."""
+    model = train_gpt.GPT(hp, None, torch.float32)
+    return model.cos, model.sin
+
+
 def test_rope_does_not_depend_on_the_lengths(hyperparameters):
     """Fault B6: #399 rescales its base for every sequence longer than 1,024."""
-    short = train_gpt.rotary_tables(hyperparameters())
-    long = train_gpt.rotary_tables(hyperparameters(EVAL_SEQ_LEN=4096))
+    short = rotary(hyperparameters())
+    long = rotary(hyperparameters(EVAL_SEQ_LEN=4096))
     assert long[0].size(0) == 4096
     for a, b in zip(short, long, strict=True):
         assert torch.equal(a, b[: len(a)])
-    record = train_gpt.rotary_tables(Hyperparameters())[0]
+    record = rotary(Hyperparameters())[0]
     assert record.shape == (2048, 1, 8)
     assert record[2047, 0, 1].item() == pytest.approx(math.cos(2047 * 10000 ** (-2 / 16)), abs=1e-6)
 
@@ -223,7 +229,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     weights = weights_of(model)
     for kind in train_gpt.MATRICES:
         matrices = train_gpt.bank_part(weights[kind.bank], kind)
-        codes, scale = train_gpt.quantise_rows(matrices, kind.bits, kind.clip)
+        codes, scale = quantised(matrices, kind.bits, kind.clip)
         matrices.copy_(codes * scale)
     model.load(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")

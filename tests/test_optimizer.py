@@ -10,7 +10,7 @@ from torch import nn
 
 import train_gpt
 from conftest import made, matrices_of, weights_of
-from train_gpt import GPT, Comm, Matrix, ParallelMuon, UserError, bank_shape, newton_schulz, row_traits
+from train_gpt import GPT, Comm, Matrix, ParallelMuon, UserError, bank_shape, newton_schulz
 
 # The layout of #399: four banks, the down projections not transposed.
 PUBLISHED = (
@@ -181,7 +181,9 @@ def test_the_published_layout_gives_the_same_updates(hyperparameters, gradients,
     """Three banks with transposed down projections and #399's four banks differ only in storage."""
     _, before, ours = trained(hyperparameters, gradients, SETTINGS)
     monkeypatch.setattr(train_gpt, "MATRICES", PUBLISHED)
-    monkeypatch.setattr(train_gpt, "BANKS", ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank"))
+    names = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
+    banks = {bank: [kind for kind in PUBLISHED if kind.bank == bank] for bank in names}
+    monkeypatch.setattr(train_gpt, "BANKS", banks)
     hp, start, published = trained(hyperparameters, gradients, SETTINGS)
     assert bank_shape("mlp_down_bank", hp) == (3, 32, 96), "the layout is another one"
     for name, weight in published.items():
@@ -191,10 +193,11 @@ def test_the_published_layout_gives_the_same_updates(hyperparameters, gradients,
 
 def test_up_and_down_have_updates_of_their_own_shape(hyperparameters):
     """A scale by the bank's shape would multiply the down projections' rate by sqrt(3)."""
-    traits = row_traits("mlp_bank", hyperparameters(MLP_MULT=3))
-    assert traits == [(False, 3**0.5)] * 3 + [(True, 1.0)] * 3
-    square = row_traits("qo_bank", hyperparameters()) + row_traits("kv_bank", hyperparameters())
-    assert {scale for _, scale in square} == {1.0}
+    banks = prepared(hyperparameters, MLP_MULT=3)[2].banks
+    assert banks["mlp_bank"].scale.flatten().tolist() == pytest.approx([3**0.5] * 3 + [1.0] * 3)
+    assert banks["mlp_bank"].transposed.flatten().tolist() == [False] * 3 + [True] * 3
+    for name in ("qo_bank", "kv_bank"):
+        assert set(banks[name].scale.flatten().tolist()) == {1.0} and banks[name].transposed is None
 
 
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
@@ -230,7 +233,7 @@ def test_small_gradients_are_not_clipped(hyperparameters):
 def test_every_parameter_has_one_owner(hyperparameters):
     """Fault B12: in #399 two parameters belonged to no optimizer and only inflated the clip norm."""
     hp, model, optimizer = prepared(hyperparameters)
-    owned = [id(shard.bank) for shard in optimizer.banks.values()]
+    owned = [id(getattr(model, name)) for name in optimizer.banks]
     owned += [id(p) for group in optimizer.adam.param_groups for p in group["params"]]
     assert sorted(owned) == sorted(id(p) for p in model.parameters())
     twin = made(hp)
@@ -279,7 +282,7 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
         model.qo_bank.grad += 1.0 if part == 0 else 1 / 512
         optimizer.accumulate()
     shard = optimizer.banks["qo_bank"]
-    assert (shard.grad_sum[: shard.bank.size(0)] == 1.0 + (accumulation - 1) / 512).all()
+    assert (shard.grad_sum[: shard.rows] == 1.0 + (accumulation - 1) / 512).all()
     assert shard.comm_buffer.dtype == shard.grad_shard.dtype == torch.bfloat16
     assert (shard.grad_sum is shard.grad) == (shard.grad_sum is shard.comm_buffer) == (accumulation == 1)
 
@@ -294,9 +297,9 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     monkeypatch.setattr(optimizer.comm, "reduce_scatter", lambda shard, full: scattered.append(full) or done)
     monkeypatch.setattr(optimizer.comm, "all_gather", lambda full, shard: gathered.append(full) or done)
     advance(optimizer, 1.0, 0.9)
-    banks = optimizer.banks.values()
-    assert [full.data_ptr() for full in scattered] == [shard.bank.grad.data_ptr() for shard in banks]
-    assert [full.data_ptr() for full in gathered] == [shard.bank.data_ptr() for shard in banks]
+    banks = [getattr(model, name) for name in optimizer.banks]
+    assert [full.data_ptr() for full in scattered] == [bank.grad.data_ptr() for bank in banks]
+    assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
 
 
 def test_tensors_are_all_state(hyperparameters):
@@ -331,14 +334,14 @@ def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
         shards = [ParallelMuon(m, weights_of(m), hp, Comm(rank, size)).banks for rank, m in enumerate(models)]
         for bank in train_gpt.BANKS:
             rows = bank_shape(bank, hp)[0]
-            assert all(s[bank].padding == -rows % size == s[bank].padded.size(0) - rows for s in shards)
+            assert all(-rows % size == s[bank].padded.size(0) - s[bank].rows and s[bank].rows == rows for s in shards)
             owned = torch.cat([s[bank].master for s in shards])
             assert torch.equal(owned[:rows], weights_of(models[0])[bank]) and not owned[rows:].any()
             scales = torch.cat([s[bank].scale for s in shards]).flatten()
             assert (scales[:rows] >= 1).all() and not scales[rows:].any()
-            for shard in (shards[0][bank], shards[-1][bank]):
-                assert shard.bank.data_ptr() == shard.padded.data_ptr()
-                assert shard.bank.grad.data_ptr() == shard.grad.data_ptr()
+            for shard, model in ((shards[0][bank], models[0]), (shards[-1][bank], models[-1])):
+                assert getattr(model, bank).data_ptr() == shard.padded.data_ptr()
+                assert getattr(model, bank).grad.data_ptr() == shard.grad.data_ptr()
                 assert shard.owned_rows.data_ptr() == shard.padded[shard.mine].data_ptr()
 
 

@@ -510,7 +510,7 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
     def after(every) -> train_gpt.Checkpoints:
         """Checkpoints with one at step 10, 100 seconds into the run."""
         made = train_gpt.Checkpoints(hyperparameters(CHECKPOINT_EVERY=every, RUN_ID="a"), Comm(), None)
-        made.step, made.seconds = 10, 100.0
+        made.last = {"step": 10, "seconds": 100.0}
         return made
 
     by_time, by_step, never = after("60s"), after("60"), after("")
@@ -530,9 +530,9 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
     wanted = {name: tensor.clone() for name, tensor in training.tensors().items()}
     training.save(1)
     training.train_step(1, settings)
-    assert training.checkpoints.writer.is_alive() and not list(tmp_path.rglob("*.safetensors"))
+    assert not training.checkpoints.written.done() and not list(tmp_path.rglob("*.safetensors"))
     disk.set()
-    training.checkpoints.wait()
+    training.checkpoints.written.result()
     _, written = train_gpt.read_checkpoint(tmp_path / step_file(1))
     assert set(written) == set(wanted) and all(torch.equal(written[name], wanted[name]) for name in wanted)
     assert not torch.equal(training.tensors()["qo_bank.weight"], wanted["qo_bank.weight"])

@@ -65,7 +65,7 @@ def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert ended.value.code == 1 and error.count("\n") == 1
     assert error.startswith(
-        "error: a GPU's memory is full (CUDA out of memory. Tried to allocate 6.00 GiB.): set a low"
+        "error: a GPU's memory is full (OutOfMemoryError: CUDA out of memory. Tried to allocate 6.00 GiB.): set a low"
     )
 
 
@@ -117,7 +117,7 @@ def test_eval_only_repeats_the_scores(finished, env, tmp_path, ranks):
 
 def test_cap_shorter_than_calibration(one_rank, tmp_path):
     run = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=0.001)
-    short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s that GPTQ_BATCHES takes: set GPTQ_BATCHES=0"
+    short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
     with pytest.raises(train_gpt.UserError, match=short):
         run.warm_up()
 
@@ -285,7 +285,7 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(runs[0].average.mean, runs[1].average.mean, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True))
 
 
 def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
@@ -310,7 +310,7 @@ def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
 def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, monkeypatch):
     """As on a GPU: no value is read within a step; its loss and clock are read two steps later."""
     run = fresh_training(one_rank, tmp_path, ITERATIONS=8, TRAIN_LOG_EVERY=1, GRAD_CLIP_NORM=0.3)
-    run.depth, waiting, step = 2, [], run.train_step
+    run.clock.in_flight, waiting, step = 2, [], run.train_step
 
     def guarded(*arguments):
         waiting.append([number for number, *_ in run.in_flight])
@@ -387,9 +387,9 @@ def sentence(result) -> str:
         ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"NUM_HEADS": 5}, "MODEL_DIM=32 is not a multiple of NUM_HEADS=5"),
-        ({"EVAL_SEQ_LEN": 1000000}, "fewer than one window of EVAL_SEQ_LEN=1000000"),
+        ({"EVAL_SEQ_LEN": 1000000}, "too few for EVAL_SEQ_LEN=1000000: lower it"),
         ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
-        ({"EVAL_ONLY": "nothing.xz"}, "cannot read artifact nothing.xz: No such file"),
+        ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz cannot be used: No such file"),
         ({"TIE_EMBEDDINGS": 0}, "TIE_EMBEDDINGS=0 is not supported"),
         ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"),
     ],

@@ -105,10 +105,15 @@ def test_no_run_exceeds_its_cap(in_flight, seed, warmed):
     assert end >= cap - (in_flight + 3) * 1.1 * base, "no run stops much too early"
 
 
+def averaging(model, hp) -> WeightAverage:
+    """The average of the model's weights, which has no sample yet."""
+    return WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp)
+
+
 def test_average_is_the_formula(hyperparameters):
     hp = hyperparameters(EMA_DECAY=0.9)
     model = made(hp, None, torch.float32, 0)
-    average, expected = WeightAverage([p.detach() for p in model.parameters()], hp), copy.deepcopy(model.qo_bank.data)
+    average, expected = averaging(model, hp), copy.deepcopy(model.qo_bank.data)
     for step in range(5):
         with torch.no_grad():
             model.qo_bank.add_(1.0)
@@ -122,7 +127,7 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     """Fault B3: relatives of #399 took snapshots and never used them."""
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2)
     model = made(hp, None, torch.float32, 0)
-    average, samples = WeightAverage([p.detach() for p in model.parameters()], hp), []
+    average, samples = averaging(model, hp), []
     for step in range(12):
         lr_scale = 1 - step / 12
         with torch.no_grad():
@@ -138,6 +143,5 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1)
     model = made(hp, None, torch.float32, 0)
     before = model.qo_bank.detach().clone()
-    assert WeightAverage([p.detach() for p in model.parameters()], hp).apply() == "the last weights" and torch.equal(
-        before, model.qo_bank
-    )
+    assert averaging(model, hp).apply() == "the last weights"
+    assert torch.equal(before, model.qo_bank)

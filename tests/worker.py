@@ -56,7 +56,7 @@ def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
 def checkpoint(run: train_gpt.Training, folder: Path) -> None:
     updates(run, 2)
     run.save(2)
-    run.checkpoints.wait()
+    run.checkpoints.written.result()
     torch.save(gathered(run), folder / f"saved{run.runtime.comm.rank}.pt")
 
 

@@ -46,7 +46,7 @@ def row(entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, s
 
 def inspection(path: str) -> str:
     """The report on the artifact at `path`. Raises UserError if it cannot be read."""
-    blob = train_gpt.read_artifact(path)
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
     with train_gpt.reading_artifact(path):
         header, hp, entries, start = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]

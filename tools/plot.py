@@ -160,7 +160,7 @@ def draw_scaling(members: list[Run], output: Path) -> None:
 
 def byte_shares(path: str) -> dict[str, int]:
     """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be read."""
-    blob = train_gpt.read_artifact(path)
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
     with train_gpt.reading_artifact(path):
         _, _, entries, start = train_gpt.open_artifact(blob)
     shares = {name: nbytes for _, name, _, nbytes in entries if nbytes}

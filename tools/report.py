@@ -64,8 +64,7 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
 @torch.no_grad()
 def sample(artifact: str, tokenizer: Path, length: int, temperature: float = 0.8, seed: int = 1) -> str:
     """PROMPT continued by the artifact's model with `length` tokens."""
-    blob = train_gpt.read_artifact(artifact)
-    hp = train_gpt.artifact_hyperparameters(artifact, blob, dict(os.environ))
+    blob, hp = train_gpt.read_artifact(artifact, dict(os.environ))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     with train_gpt.Runtime.start(hp) as runtime:
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
