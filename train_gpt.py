@@ -529,15 +529,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
     half = cos.size(-1)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat(((a * cos + b * sin).to(x.dtype), (b * cos - a * sin).to(x.dtype), rest), dim=-1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+
+
+class NormRotate(torch.autograd.Function):
+    """rms_norm of each head of x (B, T, H, E), times gain (H or 1, 1), rotated. The backward is written out because the
+    gain's gradient sums what the norm's gradient needs anyway; autograd would keep one more tensor like x and read it
+    in a pass of its own."""
+
+    @staticmethod
+    def forward(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        scale = (x.float().square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        return (rotate(x.float(), cos, sin) * (gain * scale)).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, gain, cos, sin = ctx.saved_tensors
+        scale = (x.float().square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        back = rotate(grad.float(), cos, -sin)
+        along = (back * x.float()).sum(dim=-1, keepdim=True) * scale  # (B, T, H, 1)
+        dx = gain * scale * (back - x.float() * (scale * along / x.size(-1)))
+        return dx.to(x.dtype), along.sum((0, 1)) if ctx.needs_input_grad[1] else None, None, None
 
 
 def xsa(y: Tensor, v: Tensor) -> Tensor:
     """Exclusive self-attention (#265): remove from y (B, T, H, E) its part along the own value in v (B, T, K, E)."""
     grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
-    v_hat = F.normalize(v.float(), dim=-1).unsqueeze(3)
-    along = (grouped * v_hat).sum(dim=-1, keepdim=True)
-    return (grouped - along * v_hat).to(y.dtype).flatten(2, 3)
+    v = v.unsqueeze(3)
+    square = v.float().square().sum(dim=-1, keepdim=True)
+    along = (grouped.float() * v).sum(dim=-1, keepdim=True) / square.clamp(min=1e-24)
+    return (grouped - along * v).to(y.dtype).flatten(2, 3)
 
 
 class GPT(nn.Module):
@@ -611,12 +636,12 @@ class GPT(nn.Module):
             x = (self.resid_mix[i, 0] * x + self.resid_mix[i, 1] * x0).to(self.dtype)
             first = ids.size(1) - targets.size(1) if targets is not None and i == hp.num_layers - 1 else 0
             x = x[:, first:] + self.attention(rms_norm(x), weights, i, first)
-            hidden = F.leaky_relu(self.linear(rms_norm(x), weights, "up", i), hp.mlp_slope).square()
-            x = x + self.linear(hidden, weights, "down", i)
+            (up,) = self.linear(rms_norm(x), weights, i, "up")
+            x = x + self.linear(F.leaky_relu(up, hp.mlp_slope).square(), weights, i, "down")[0]
             if i < self.encoder_layers:
                 skips.append(x)
-        logits = self.linear(rms_norm(x), weights, "tok_emb").float()
-        logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
+        (logits,) = self.linear(rms_norm(x), weights, 0, "tok_emb")
+        logits = hp.logit_softcap * torch.tanh(logits.float() / hp.logit_softcap)
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -643,16 +668,16 @@ class GPT(nn.Module):
                 found[kind.name] = (getattr(self, kind.name).to(self.dtype),)
         return found
 
-    def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], name: str, layer: int = 0) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by the layer's matrix. The only place where a matrix multiplies activations."""
-        if name in self.hessians:
+    def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> tuple[Tensor, ...]:
+        """x (B, T, in) -> (B, T, out) by each of these matrices of the layer, in one product. The only place where a
+        matrix multiplies activations."""
+        if names[0] in self.hessians:
             rows = x.flatten(0, -2).float()
-            self.hessians[name][layer].addmm_(rows.mT, rows)
-        y = F.linear(x, weights[name][layer])
-        if name in self.adapter:
-            a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
-            y = y + x @ a @ b
-        return y
+            self.hessians[names[0]][layer].addmm_(rows.mT, rows)
+        matrices = [weights[name][layer] for name in names]
+        parts = F.linear(x, torch.cat(matrices)).split([len(matrix) for matrix in matrices], dim=-1)
+        low_rank = [[factor[:, layer].to(x.dtype).mT for factor in self.adapter.get(name, ())] for name in names]
+        return tuple(y + x @ ab[0] @ ab[1] if ab else y for y, ab in zip(parts, low_rank, strict=True))
 
     def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash), normalised, mixed with the
@@ -664,7 +689,7 @@ class GPT(nn.Module):
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
-            x = x + self.bigram_scale * self.linear(pair, weights, "bigram_proj")
+            x = x + self.bigram_scale * self.linear(pair, weights, 0, "bigram_proj")[0]
         x = rms_norm(x)
         gate = torch.sigmoid(self.smear_gate)
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
@@ -674,16 +699,18 @@ class GPT(nn.Module):
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
         hp = self.hp
         time = x.size(1)
-        q = self.linear(x[:, first:], weights, "q", layer).unflatten(-1, (hp.num_heads, hp.head_dim))  # (B, n, H, E)
-        k = self.linear(x, weights, "k", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))  # (B, T, K, E)
-        v = self.linear(x, weights, "v", layer).unflatten(-1, (hp.num_kv_heads, hp.head_dim))
+        if first:
+            parts = self.linear(x[:, first:], weights, layer, "q") + self.linear(x, weights, layer, "k", "v")
+        else:
+            parts = self.linear(x, weights, layer, "q", "k", "v")
+        q, k, v = (part.unflatten(-1, (-1, hp.head_dim)) for part in parts)  # (B, n, H, E) and twice (B, T, K, E)
         cos, sin = self.cos[:time], self.sin[:time]
-        q = (rotate(rms_norm(q), cos[first:], sin[first:]) * self.q_gain[layer][:, None]).to(self.dtype)
-        attend = attend_last if first else self.attend
-        y = attend(q, rotate(rms_norm(k), cos, sin), v)
+        q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
+        k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
+        y = (attend_last if first else self.attend)(q, k, v)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
-        return self.linear(y.flatten(2), weights, "out", layer)
+        return self.linear(y.flatten(2), weights, layer, "out")[0]
 
 
 # ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------

@@ -169,6 +169,36 @@ def test_rope_does_not_depend_on_the_lengths(hyperparameters):
     assert record[2047, 0, 1].item() == pytest.approx(math.cos(2047 * 10000 ** (-2 / 16)), abs=1e-6)
 
 
+@pytest.mark.parametrize("gain_shape", [(4, 1), (1, 1)])
+def test_gradients_of_normalised_and_rotated_heads(gain_shape):
+    """The written backward is what autograd derives from the formula."""
+    torch.manual_seed(0)
+    x, grad = torch.randn(2, 2, 7, 4, 16).unbind(0)
+    gain = torch.randn(gain_shape)
+    angle = torch.randn(7, 1, 3)
+    inputs = [tensor.requires_grad_() for tensor in (x, gain)]
+
+    def plain(x, gain):
+        return train_gpt.rotate(F.rms_norm(x, (16,), eps=1e-6), angle.cos(), angle.sin()) * gain
+
+    wanted = plain(*inputs)
+    found = train_gpt.NormRotate.apply(*inputs, angle.cos(), angle.sin())
+    torch.testing.assert_close(found, wanted)
+    if gain_shape == (1, 1):  # a constant, as for keys
+        inputs = inputs[:1]
+    for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, inputs, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_of_zero_leaves_attention_as_it_is():
+    y = torch.randn(1, 3, 4, 8)
+    v = torch.randn(1, 3, 2, 8)
+    v[0, 1] = 0
+    found = train_gpt.xsa(y, v)
+    assert torch.equal(found[0, 1], y[0, 1])
+    assert (found.unflatten(2, (2, 2)) * v[:, :, :, None]).sum(dim=-1).abs().max() < 1e-5
+
+
 def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
     """Fault B15: in #399 smear and bigram features use the last token of the previous document."""
     model = random_model(hyperparameters())
