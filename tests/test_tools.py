@@ -639,7 +639,7 @@ CHEATS = {
 def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
     folder = made()
-    edit("train_gpt.py", r"^( +)evaluate_only\(", rf"\1{line}\n\1evaluate_only(")(folder)
+    edit("train_gpt.py", r"^( +)return evaluate_only\(", rf"\1{line}\n\1return evaluate_only(")(folder)
     status, lines = checked(
         folder, "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
     )
