@@ -36,6 +36,8 @@ import flops
 from common import run
 from train_gpt import Hyperparameters, UserError
 
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+HOME = Path(os.environ.get("PRETENDED_H100_HOME") or CACHE / "pretended-h100")  # 7 GB per version of torch
 BANDWIDTH = 3.35e12  # bytes/s of the memory, by the data sheet
 FLOPS = 790e12  # of dense bf16 products, what cuBLAS reaches on large ones; the data sheet's peak is 989e12
 HOST_LINK = 25e9  # bytes/s between host and device
@@ -119,6 +121,16 @@ def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
     partial.rename(folder / "libcuda.so.1")
 
 
+def preloaded(driver: Path) -> dict[str, str]:
+    """The environment of a program that is to see the pretended device."""
+    return os.environ | {
+        "LD_PRELOAD": str(driver / "libcuda.so.1"),
+        "LD_LIBRARY_PATH": str(driver),
+        "TRITON_LIBCUDA_PATH": str(driver),
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+
+
 def trace(home: Path, torch_version: str, options: dict) -> dict:
     """The trace of this work, from the last time or made now."""
     python, driver = environment(home, torch_version)
@@ -133,18 +145,14 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
         log = folder / "launches.log"
         log.unlink(missing_ok=True)
         variables = {
-            "LD_PRELOAD": driver / "libcuda.so.1",
-            "LD_LIBRARY_PATH": driver,
-            "TRITON_LIBCUDA_PATH": driver,
             "PRETENDED_H100_LOG": log,
             "TRITON_CACHE_DIR": home / "triton",
             "TORCHINDUCTOR_CACHE_DIR": folder / "inductor",
             "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a cached kernel would not have its bytes
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "1",
-            "CUDA_VISIBLE_DEVICES": "0",
         }
-        surroundings = os.environ | {name: str(value) for name, value in variables.items()}
+        surroundings = preloaded(driver) | {name: str(value) for name, value in variables.items()}
         command(python, SUPPORT / "trace.py", folder, json.dumps(options), env=surroundings)
         log.unlink()
     return json.loads(result.read_text())
@@ -349,7 +357,6 @@ def parse_knobs(words: list[str]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("knobs", nargs="*", metavar="KNOB=VALUE")
     parser.add_argument("--against", help="KNOB=VALUE,... or another train_gpt.py, to compare with")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's")
@@ -359,7 +366,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8, help="GPUs that share the batch; default: 8")
     parser.add_argument("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
     parser.add_argument("--top", type=int, default=15, help="kernels to show; default: 15")
-    parser.add_argument("--home", type=Path, default=cache / "pretended-h100", help="default: %(default)s")
+    parser.add_argument("--home", type=Path, default=HOME, help="environment and results; default: %(default)s")
     arguments = parser.parse_args()
     options = {
         "script": str(arguments.script.resolve()),

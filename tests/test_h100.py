@@ -1,0 +1,59 @@
+"""The CUDA path on a device that computes nothing (bench/h100.py): `pytest -m h100`. It runs the lines that only a GPU
+reaches, in a CUDA build of torch, and shows that they raise nothing. It says nothing about numbers or times."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "bench"))
+
+import h100
+
+VERSIONS = [version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()]
+pytestmark = [
+    pytest.mark.h100,
+    pytest.mark.skipif(not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"),
+]
+KNOBS = {
+    "DEVICE": "cuda",
+    "COMPUTE_DTYPE": "bfloat16",
+    "ATTENTION": "flash",
+    "MODEL_DIM": 64,
+    "EVAL_SEQ_LEN": 64,
+    "GPTQ_BATCHES": 1,
+    "LATE_QAT": 1,
+    "QAT_THRESHOLD": 0.5,
+    "VAL_LOSS_EVERY": 6,
+    "CHECKPOINT_EVERY": "5",
+    "RUN_ID": "pretended",
+}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_whole_script(env, tmp_path, version):
+    """Training, validation, checkpoints, GPTQ, export, reloading, both windows and both kinds of test-time training, a
+    resumed run, and EVAL_ONLY."""
+    python, driver = h100.environment(h100.HOME, version)
+
+    def run(**changes) -> dict[str, dict]:
+        knobs = h100.preloaded(driver) | env(**KNOBS | changes)
+        program = [str(python), str(ROOT / "tests" / "pretended.py")]
+        done = subprocess.run(program, env=knobs, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        assert "NVIDIA H100" in done.stdout and f"torch {version}" in done.stdout
+        lines = Path(tmp_path, "logs", f"{knobs['RUN_ID']}.jsonl").read_text().splitlines()
+        return {event["event"]: event for event in map(json.loads, lines)}
+
+    first = run(TTT_ENABLED=1)
+    scores = {"final_int6_roundtrip_exact", "final_int6_sliding_window_exact", "final_int6_ttt_sgd_exact"}
+    assert scores | {"start", "warmup", "train", "val", "gptq", "checkpoint", "artifact"} <= first.keys()
+    assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
+    second = run(TTT_ENABLED=1, TTT_MODE="lora", RESUME="auto", ITERATIONS=16)
+    assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
+    assert "final_int6_ttt_lora_exact" in second
+    assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
