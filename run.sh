@@ -78,8 +78,12 @@ set_up() {
         if complete "$1"; then return; fi
     done
     PYTHON=python3
-    if packages "$1" >/dev/null; then site=--system-site-packages; fi
-    echo "installing $1 into .venv${site:+, with the packages of $(command -v python3)} (a few minutes, once)" >&2
+    if packages "$1" >/dev/null; then
+        site=--system-site-packages
+        echo "making .venv, which also has the packages of $(command -v python3)" >&2
+    else
+        echo "installing $1 into .venv (a few minutes, once)" >&2
+    fi
     PYTHON=$venv
     { python3 -m venv $site .venv && install_all "$1"; } || {
         echo "error: could not install $1 into .venv: see the messages above, or install it yourself and start again" >&2
