@@ -49,6 +49,10 @@ PYTHON_CODE
 }
 
 pip_install() {
+    # A virtual environment made by uv has no pip, and another .venv could not inherit its packages.
+    if [ -e "$(dirname "$(command -v "$PYTHON")")/../pyvenv.cfg" ] && ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+        "$PYTHON" -m ensurepip >&2 || return
+    fi
     "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" >&2
 }
 
@@ -99,8 +103,9 @@ count_gpus() {  # to train on, as gpus
     gpus=$("$PYTHON" -c "$code")
     if [ "$gpus" = 0 ] && grep -q "^GPU [0-9]*:" <<<"$(nvidia-smi -L 2>/dev/null)"; then
         code="import torch; print(f'torch {torch.__version__}', f'(CUDA {torch.version.cuda or None})')"
-        echo "error: nvidia-smi lists GPUs, but $("$PYTHON" -c "$code") of $PYTHON sees none: install a torch for the" \
-            "CUDA version that nvidia-smi shows (see pytorch.org) or a newer driver, or set DEVICE=cpu to use the CPU" >&2
+        echo "error: nvidia-smi lists GPUs, but $("$PYTHON" -c "$code") of $PYTHON sees" \
+            "none${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}: install a torch for the CUDA" \
+            "version that nvidia-smi shows (see pytorch.org) or a newer driver, or set DEVICE=cpu to use the CPU" >&2
         exit 1
     fi
 }

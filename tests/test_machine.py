@@ -19,7 +19,12 @@ PYTHON = """#!/usr/bin/env bash
 set -e
 root=$(dirname "$(dirname "${BASH_SOURCE[0]}")")
 case "${1:-} ${2:-}" in
+"-m ensurepip")
+    echo "$root ensurepip" >>"$INSTALLED"
+    rm "$root/no-pip" ;;
 "-m pip")
+    if [ -e "$root/no-pip" ]; then echo "No module named pip" >&2; exit 1; fi
+    if [ "$3" = --version ]; then exit; fi
     echo "$root ${*:3}" | sed 's| /dev/fd/[0-9]*| FILE|' >>"$INSTALLED"
     if [ -e "$root/managed" ]; then echo "error: externally-managed-environment" >&2; exit 1; fi
     for word in "$@"; do case "$word" in
@@ -63,6 +68,7 @@ class Machine:
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
         self.python(self.root / "bin" / "python3")
+        self.nvidia_smi("No devices were found")
         self.torch(folder / "fresh", "2.13.0")
 
     def python(self, path):
@@ -165,6 +171,18 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
     assert machine.run().returncode == 0 and machine.installations() == [], "the next run takes .venv at once"
 
 
+def test_a_virtual_environment_without_pip_gets_it(machine):
+    """As uv makes them. A .venv could not inherit their torch."""
+    machine.torch(machine.root / "site")
+    machine.has("numpy", "safetensors", "sentencepiece")
+    (machine.root / "pyvenv.cfg").touch()
+    (machine.root / "no-pip").touch()
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    first, second = [line for line in machine.installations() if not line.startswith("constraint")]
+    assert first == "machine ensurepip" and second.startswith("machine install ") and PINS["constriction"] in second
+
+
 @pytest.mark.parametrize("version", ["", "2.8.0", "1.13.1"])
 def test_without_a_supported_torch_everything_is_installed(machine, version):
     if version:
@@ -222,6 +240,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda)
     )
     assert "set DEVICE=cpu" in line
     assert complete.run(GPUS=counted, USABLE="0", DEVICE="cpu").stdout == TRAINING
+    assert " sees none (CUDA_VISIBLE_DEVICES=9): " in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
 
 
 def test_device_cpu_wants_the_demonstration(complete):
