@@ -9,6 +9,7 @@ usage() {
 ./run.sh setup       set up only and print the interpreter
 
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
+DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
 NPROC=2 ./run.sh     number of processes under torchrun (default: the number of GPUs, or 1)
 DEMO_SECONDS=30      training seconds of the demonstration (default 150)
 SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
@@ -18,20 +19,95 @@ TEXT
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# Find a Python with the packages of this requirements file: the current one (rented machines have torch and
-# FlashAttention installed, and any supported torch will do), else .venv, which is made if necessary.
+# For each package of a requirements file: "keep NAME==VERSION" if $PYTHON has it, whatever its version, else "install
+# NAME==VERSION" as pinned. Fails if $PYTHON has no supported torch.
+packages() {
+    "$PYTHON" - "$1" 2>/dev/null <<'PYTHON_CODE'
+import contextlib
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+import torch
+
+def pins(path):
+    for line in open(path):
+        words = line.partition("#")[0].split()
+        if words[:1] == ["-r"]:
+            yield from pins(words[1])
+        elif words:
+            yield words[0]
+
+assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]
+for pin in pins(sys.argv[1]):
+    name = pin.partition("==")[0]
+    if not find_spec(name):
+        print("install", pin)
+    else:
+        with contextlib.suppress(PackageNotFoundError):
+            print("keep", f"{name}=={version(name)}")
+PYTHON_CODE
+}
+
+pip_install() {
+    # A virtual environment made by uv has no pip, and another .venv could not inherit its packages.
+    if [ -e "$(dirname "$(command -v "$PYTHON")")/../pyvenv.cfg" ] && ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
+        "$PYTHON" -m ensurepip >&2 || return
+    fi
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" >&2
+}
+
+# Install what $PYTHON lacks of a requirements file. Fails if it has no supported torch, or if pip cannot write there.
+complete() {
+    local found missing
+    found=$(packages "$1") || return
+    missing=$(sed -n 's/^install //p' <<<"$found")
+    if [ -z "$missing" ]; then return; fi
+    echo "installing into $PYTHON:" $missing >&2
+    # Packages that are there are constraints, or pip could replace them by what the new ones prefer.
+    pip_install --no-user --constraint <(sed -n 's/^keep //p' <<<"$found") $missing
+}
+
+install_all() {  # with torch, if $PYTHON has none
+    if packages "$1" >/dev/null; then complete "$1"; else pip_install -r "$1"; fi
+}
+
+# Choose PYTHON and give it the packages of this requirements file. Any Python with a supported torch is kept: rented
+# machines have a torch that fits their driver, and FlashAttention.
 set_up() {
-    local imports="import constriction, numpy, safetensors, sentencepiece, torch"
-    imports+="; v = torch.__version__.split('.'); assert (int(v[0]), int(v[1])) >= (2, 9)"
-    [ "$1" = requirements-dev.txt ] && imports+="; import huggingface_hub, matplotlib, pyarrow, pytest, ruff, scipy, tqdm, zstandard"
-    for PYTHON in python3 .venv/bin/python; do
-        if "$PYTHON" -c "$imports" 2>/dev/null; then return; fi
+    local venv=.venv/bin/python site=""
+    local order="python3 $venv"
+    # Such a .venv was made below, because pip could not write to the machine's Python.
+    if grep -qs "^include-system-site-packages = true" .venv/pyvenv.cfg; then order="$venv python3"; fi
+    for PYTHON in $order; do
+        if complete "$1"; then return; fi
     done
-    echo "installing $1 into .venv (a few minutes, once)" >&2
-    { python3 -m venv .venv && .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$1"; } >&2 || {
+    PYTHON=python3
+    if packages "$1" >/dev/null; then
+        site=--system-site-packages
+        echo "making .venv, which also has the packages of $(command -v python3)" >&2
+    else
+        echo "installing $1 into .venv (a few minutes, once)" >&2
+    fi
+    PYTHON=$venv
+    { python3 -m venv $site .venv && install_all "$1"; } || {
         echo "error: could not install $1 into .venv: see the messages above, or install it yourself and start again" >&2
         exit 1
     }
+}
+
+count_gpus() {  # to train on, as gpus
+    gpus=0
+    if [ "${DEVICE:-}" = cpu ]; then return; fi
+    # device_count() asks the driver's library, which answers even if the driver is too old for torch's CUDA.
+    local code="import torch; print(torch.cuda.is_available() * torch.cuda.device_count())"
+    gpus=$("$PYTHON" -c "$code")
+    if [ "$gpus" = 0 ] && grep -q "^GPU [0-9]*:" <<<"$(nvidia-smi -L 2>/dev/null)"; then
+        code="import torch; print(f'torch {torch.__version__}', f'(CUDA {torch.version.cuda or None})')"
+        echo "error: nvidia-smi lists GPUs, but $("$PYTHON" -c "$code") of $PYTHON sees" \
+            "none${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES)}: install a torch for the CUDA" \
+            "version that nvidia-smi shows (see pytorch.org) or a newer driver, or set DEVICE=cpu to use the CPU" >&2
+        exit 1
+    fi
 }
 
 train() {  # python with these options: one run, or a sweep if SEEDS or GRID is set
@@ -43,14 +119,14 @@ train() {  # python with these options: one run, or a sweep if SEEDS or GRID is 
 }
 
 record() {  # on GPUs
-    local gpus="$1" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    local nproc="${NPROC:-$gpus}" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
         echo "error: DATA_PATH=$data has no fineweb_train_*.bin; run: $PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
-    # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other machines need the fraction.
-    if [ "$gpus" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
-    train -m torch.distributed.run --standalone --nproc_per_node="${NPROC:-$gpus}"
+    # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.
+    if [ "$nproc" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
+    train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
 }
 
 demonstration() {  # on a CPU: a model of 4 million parameters on text that is on every machine
@@ -81,8 +157,8 @@ demonstration() {  # on a CPU: a model of 4 million parameters on text that is o
 case "${1:-}" in
     "")
         set_up requirements.txt
-        gpus=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
-        if [ "$gpus" -gt 0 ]; then record "$gpus"; else demonstration; fi
+        count_gpus
+        if [ "$gpus" -gt 0 ]; then record; else demonstration; fi
         ;;
     test)
         set_up requirements-dev.txt

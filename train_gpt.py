@@ -362,7 +362,8 @@ class TrainingLoader:
         require(rest == 0, f"{multiple}, so {ranks} ranks cannot share its sequences evenly")
         self.first_row = runtime.comm.rank * self.rows
         self.epoch = -1  # of self.order
-        self.reader = ThreadPoolExecutor(1)
+        bind = torch.cuda.set_device if self.device.type == "cuda" else None  # pinning uses the thread's current GPU
+        self.reader = ThreadPoolExecutor(1, initializer=bind, initargs=(self.device,))
         self.pending = {}  # futures of the next batches, by step
 
     def close(self) -> None:
@@ -1078,7 +1079,7 @@ class ParallelMuon:
         self.gathers.append(self.comm.all_gather(shard.padded, shard.owned_rows))
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
-        """Adam on the replicated parameters while the all-gathers are in flight."""
+        """Adam on the small parameters, equal on all ranks by determinism, while the all-gathers are in flight."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
@@ -2290,12 +2291,11 @@ def train_and_score(hp: Hyperparameters) -> None:
             peak = f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
         log(f"peak_memory: {peak}\nexporting {averaged}")
         before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
-        seconds = run.clock.elapsed()
+        seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail alike
         log_score(log, "final_average_exact", before)
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
-        metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
-        blob, total = export(run, hessians, metadata)
+        blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training})
         load_artifact(blob, run.model)
         score_artifact(run.model, run.forward, val, hp, runtime, log)
         run.checkpoints.written.result()

@@ -5,8 +5,10 @@ a meta tensor cannot be combined with one of the CPU, so a `torch.zeros(n)` with
 on a machine with a GPU. Values are left to the other tests.
 """
 
+import contextlib
 import dataclasses
 import math
+import threading
 
 import pytest
 import torch
@@ -94,3 +96,14 @@ def test_test_time_training(elsewhere):
     train_gpt.lora_documents(run.model, scorer, run.val.spans(True)[:5])
     assert on_device(scorer.nats, scorer.count)
     run.loader.close()
+
+
+def test_the_thread_that_pins_memory_uses_this_ranks_gpu(one_rank, monkeypatch):
+    """A thread begins with GPU 0 as its current device. On a CPU there is nothing to set."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device)))
+    hp, runtime = one_rank()
+    for device in (torch.device("cpu"), torch.device("cuda", 1)):
+        with contextlib.closing(train_gpt.TrainingLoader(hp, dataclasses.replace(runtime, device=device))) as loader:
+            thread = loader.reader.submit(threading.get_ident).result()
+    assert calls == [(thread, torch.device("cuda", 1))]

@@ -74,6 +74,12 @@ def test_whole_run_on_nodes_that_share_no_disk(env, tmp_path):
     assert several.stdout.count("final_int6_sliding_window_exact") == 1
 
 
+def test_rank_0_decides_whether_the_limits_are_kept(env, tmp_path):
+    """A rank whose own timer is over the limit succeeds with the others."""
+    result = ranks_run("late", tmp_path, env(ITERATIONS=4, MAX_WALLCLOCK_SECONDS=100), 2)
+    assert "final_int6_sliding_window_exact" in result.stdout and "error:" not in result.stderr
+
+
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ clocks      updates under a wall clock that runs at another speed on each rank; 
 checkpoint  2 updates and a checkpoint; each rank saves its state
 restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its weights
 apart       the whole script, each rank in a folder of its own, as on several nodes
+late        the same with a timer that is 1,000 s ahead on rank 1
 """
 
 import contextlib
@@ -76,10 +77,16 @@ def apart(folder: Path) -> None:
     train_gpt.main()
 
 
+def late(folder: Path) -> None:
+    ahead, elapsed = 1000 * int(os.environ["RANK"]), train_gpt.Clock.elapsed
+    train_gpt.Clock.elapsed = lambda clock: ahead + elapsed(clock)
+    apart(folder)
+
+
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    if mode == "apart":
-        return apart(folder)
+    if mode in ("apart", "late"):
+        return {"apart": apart, "late": late}[mode](folder)
     act = {"steps": steps, "clocks": clocks, "checkpoint": checkpoint, "restore": restore}[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:

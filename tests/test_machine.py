@@ -1,0 +1,286 @@
+"""run.sh on imitated machines: which Python it takes, what it installs and what it starts. Nothing is downloaded."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+NAMES = ("numpy", "sentencepiece", "constriction", "safetensors")
+
+# A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the file `system` names.
+# Its pip writes the pinned packages there, or fails if the file `managed` exists. Every installation is noted.
+PYTHON = """#!/usr/bin/env bash
+set -e
+root=$(dirname "$(dirname "${BASH_SOURCE[0]}")")
+case "${1:-} ${2:-}" in
+"-m ensurepip")
+    echo "$root ensurepip" >>"$INSTALLED"
+    rm "$root/no-pip" ;;
+"-m pip")
+    if [ -e "$root/no-pip" ]; then echo "No module named pip" >&2; exit 1; fi
+    if [ "$3" = --version ]; then exit; fi
+    echo "$root ${*:3}" | sed 's| /dev/fd/[0-9]*| FILE|' >>"$INSTALLED"
+    if [ -e "$root/managed" ]; then echo "error: externally-managed-environment" >&2; exit 1; fi
+    for word in "$@"; do case "$word" in
+        *==*) mkdir -p "$root/site/${word%%==*}" && touch "$root/site/${word%%==*}/__init__.py" ;;
+        /dev/fd/*) sed 's/^/constraint /' "$word" >>"$INSTALLED" ;;
+        *.txt) cp -r "$TORCH" "$root/site/"; for name in %(names)s; do touch "$root/site/$name.py"; done ;;
+    esac done ;;
+"-m venv")
+    echo "venv ${*:3}" >>"$INSTALLED"
+    mkdir -p .venv/bin .venv/site && cp "${BASH_SOURCE[0]}" .venv/bin/python
+    if [ "$3" = --system-site-packages ]; then
+        echo "include-system-site-packages = true" >.venv/pyvenv.cfg
+        echo "$root/site" >.venv/system
+    fi ;;
+*) PYTHONPATH="$root/site:$(cat "$root/system" 2>/dev/null || true)" exec %(python)s -S "$@" ;;
+esac
+"""
+# device_count() counts what the driver has; is_available() says whether this build can use it.
+TORCH = """
+import os
+__version__ = "{version}"
+class version:
+    cuda = {cuda!r}
+class cuda:
+    is_available = lambda: os.environ.get("USABLE") == "1"
+    device_count = lambda: int(os.environ.get("GPUS", 0))
+"""
+LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.environ.get('WARMDOWN_FRAC'))"
+
+
+class Machine:
+    """A copy of run.sh beside an imitated python3 and nvidia-smi; programs that only print."""
+
+    def __init__(self, folder):
+        self.repository, self.root = folder / "repository", folder / "machine"
+        self.installed = folder / "installed"
+        for name in ("run.sh", "requirements.txt", "requirements-dev.txt"):
+            self.repository.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.repository)
+        for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
+            (self.repository / name).parent.mkdir(exist_ok=True)
+            (self.repository / name).write_text(f"print('ran', {name!r})")
+        self.python(self.root / "bin" / "python3")
+        self.nvidia_smi("No devices were found")
+        self.torch(folder / "fresh", "2.13.0")
+
+    def python(self, path):
+        path.parent.mkdir(parents=True)
+        (path.parent.parent / "site").mkdir()
+        path.write_text(PYTHON % {"python": sys.executable, "names": " ".join(NAMES)})
+        path.chmod(0o755)
+
+    def torch(self, site, version="2.9.1+cu128", cuda="12.8"):
+        (site / "torch" / "distributed").mkdir(parents=True)
+        (site / "torch" / "__init__.py").write_text(TORCH.format(version=version, cuda=cuda))
+        (site / "torch" / "distributed" / "run.py").write_text(LAUNCHER)
+
+    def has(self, *names, version="1.0"):
+        """python3 has these packages."""
+        for name in names:
+            (self.root / "site" / f"{name}.py").touch()
+            (self.root / "site" / f"{name}-{version}.dist-info").mkdir()
+            metadata = f"Name: {name}\nVersion: {version}\n"
+            (self.root / "site" / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+
+    def nvidia_smi(self, text, status=0):
+        path = self.root / "bin" / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{text}'\nexit {status}\n")
+        path.chmod(0o755)
+
+    def run(self, *arguments, **environment):
+        found = {"PATH": f"{self.root / 'bin'}:{os.defpath}", "INSTALLED": str(self.installed)}
+        found["TORCH"] = str(self.root.parent / "fresh" / "torch")
+        command = [self.repository / "run.sh", *arguments]
+        return subprocess.run(command, env={**found, **environment}, capture_output=True, text=True)
+
+    def installations(self):
+        text = self.installed.read_text() if self.installed.exists() else ""
+        return [line.replace(f"{self.root} ", "machine ") for line in text.splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def pins(name):
+    """The NAME==VERSION of a requirements file, by NAME."""
+    found = {}
+    for line in (ROOT / name).read_text().splitlines():
+        words = line.partition("#")[0].split()
+        found |= pins(words[1]) if words[:1] == ["-r"] else {word.partition("==")[0]: word for word in words}
+    return found
+
+
+PINS = pins("requirements.txt")
+TRAINING = "ran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
+
+
+def test_a_complete_python_is_used_as_it_is(machine):
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES, version="0.1")
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert machine.installations() == [] and not (machine.repository / ".venv").exists()
+
+
+def test_only_what_is_missing_is_installed(machine):
+    """Into the machine's Python, as pinned; torch and what is there stay, whatever their version."""
+    machine.torch(machine.root / "site")
+    machine.has("numpy", version="1.26.4")
+    machine.has("torch", version="2.9.1+cu128")
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    command, *constraints = machine.installations()
+    assert command.startswith("machine install ") and not (machine.repository / ".venv").exists()
+    assert {word for word in command.split() if "==" in word} == {PINS[name] for name in NAMES if name != "numpy"}
+    assert constraints == ["constraint torch==2.9.1+cu128", "constraint numpy==1.26.4"]
+    machine.installed.unlink()
+    assert machine.run().returncode == 0 and machine.installations() == []
+
+
+def test_the_tests_need_more_packages(machine):
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    assert machine.run("setup").stdout == "python3\n"
+    (command, *_) = machine.installations()
+    expected = set(pins("requirements-dev.txt").values()) - set(PINS.values())
+    assert {word for word in command.split() if "==" in word} == expected
+
+
+def test_a_managed_python_is_extended_by_a_venv(machine):
+    """pip may not write to the machine's Python, so .venv inherits its torch and gets the rest."""
+    machine.torch(machine.root / "site")
+    machine.has("numpy")
+    (machine.root / "managed").touch()
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    refused, made, *rest = [line for line in machine.installations() if not line.startswith("constraint")]
+    assert refused.startswith("machine install ") and made == "venv --system-site-packages .venv"
+    (command,) = rest
+    assert command.startswith(".venv install ") and "torch" not in command and "numpy" not in command
+    machine.installed.unlink()
+    assert machine.run().returncode == 0 and machine.installations() == [], "the next run takes .venv at once"
+
+
+def test_a_virtual_environment_without_pip_gets_it(machine):
+    """As uv makes them. A .venv could not inherit their torch."""
+    machine.torch(machine.root / "site")
+    machine.has("numpy", "safetensors", "sentencepiece")
+    (machine.root / "pyvenv.cfg").touch()
+    (machine.root / "no-pip").touch()
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    first, second = [line for line in machine.installations() if not line.startswith("constraint")]
+    assert first == "machine ensurepip" and second.startswith("machine install ") and PINS["constriction"] in second
+
+
+@pytest.mark.parametrize("version", ["", "2.8.0", "1.13.1"])
+def test_without_a_supported_torch_everything_is_installed(machine, version):
+    if version:
+        machine.torch(machine.root / "site", version)
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    made, command = machine.installations()
+    assert made == "venv .venv" and command.startswith(".venv install ") and command.endswith("-r requirements.txt")
+
+
+def test_the_venv_is_next(machine):
+    """The machine's Python has no torch, but .venv has."""
+    machine.python(machine.repository / ".venv" / "bin" / "python")
+    machine.torch(machine.repository / ".venv" / "site", "2.10.0a0+git123")
+    result = machine.run()
+    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    (command,) = [line for line in machine.installations() if not line.startswith("constraint")]
+    assert command.startswith(".venv install ") and {word for word in command.split() if "==" in word} == {
+        PINS[name] for name in NAMES
+    }
+
+
+def test_an_installation_that_fails_is_an_error(machine):
+    result = machine.run(INSTALLED="/nowhere/file", TORCH="/nowhere")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: could not install requirements.txt into .venv")
+
+
+@pytest.fixture
+def complete(machine):
+    """A machine where nothing is missing, with data for the record run."""
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    data = machine.repository / "data" / "datasets" / "fineweb10B_sp1024"
+    data.mkdir(parents=True)
+    (data / "fineweb_train_000000.bin").touch()
+    return machine
+
+
+LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)"
+
+
+@pytest.mark.parametrize("counted", ["0", "8"])
+@pytest.mark.parametrize("build, cuda", [("2.9.1+cpu", None), ("2.9.1+cu128", "12.8")])
+def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda):
+    """Not a demonstration on the CPU. With a driver that is too old, torch still counts the GPUs."""
+    shutil.rmtree(complete.root / "site" / "torch")
+    complete.torch(complete.root / "site", build, cuda)
+    complete.nvidia_smi(LISTED)
+    result = complete.run(GPUS=counted, USABLE="0")
+    assert result.returncode == 1 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        f"error: nvidia-smi lists GPUs, but torch {build} (CUDA {cuda}) of python3 sees none: install"
+    )
+    assert "set DEVICE=cpu" in line
+    assert complete.run(GPUS=counted, USABLE="0", DEVICE="cpu").stdout == TRAINING
+    assert " sees none (CUDA_VISIBLE_DEVICES=9): " in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
+
+
+def test_device_cpu_wants_the_demonstration(complete):
+    complete.nvidia_smi(LISTED)
+    assert complete.run(GPUS="8", USABLE="1", DEVICE="cpu").stdout == TRAINING
+    assert complete.run(GPUS="8", USABLE="1").stdout.startswith("launched")
+
+
+@pytest.mark.parametrize("status, text", [(0, "No devices were found"), (9, "NVIDIA-SMI has failed because GPU 0")])
+def test_without_gpus_the_demonstration_runs(complete, status, text):
+    complete.nvidia_smi(text, status)
+    result = complete.run()
+    assert result.returncode == 0 and result.stdout == TRAINING and result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "gpus, environment, nproc, fraction",
+    [
+        (8, {}, 8, None),
+        (4, {}, 4, "0.41"),
+        (8, {"NPROC": "4"}, 4, "0.41"),
+        (8, {"NPROC": "4", "WARMDOWN_FRAC": "0.5"}, 4, "0.5"),
+        (16, {"NPROC": "8"}, 8, None),
+    ],
+)
+def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
+    result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
+    assert result.stdout == f"launched ['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py'] frac {fraction}\n"
+
+
+def test_requirements_are_what_is_imported():
+    """And the README installs them."""
+    tree = ast.parse((ROOT / "train_gpt.py").read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert set(PINS) <= imported and imported - set(PINS) <= {"triton", "flash_attn_interface"}
+    assert all(re.fullmatch(r"\w+==[\d.]+", pin) for pin in pins("requirements-dev.txt").values())
+    readme = (ROOT / "README.md").read_text()
+    (words,) = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
+    words = words.split()
+    listed = pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
+    assert listed == PINS
