@@ -637,12 +637,14 @@ class GPT(nn.Module):
             x = (self.resid_mix[i, 0] * x + self.resid_mix[i, 1] * x0).to(self.dtype)
             first = ids.size(1) - targets.size(1) if targets is not None and i == hp.num_layers - 1 else 0
             x = x[:, first:] + self.attention(rms_norm(x), weights, i, first)
-            (up,) = self.linear(rms_norm(x), weights, i, "up")
-            x = x + self.linear(F.leaky_relu(up, hp.mlp_slope).square(), weights, i, "down")[0]
+            # The MLP's first half is homogeneous of degree 2, so its input is normalised afterwards, by one factor.
+            scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
+            hidden = F.leaky_relu(self.linear(x, weights, i, "up"), hp.mlp_slope).square() * scale
+            x = x + self.linear(hidden.to(self.dtype), weights, i, "down")
             if i < self.encoder_layers:
                 skips.append(x)
-        (logits,) = self.linear(rms_norm(x), weights, 0, "tok_emb")
-        logits = hp.logit_softcap * torch.tanh(logits.float() / hp.logit_softcap)
+        logits = self.linear(rms_norm(x), weights, 0, "tok_emb").float()
+        logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -669,16 +671,21 @@ class GPT(nn.Module):
                 found[kind.name] = (getattr(self, kind.name).to(self.dtype),)
         return found
 
-    def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> tuple[Tensor, ...]:
-        """x (B, T, in) -> (B, T, out) by each of these matrices of the layer, in one product. The only place where a
+    def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> Tensor:
+        """x (B, T, in) -> (B, T, out) by these matrices of the layer, one below the other: the only place where a
         matrix multiplies activations."""
         if names[0] in self.hessians:
-            rows = x.flatten(0, -2).float()
+            rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
             self.hessians[names[0]][layer].addmm_(rows.mT, rows)
         matrices = [weights[name][layer] for name in names]
-        parts = F.linear(x, torch.cat(matrices)).split([len(matrix) for matrix in matrices], dim=-1)
-        low_rank = [[factor[:, layer].to(x.dtype).mT for factor in self.adapter.get(name, ())] for name in names]
-        return tuple(y + x @ ab[0] @ ab[1] if ab else y for y, ab in zip(parts, low_rank, strict=True))
+        y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
+        if self.adapter.keys() & set(names):
+            parts = dict(zip(names, y.split([len(matrix) for matrix in matrices], dim=-1), strict=True))
+            for name in self.adapter.keys() & set(names):
+                a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
+                parts[name] = parts[name] + x @ a @ b
+            y = torch.cat(list(parts.values()), dim=-1)
+        return y
 
     def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash), normalised, mixed with the
@@ -690,7 +697,7 @@ class GPT(nn.Module):
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
-            x = x + self.bigram_scale * self.linear(pair, weights, 0, "bigram_proj")[0]
+            x = x + self.bigram_scale * self.linear(pair, weights, 0, "bigram_proj")
         x = rms_norm(x)
         gate = torch.sigmoid(self.smear_gate)
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
@@ -700,18 +707,20 @@ class GPT(nn.Module):
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
         hp = self.hp
         time = x.size(1)
+        heads = (-1, hp.head_dim)
         if first:
-            parts = self.linear(x[:, first:], weights, layer, "q") + self.linear(x, weights, layer, "k", "v")
-        else:
-            parts = self.linear(x, weights, layer, "q", "k", "v")
-        q, k, v = (part.unflatten(-1, (-1, hp.head_dim)) for part in parts)  # (B, n, H, E) and twice (B, T, K, E)
+            q = self.linear(x[:, first:], weights, layer, "q").unflatten(-1, heads)  # (B, n, H, E)
+            k, v = self.linear(x, weights, layer, "k", "v").unflatten(-1, heads).chunk(2, dim=2)  # (B, T, K, E)
+        else:  # the gradient of one split is one concatenation, into which gradients are written without a copy
+            sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
+            q, k, v = self.linear(x, weights, layer, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
         cos, sin = self.cos[:time], self.sin[:time]
         q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
         y = (attend_last if first else self.attend)(q, k, v)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
-        return self.linear(y.flatten(2), weights, layer, "out")[0]
+        return self.linear(y.flatten(2), weights, layer, "out")
 
 
 # ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------
