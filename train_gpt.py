@@ -801,15 +801,13 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
     if wanted != "auto":
         return getattr(torch, wanted)
-    probes = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False) for unit in ("amx_tile", "avx512_bf16")]
-    on_gpu = device.type == "cuda"
-    fast = torch.cuda.get_device_capability(device) >= (8, 0) if on_gpu else any(probe() for probe in probes)
+    units = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False)() for unit in ("amx_tile", "avx512_bf16")]
+    fast = torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda" else any(units)
     return torch.bfloat16 if fast else torch.float32
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
-    """(compile or not, notes). If something that torch.compile needs is missing, a CPU computes without it. A GPU would
-    take several times as long, so there it is a UserError."""
+    """(compile or not, notes). Without its compilers a CPU runs eagerly; for a GPU, much slower, it is a UserError."""
     on_gpu = device.type == "cuda"
     compilers = (os.environ.get("CC", "gcc"), "clang") if on_gpu else (os.environ.get("CXX", "g++"),)
     needs = {
@@ -858,8 +856,7 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             attend = load_attention(name)
             shapes = [(2, time, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
             inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-            probe = compile_whole(attend, compiled and on_gpu)  # a CPU compiles what it runs, but that takes seconds
-            probe(*inputs).float().sum().backward()
+            compile_whole(attend, compiled and on_gpu)(*inputs).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
             refused.append(f"attention {name} skipped: {reason(error)}")
@@ -1167,9 +1164,8 @@ class Clock:
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
         """Continue before `step`, `seconds` into the run."""
         self.step = step - 1  # the last step whose time is known
-        self.seconds = seconds  # that time
-        self.recent = recent  # seconds of recent steps
-        self.paused_at = seconds  # the timer
+        self.seconds = self.paused_at = seconds  # that time; the timer
+        self.recent = recent or [0.0]  # seconds of recent steps
         self.started = None
 
     def begins(self, step: int) -> float:
@@ -1177,10 +1173,8 @@ class Clock:
         return self.seconds * step / max(self.step + 1, 1)
 
     def end(self, step: int) -> float:
-        """By when `step` must begin to fit before the cap, if all that is not timed yet takes the slowest recent time.
-        The stop and the schedules share this limit: else learning rates would not come close to 0."""
-        late = (step - self.step + self.in_flight + 1) * max(self.recent, default=0.0)
-        return self.cap - late + self.begins(step) - self.seconds
+        """When run and schedules end: if `step` begins earlier, it fits before the cap at the slowest recent pace."""
+        return self.cap - (step - self.step + self.in_flight + 1) * max(self.recent) + self.begins(step) - self.seconds
 
 
 class WeightAverage:
@@ -1194,8 +1188,7 @@ class WeightAverage:
 
     def update(self, step: int, lr_scale: float) -> None:
         """Add the weights after `step`."""
-        late = self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0
-        if self.hp.ema_enabled or late:
+        if self.hp.ema_enabled or (self.mean and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0):
             self.samples += 1
             weight = 1 - self.hp.ema_decay if self.hp.ema_enabled else 1 / self.samples
             torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
@@ -1846,12 +1839,11 @@ class Checkpoints:
         self.written.result()
         self.last = state
         self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
-        copied = None
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
-                copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
+            copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
             metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": dataclasses.asdict(self.hp), **state}
             metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
             self.written = self.writer.submit(self._write, self.newest, metadata, copied)
