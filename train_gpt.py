@@ -198,8 +198,8 @@ class Hyperparameters:
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel to try first", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "torch.compile; auto: if its compilers are found", "run", choices=("auto", "0", "1"))
+    attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
+    compile: str = knob("auto", "torch.compile; auto: not on a CPU without g++", "run", choices=("auto", "0", "1"))
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
@@ -838,21 +838,23 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16), else float32."""
     if wanted != "auto":
         return getattr(torch, wanted)
-    probes = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False) for unit in ("amx_tile", "avx512_bf16")]
-    on_gpu = device.type == "cuda"
-    fast = torch.cuda.get_device_capability(device) >= (8, 0) if on_gpu else any(probe() for probe in probes)
+    units = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False)() for unit in ("amx_tile", "avx512_bf16")]
+    fast = torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda" else any(units)
     return torch.bfloat16 if fast else torch.float32
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
-    """(compile or not, notes): torch.compile needs compilers and headers that some machines lack."""
+    """(compile or not, notes). Without its compilers a CPU runs eagerly; for a GPU, much slower, it is a UserError."""
+    on_gpu = device.type == "cuda"
+    compilers = (os.environ.get("CC", "gcc"), "clang") if on_gpu else (os.environ.get("CXX", "g++"),)
     needs = {
         "Linux": sys.platform == "linux",  # elsewhere Inductor's C++ needs an OpenMP that compilers do not bring
-        "a C++ compiler": any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++", "c++"))),
+        f"a {'C' if on_gpu else 'C++'} compiler": any(map(shutil.which, compilers)),  # Triton's or Inductor's choice
         "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "triton": device.type == "cpu" or find_spec("triton") is not None,
+        "triton": not on_gpu or find_spec("triton") is not None,
     }
     missing = ", ".join(name for name, found in needs.items() if not found) if wanted == "auto" else ""
+    require(not on_gpu or not missing, f"torch.compile needs {missing}: install it, or set COMPILE=0, which is slow")
     return wanted != "0" and not missing, [f"not compiled, which is slower: {missing} is missing"] * bool(missing)
 
 
@@ -880,27 +882,27 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
-    """(name, function, notes): the first kernel that runs forward and backward at the model's head shape. The function
-    maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E), causally. `math` always works."""
-    order = KERNELS if device.type == "cuda" else ("flash", "math")
+    """(name, function, notes): the kernel asked for, or the first that runs forward and backward as the model uses it.
+    The function maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E), causally. UserError if none runs."""
+    on_gpu = device.type == "cuda"
+    order = KERNELS[:-1] if on_gpu else ("flash", "math")  # on a GPU `math` takes several times as long
+    time = max(2 * PLAIN_ATTENTION, on_gpu * hp.train_seq_len)
     refused = []
-    for name in dict.fromkeys((hp.attention, *order) if hp.attention != "auto" else order):
+    for name in order if hp.attention == "auto" else (hp.attention,):
         try:
             attend = load_attention(name)
-            # torch's own operators always compile; some builds of flash_attn_interface do not.
-            probe = torch.compile(attend, fullgraph=True) if compiled and name == "fa3" else attend
-            shapes = [(2, 2 * PLAIN_ATTENTION, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
+            shapes = [(2, time, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
             inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-            with torch.enable_grad():
-                probe(*inputs).float().sum().backward()
+            compile_whole(attend, compiled and on_gpu)(*inputs).float().sum().backward()
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
             refused.append(f"attention {name} skipped: {reason(error)}")
-    raise UserError(f"ATTENTION={hp.attention}: no attention kernel runs on {device}: {'; '.join(refused)}")
+    raise UserError(f"ATTENTION={hp.attention}: {'; '.join(refused)}: install one or set ATTENTION=math, which is slow")
 
 
 def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel is missing."""
+    torch.compiler.config.cache_key_tag = name  # else the cache on disk answers with a graph of another kernel
     if name == "fa3":
         from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
 
@@ -1155,13 +1157,13 @@ class StepSettings(NamedTuple):
     seq_len: int  # tokens T of a training sequence
 
 
-def schedule(hp: Hyperparameters, step: int, seconds: float, step_seconds: float) -> StepSettings:
-    """The settings of step number `step`, which begins `seconds` into the run when a step takes `step_seconds`.
-    Progress is the used fraction of ITERATIONS or of the wall clock, the larger one; the warmdown ends at 0."""
-    cap, steps = hp.max_wallclock_seconds, max(hp.iterations, 1)
-    progress = max(step / steps, seconds / cap if cap else 0.0)
-    if cap and step_seconds:
-        steps = min(steps, cap / step_seconds)
+def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
+    """The settings of step number `step`, which begins `seconds` into a run whose steps begin before `end`, if not 0.
+    Progress is the used fraction of ITERATIONS or of that time, the larger one; the warmdown ends at 0."""
+    steps = max(hp.iterations, 1)
+    used = seconds / end if end else 0.0
+    progress = max(step / steps, used)
+    steps = min(steps, step / used) if used else steps
     warmdown = hp.warmdown_frac or min(hp.warmdown_iters / steps, PHASE_LIMIT)
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
@@ -1175,7 +1177,7 @@ class Clock:
     """Training time: a timer that validation pauses, and rank 0's reading of it, by which all ranks decide alike."""
 
     def __init__(self, cap: float, in_flight: int):
-        self.cap = cap
+        self.cap = cap or math.inf
         self.in_flight = in_flight  # steps that the host may queue ahead of the device
         self.reset(0, 0.0, [])
 
@@ -1195,25 +1197,21 @@ class Clock:
         self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
         self.step = step
         self.seconds = seconds
-        self.step_seconds = seconds / (step + 1)
 
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
         """Continue before `step`, `seconds` into the run."""
         self.step = step - 1  # the last step whose time is known
-        self.seconds = seconds  # that time
-        self.step_seconds = seconds / max(step, 1)  # average so far; 0 before the first step is known
-        self.recent = recent  # seconds of recent steps
-        self.paused_at = seconds  # the timer
+        self.seconds = self.paused_at = seconds  # that time; the timer
+        self.recent = recent or [0.0]  # seconds of recent steps
         self.started = None
 
     def begins(self, step: int) -> float:
-        """When `step` is expected to begin, in seconds."""
-        return self.seconds + (step - self.step - 1) * self.step_seconds
+        """When `step` is expected to begin, in seconds, if steps take as long as they did on average."""
+        return self.seconds * step / max(self.step + 1, 1)
 
-    def fits(self, step: int) -> bool:
-        """Whether `step` ends before the cap, assuming the slowest recent step time."""
-        steps = step - self.step + self.in_flight + 1
-        return not self.cap or self.seconds + steps * max(self.recent, default=0.0) <= self.cap
+    def end(self, step: int) -> float:
+        """When run and schedules end: if `step` begins earlier, it fits before the cap at the slowest recent pace."""
+        return self.cap - (step - self.step + self.in_flight + 1) * max(self.recent) + self.begins(step) - self.seconds
 
 
 class WeightAverage:
@@ -1227,8 +1225,7 @@ class WeightAverage:
 
     def update(self, step: int, lr_scale: float) -> None:
         """Add the weights after `step`."""
-        late = self.hp.swa_enabled and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0
-        if self.hp.ema_enabled or late:
+        if self.hp.ema_enabled or (self.mean and lr_scale < SWA_START and (step + 1) % self.hp.swa_every == 0):
             self.samples += 1
             weight = 1 - self.hp.ema_decay if self.hp.ema_enabled else 1 / self.samples
             torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
@@ -1668,6 +1665,15 @@ def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: R
     return scorer.result()
 
 
+def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime) -> None:
+    """Score a window of each shape on each rank, so that nothing compiles while an evaluation is timed."""
+    for stride in (hp.eval_seq_len, hp.eval_stride):
+        scorer = Evaluator(forward, val, hp, runtime, stride)
+        start, scored, stop = windows = scorer.windows()
+        shape = 2 * np.ceil(np.log2((stop - start) / hp.eval_seq_len)) + (scored > start)
+        scorer.score(windows[:, np.repeat(np.unique(shape, return_index=True)[1], runtime.comm.size)])
+
+
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
@@ -1870,12 +1876,11 @@ class Checkpoints:
         self.written.result()
         self.last = state
         self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
-        copied = None
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 self.copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
-                copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
         if self.comm.rank == 0:
+            copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
             metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": dataclasses.asdict(self.hp), **state}
             metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
             self.written = self.writer.submit(self._write, self.newest, metadata, copied)
@@ -1951,9 +1956,8 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
         before = metadata["hyperparameters"]
         now = {name: getattr(hp, name) for name in knobs_with("training", "model")}
         unlike = ", ".join(f"{n.upper()}={now[n]} instead of {before.get(n)}" for n in now if before.get(n) != now[n])
-        free = " ".join(knobs_with("evaluation", "run")).upper()
         other = f"RESUME={hp.resume}: {path} is of another run, with {unlike}: set the same, or another RUN_ID"
-        require(not unlike, f"{other}; only these may change: {free}")
+        require(not unlike, f"{other}; only these may change: {' '.join(knobs_with('evaluation', 'run')).upper()}")
         if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
             notes.append("train_gpt.py has changed since this checkpoint")
         found = path, metadata
@@ -2046,13 +2050,8 @@ class Training:
                 kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
                 self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        shape = eval_rows(hp, self.runtime, hp.eval_seq_len), hp.eval_seq_len
-        blank = torch.zeros(shape, dtype=torch.int64, device=self.runtime.device)
-        for n in (hp.eval_seq_len, hp.eval_stride):
-            with torch.no_grad():
-                self.forward(blank, blank[:, :n].clone(), reduction="none")
-        for name, tensor in self.tensors().items():
-            tensor.copy_(before[name])
+        warm_up_evaluation(self.forward, self.val, hp, self.runtime)
+        torch._foreach_copy_(list(self.tensors().values()), list(before.values()))
         self.optimizer.sync_replicas()
         self.average.samples = 0
         self.runtime.synchronize()
@@ -2072,8 +2071,8 @@ class Training:
             window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
-            while True:
-                done = step >= hp.iterations or not self.clock.fits(step)
+            while not self.stopping:
+                done = step >= hp.iterations or self.clock.begins(step) >= self.clock.end(step)
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
                     self.clock.pause()
@@ -2084,27 +2083,27 @@ class Training:
                 if done:
                     break
                 self.clock.start()
-                settings = schedule(hp, step, self.clock.begins(step), self.clock.step_seconds)
-                summed = self.train_step(step, settings)
-                values = summed.to("cpu", non_blocking=True)  # to pinned memory
-                copied = torch.cuda.current_stream().record_event() if summed.is_cuda else None
+                settings = schedule(hp, step, self.clock.begins(step), self.clock.end(step))
+                values = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
+                copied = torch.cuda.current_stream().record_event() if self.runtime.device.type == "cuda" else None
                 self.in_flight.append((step, settings, values, copied))
                 self._settle(self.clock.in_flight if step > first + 1 else 0)  # queue ahead once a step's time is known
                 step += 1
                 if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
                     self._settle(0)
                     self.save(step)
-                if self.stopping:
-                    self.checkpoints.written.result()
-                    newest = self.runtime.comm.share(self.checkpoints.newest)  # after rank 0 has written it
-                    raise Stopped((*self.signals, signal.SIGTERM)[0], step, newest)
                 if hp.profile:
                     profile.step()
+        self.save(step)
+        received = torch.tensor(self.stopping or bool(self.signals), dtype=torch.float32, device=self.runtime.device)
+        self.runtime.comm.all_reduce(received)()  # a signal of the last validation is in no step's report
+        if received:
+            self.checkpoints.written.result()  # so that rank 0 knows the newest
+            raise Stopped((*self.signals, signal.SIGTERM)[0], step, self.runtime.comm.share(self.checkpoints.newest))
         if step < hp.iterations:
             seconds = self.clock.elapsed()
             line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
             self.log(line, event="stopping_early", step=step, train_seconds=seconds)
-        self.save(step)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint as this rank has them: the optimizer's, and the average as PARAMETER.average."""
@@ -2185,15 +2184,14 @@ class Training:
             if step <= 10 or step % hp.train_log_every == 0:
                 seconds = self.clock.elapsed()
                 rate = step * hp.train_batch_tokens / seconds
-                eta = min((hp.iterations - step) * seconds / step, (hp.max_wallclock_seconds or math.inf) - seconds)
+                eta = min((hp.iterations - step) * seconds / step, self.clock.cap - seconds)
                 rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
                 more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
                 fields = {"train_loss": report.loss, "tokens_per_second": rate, **settings._asdict()}
                 self._progress("train", step, f"train_loss:{report.loss:.4f}", more, **fields)
 
     def _not_finite(self, step: int, loss: float) -> str:
-        owned = self.optimizer.owned.items()
-        norms = ", ".join(f"{name} {float(torch.linalg.vector_norm(w)):.3g}" for name, w in owned)
+        norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in self.optimizer.owned.items())
         self.checkpoints.written.result()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
         advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
@@ -2267,11 +2265,14 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     blob, hp = read_artifact(path, environ)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)
+        trained = log.files and "\n  EVAL_ONLY=\n" in Path(log.files[0].name).read_text(encoding="utf-8")
+        require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
         log.header(hp, runtime)
         val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype)
         with reading_artifact(path):
             load_artifact(blob, model)
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
+        warm_up_evaluation(forward, val, hp, runtime)
         score_artifact(model, forward, val, hp, runtime, log)
 
 

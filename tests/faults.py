@@ -3,6 +3,7 @@
 kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that file exists
 term   SIGTERM, as a batch system sends it
 int    Ctrl-C
+late   SIGTERM during the first validation
 nan    a gradient that is not finite
 jump   the clock jumps forward by 1,000 seconds
 none   nothing
@@ -24,8 +25,8 @@ def strike(fault: str, run: train_gpt.Training) -> None:
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault in ("term", "int"):
-        os.kill(os.getpid(), {"term": signal.SIGTERM, "int": signal.SIGINT}[fault])
+    if fault in ("term", "int", "late"):
+        os.kill(os.getpid(), signal.SIGINT if fault == "int" else signal.SIGTERM)
     if fault == "nan":
         run.optimizer.flat[0] = float("nan")
     if fault == "jump":
@@ -40,10 +41,16 @@ def main() -> None:
 
     def faulty(self, number, settings):
         # Steps of the warm-up do not count. A step has been timed, or the run was restored, only after the warm-up.
-        if number == at and int(os.environ.get("RANK", 0)) == rank and self.clock.step >= 0:
+        if fault != "late" and number == at and int(os.environ.get("RANK", 0)) == rank and self.clock.step >= 0:
             strike(fault, self)
         return step(self, number, settings)
 
+    def interrupted(*arguments):
+        if fault == "late" and int(os.environ.get("RANK", 0)) == rank:
+            strike(fault, None)
+        return evaluate(*arguments)
+
+    evaluate, train_gpt.evaluate = train_gpt.evaluate, interrupted
     train_gpt.Training.train_step = faulty
     train_gpt.main()
 

@@ -114,6 +114,39 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     assert not list(tmp_path.rglob("*.partial")) and len(kept(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_during_the_last_validation_stops_the_run(ranks, undisturbed, knobs, tmp_path):
+    """It is in no step's report. The run forgot it and went on to export."""
+    first = faulty("late", 0, knobs, tmp_path, ranks, rank=ranks - 1)
+    assert first.returncode == (143 if ranks == 1 else 1), first.stderr
+    assert "stopped by SIGTERM after step 12; set RESUME=auto to continue" in first.stderr
+    assert kept(tmp_path) == [9, 12] and not exact(tmp_path)
+    if ranks == 1:
+        again = faulty("none", 0, knobs, tmp_path)
+        assert again.returncode == 0 and "resumed: step:12 " in again.stdout, again.stderr
+        assert exact(tmp_path) == exact(undisturbed)
+
+
+@pytest.mark.parametrize("late", [6, 7])
+def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_path, monkeypatch):
+    """As on a GPU, where reports are read two steps later."""
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=100, ITERATIONS=8)
+    val = train_gpt.Validation(hp, runtime.device)
+    training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
+    training.clock.in_flight, step = 2, training.train_step
+
+    def signalled(number, settings):
+        if number == late:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(number, settings)
+
+    training.train_step = signalled
+    with pytest.raises(train_gpt.Stopped) as stopped:
+        training.train()
+    assert stopped.value.args == (signal.SIGTERM, 8, Path(step_file(8))) and kept(tmp_path) == [8]
+
+
 def nats(score: str) -> float:
     return float(score.split(":")[1].split()[0])
 

@@ -136,6 +136,40 @@ def test_eval_only_needs_no_variable_but_the_data(finished, env, tmp_path):
     assert "is not the tokenizer of EVAL_ONLY=" in sentence(refused)
 
 
+@pytest.mark.parametrize("documents", [0, 1])
+def test_evaluations_are_timed_without_compiling(finished, env, tmp_path, monkeypatch, documents):
+    """Compiling took minutes of EVAL_MAX_SECONDS. EVAL_ONLY compiles all its shapes before a score's clock starts."""
+    shapes, before, real = set(), [], train_gpt.score_artifact
+
+    def recorded(model, compiled):
+        if not isinstance(model, torch.nn.Module):
+            return model
+        return lambda x, y, **options: shapes.add((x.shape, y.shape)) or model(x, y, **options)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "compile_whole", recorded)
+    monkeypatch.setattr(train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a))
+    changes = {"EVAL_SEQ_LEN": 512, "EVAL_STRIDE": 64, "VAL_BATCH_SIZE": 1024, "EVAL_DOCUMENTS": documents}
+    path = finished[0] / "final_model.int6.xz"
+    train_gpt.evaluate_only(evaluating(env, path, **changes), str(path))
+    assert before == [shapes] and len(shapes) >= 2 + 2 * documents
+
+
+def test_eval_only_keeps_the_log_of_a_training(finished, env, tmp_path):
+    """With the RUN_ID of a finished training it replaced that training's log."""
+    shutil.copytree(finished[0], tmp_path / "run")
+    log, path = tmp_path / "run" / "logs" / "tiny.txt", finished[0] / "final_model.int6.xz"
+    before = log.read_bytes()
+    result = run([ROOT / "train_gpt.py"], evaluating(env, path, RUN_ID="tiny"), tmp_path / "run")
+    assert result.returncode == 1 and log.read_bytes() == before
+    assert "RUN_ID=tiny has the log of a training, which this would replace: set another" in sentence(result)
+    for _ in range(2):  # a log of an evaluation is replaced
+        again = run([ROOT / "train_gpt.py"], evaluating(env, path, RUN_ID="score"), tmp_path / "run")
+        assert again.returncode == 0, again.stderr
+    text = (tmp_path / "run" / "logs" / "score.txt").read_text()
+    assert text.count("\nfinal_int6_sliding_window_exact") == 1
+
+
 def test_the_artifact_describes_the_run(finished):
     """Its header says how it was made, with the score before the export."""
     header = train_gpt.open_artifact((finished[0] / "final_model.int6.xz").read_bytes())[0]
