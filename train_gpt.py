@@ -539,13 +539,10 @@ class NormRotate(torch.autograd.Function):
     in a pass of its own."""
 
     @staticmethod
-    def forward(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain, cos, sin)
         scale = (x.float().square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
         return (rotate(x.float(), cos, sin) * (gain * scale)).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
@@ -559,11 +556,10 @@ class NormRotate(torch.autograd.Function):
 
 def xsa(y: Tensor, v: Tensor) -> Tensor:
     """Exclusive self-attention (#265): remove from y (B, T, H, E) its part along the own value in v (B, T, K, E)."""
-    grouped = y.unflatten(2, (v.size(2), -1))  # (B, T, K, H/K, E)
+    grouped = y.unflatten(2, (v.size(2), -1)).float()  # (B, T, K, H/K, E)
     v = v.unsqueeze(3)
-    square = v.float().square().sum(dim=-1, keepdim=True)
-    along = (grouped.float() * v).sum(dim=-1, keepdim=True) / square.clamp(min=1e-24)
-    return (grouped - along * v).to(y.dtype).flatten(2, 3)
+    square = v.float().square().sum(dim=-1, keepdim=True).clamp(min=1e-24)
+    return (grouped - (grouped * v).sum(dim=-1, keepdim=True) / square * v).to(y.dtype).flatten(2, 3)
 
 
 class GPT(nn.Module):
@@ -677,14 +673,13 @@ class GPT(nn.Module):
         if names[0] in self.hessians:
             rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
             self.hessians[names[0]][layer].addmm_(rows.mT, rows)
+        if self.adapter and len(names) > 1:
+            return torch.cat([self.linear(x, weights, layer, name) for name in names], dim=-1)
         matrices = [weights[name][layer] for name in names]
         y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
-        if self.adapter.keys() & set(names):
-            parts = dict(zip(names, y.split([len(matrix) for matrix in matrices], dim=-1), strict=True))
-            for name in self.adapter.keys() & set(names):
-                a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[name])
-                parts[name] = parts[name] + x @ a @ b
-            y = torch.cat(list(parts.values()), dim=-1)
+        if names[0] in self.adapter:
+            a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[names[0]])
+            y = y + x @ a @ b
         return y
 
     def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
