@@ -24,8 +24,6 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
     def make(**changes) -> train_gpt.Training:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
         val = train_gpt.Validation(hp, runtime.device)
-        spans = {documents: val.spans(documents) for documents in (False, True)}  # these need the values of the tokens
-        val.spans = spans.get
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
         return train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), val)

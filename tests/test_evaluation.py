@@ -170,6 +170,7 @@ def several_documents(setting, **changes):
     hp, runtime, val = setting(**changes)
     val.tokens = val.tokens.clone()
     val.tokens[[9, 10, 90, 150, 391]] = train_gpt.BOS
+    val.documents = np.union1d(val.documents, [9, 10, 90, 150, 391])
     return hp, runtime, val, noise(made(hp, runtime.attend))
 
 
