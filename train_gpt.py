@@ -1718,10 +1718,10 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     for first in range(0, int(lengths[0]), chunk):
         start, live = max(0, first + chunk - hp.eval_seq_len), int((lengths > first).sum())
         position = begin[:live] + torch.arange(start, first + chunk, device=device)
-        model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, model, "adapter", {})
+            model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
             nats, counts = scorer.batch(model, position, chunk, begin[:live], end[:live])
-        model.adapter = {}
         if first + chunk < lengths[0]:
             adam.zero_grad()
             ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
