@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import math
+import resource
 import struct
 import subprocess
 import sys
@@ -381,6 +382,41 @@ def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
     monkeypatch.setattr(train_gpt, "MAX_WEIGHTS", train_gpt.MAX_WEIGHTS - 1)
     with pytest.raises(ValueError, match="weights"):
         train_gpt.open_artifact(blob)
+
+
+def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
+    """A few kilobytes whose windows and one wide head would need gigabytes. Nothing is made for them."""
+    changes = {"NUM_LAYERS": 1, "NUM_HEADS": 1, "NUM_KV_HEADS": 1, "MODEL_DIM": 512, "MLP_MULT": 0.1, "XSA_LAST_N": 0}
+    hp = hyperparameters(**changes, ROPE_DIMS=0, BIGRAM_VOCAB_SIZE=0, VOCAB_SIZE=4)
+    small = {name: torch.zeros(p.shape) for name, p in GPT(hp, None, torch.float32).named_parameters()}
+    blob = rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 20, "evaluation", "eval_seq_len"))
+    path = tmp_path / "forged.xz"
+    path.write_bytes(blob)
+    assert len(blob) < 4000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
+        train_gpt.read_artifact(str(path), {})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+def test_artifact_is_decoded_before_the_model_is_made(model, env, tmp_path, monkeypatch):
+    blob = train_gpt.pack_artifact(weights_of(model), model.hp)
+    path = tmp_path / "damaged.xz"
+    path.write_bytes(sealed(blob[:-100] + bytes(68)))
+    monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
+    with pytest.raises(UserError, match="damaged.xz cannot be used"):
+        train_gpt.evaluate_only(env(), str(path))
+
+
+def test_missing_decoder_is_named(model, hyperparameters, tmp_path, monkeypatch):
+    find = train_gpt.find_spec
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None if name == "constriction" else find(name))
+    path = tmp_path / "a.xz"
+    path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="lzma")))
+    train_gpt.read_artifact(str(path), {})
+    path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="ans")))
+    with pytest.raises(UserError, match=r"a\.xz needs a package: pip install constriction$"):
+        train_gpt.read_artifact(str(path), {})
 
 
 def test_bombs_are_not_unpacked():
