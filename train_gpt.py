@@ -281,7 +281,7 @@ def knob_help() -> str:
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 BOS = 1  # starts every document of the challenge's data
-MAX_FILE = 64 << 20  # bytes; tokenizers and manifests are far smaller
+MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
@@ -413,7 +413,7 @@ class ByteCounter:
 
 
 def read_small(path: Path) -> bytes:
-    """The bytes of a tokenizer or manifest. Raises UserError for a file that would fill the memory."""
+    """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill the memory."""
     size = path.stat().st_size
     require(size <= MAX_FILE, f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file")
     return path.read_bytes()
@@ -455,12 +455,12 @@ class Validation:
         check_manifest(hp.data_path, hp.tokenizer_path)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))  # where they begin, on the host
 
     def spans(self, documents: bool) -> np.ndarray:
         """[begin, end) (S, 2) of the inputs that may see each other: all, or each document with its BOS."""
-        inputs = self.tokens[:-1].cpu().numpy()
-        begins = np.union1d([0], np.flatnonzero(inputs == BOS)) if documents else np.array([0])
-        return np.stack((begins, np.append(begins[1:], len(inputs))), axis=1)
+        begins = self.documents if documents else np.array([0])
+        return np.stack((begins, np.append(begins[1:], self.targets)), axis=1)
 
 
 # ---- Table of matrices: initialisation, forward, optimizer, quantiser and export all read it -------------------------
@@ -672,7 +672,11 @@ class GPT(nn.Module):
         matrix multiplies activations."""
         if names[0] in self.hessians:
             rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
-            self.hessians[names[0]][layer].addmm_(rows.mT, rows)
+            matmul = torch.backends.cuda.matmul
+            with contextlib.ExitStack() as afterwards:
+                afterwards.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+                matmul.fp32_precision = "tf32"  # for tensor cores: products of bf16 numbers stay exact, sums are fp32
+                self.hessians[names[0]][layer].addmm_(rows.mT, rows)
         if self.adapter and len(names) > 1:
             return torch.cat([self.linear(x, weights, layer, name) for name in names], dim=-1)
         matrices = [weights[name][layer] for name in names]
@@ -1397,9 +1401,20 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
 ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 5
-# Limits for a file from a stranger: bytes of file and header, weights (20 bytes each in memory while they are decoded).
-MAX_FILE_BYTES, MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 28, 1 << 20, 1 << 26
+# Limits for a file from a stranger: bytes of its header, weights and rotary factors (some 20 bytes of memory each).
+MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
+
+
+def outline(hp: Hyperparameters) -> dict[str, Tensor]:
+    """The model's parameters by name, without memory. Raises UserError if it is too large for an artifact."""
+    with torch.device("meta"):
+        model = GPT(hp, None, torch.float32)
+    weights = dict(model.named_parameters())
+    count = sum(tensor.numel() for tensor in (*weights.values(), model.cos))
+    found = f"{count} weights and rotary factors exceed the limit of {MAX_WEIGHTS} of an artifact"
+    require(count <= MAX_WEIGHTS, f"{found}: lower MODEL_DIM, NUM_LAYERS, ROPE_DIMS or EVAL_SEQ_LEN")
+    return weights
 
 
 def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
@@ -1475,12 +1490,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[tuple], int]
     header = json.loads(blob[start : start + length])
     knobs = {name.upper(): str(header[role][name]) for role in ("model", "evaluation") for name in knobs_with(role)}
     hp = Hyperparameters.from_env(knobs | {"ROW_RANGE": str(header["row_range"])})
-    with torch.device("meta"):  # shapes without memory
-        weights = dict(GPT(hp, None, torch.float32).named_parameters())
-    count = sum(tensor.numel() for tensor in weights.values())
-    require(count <= MAX_WEIGHTS, f"its model has {count} weights, over the limit of {MAX_WEIGHTS}")
     require(header["coder"] in CODERS, "its coder is unknown")
-    views = list(export_views(weights))
+    views = list(export_views(outline(hp)))
     sizes = list(header["code_bytes"])
     valid = all(type(n) is int and n >= 0 for n in sizes) and len(sizes) == sum(kind is not None for kind, *_ in views)
     require(valid, "its tensors are not those of its model")
@@ -1506,31 +1517,26 @@ def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tenso
         offset += nbytes
 
 
-def load_artifact(blob: bytes, model: GPT) -> None:
-    """Copy the artifact's weights into the model. Raises an error if they belong to another model."""
-    _, made, _, _ = open_artifact(blob)
-    for name in knobs_with("model"):
-        there, here = getattr(made, name), getattr(model.hp, name)
-        require(there == here, f"it was made with {name.upper()}={there} (here {here})")
-    weights = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
+def load_artifact(blob: bytes) -> dict[str, Tensor]:
+    """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in outline(open_artifact(blob)[1]).items()}
     for (_, _, view), (_, _, values) in zip(export_views(weights), decode_artifact(blob), strict=True):
         view.copy_(values)
-    model.load(weights)
+    return weights
 
 
 def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
     """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and its windows unless
     `environ` sets others. Raises UserError if it is invalid or model or tokenizer differ from the artifact's."""
     with reading_artifact(path):
-        size = Path(path).stat().st_size
-        require(size <= MAX_FILE_BYTES, f"it has {size} bytes, more than the {MAX_FILE_BYTES} of any artifact")
-        blob = Path(path).read_bytes()
+        blob = read_small(Path(path))
         header, made, _, _ = open_artifact(blob)
     stored = {name.upper(): str(getattr(made, name)) for name in knobs_with("model", "evaluation")}
     hp = Hyperparameters.from_env(stored | environ)
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
+    require(header["coder"] != "ans" or find_spec("constriction"), f"{path} needs a package: pip install constriction")
     digest = header.get("tokenizer_sha256")
     tokenizer = Path(hp.tokenizer_path)
     same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
@@ -1555,9 +1561,9 @@ class Score(NamedTuple):
 
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
-    """Windows (3, N) that score every input of the spans (S, 2) once: each reads the inputs [start, stop) and scores
-    those from `scored` on. In each span they begin `stride` apart; the first scores all it reads, the others their last
-    `stride`. No window depends on what follows its targets: the last one may extend over the end of the span."""
+    """Windows (3, N), in stream order, that score every input of the spans (S, 2) once: each reads the inputs [start,
+    stop) and scores those from `scored` on. In each span they begin `stride` apart; the first scores all it reads, the
+    others their last `stride`. None depends on what follows its targets: the last may extend over the span's end."""
     begin, end = spans.T
     count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
     span = np.repeat(np.arange(len(spans)), count)
@@ -1589,8 +1595,8 @@ class Evaluator:
         return plan_windows(self.val.spans(self.hp.eval_documents), self.hp.eval_seq_len, self.stride)
 
     def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
-        """Store the losses (rows, n) of these targets where `counts`."""
-        self.nats.scatter_(0, torch.where(counts, target, self.val.targets).flatten(), nats.flatten().float())
+        """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits for the device."""
+        self.nats.scatter_(0, target.masked_fill(~counts, self.val.targets).flatten(), nats.flatten().float())
         self.count += counts.sum()
         if time.perf_counter() - self.reported > 10:
             self.reported = time.perf_counter()
@@ -1605,35 +1611,33 @@ class Evaluator:
 
     @torch.no_grad()
     def score(self, windows: np.ndarray) -> None:
-        """Score these windows; each rank takes its part."""
-        full = self.hp.eval_seq_len
+        """Score these windows, the widest first and in stream order; each rank takes its part."""
         comm = self.runtime.comm
         start, scored, stop = windows
         ends = self.stride * (scored > start)  # 0: the whole window is scored
-        widths = np.full(len(ends), full)
-        for narrower in (full // 2, full // 4, full // 8):  # documents shorter than a window
+        widths = np.full(len(ends), self.hp.eval_seq_len)
+        for narrower in self.hp.eval_seq_len // np.array((2, 4, 8)):  # documents shorter than a window
             widths[(stop - start <= narrower) & (ends == 0) & (narrower >= 64)] = narrower
-        shapes = sorted(set(zip((-widths).tolist(), ends.tolist(), strict=True)))  # the widest first, in stream order
-        for width, n in ((-negative, n) for negative, n in shapes):
+        for width, n in sorted(set(zip(widths.tolist(), ends.tolist(), strict=True)), key=lambda s: (-s[0], s[1])):
             members = np.flatnonzero((widths == width) & (ends == n))
             mine = members[len(members) * comm.rank // comm.size : len(members) * (comm.rank + 1) // comm.size]
             rows = eval_rows(self.hp, self.runtime, width)
-            for first in range(0, len(mine), rows):
-                self._batch(windows[:, mine[first : first + rows]], rows, width, n or width)
+            table = torch.from_numpy(np.pad(windows[:, mine], ((0, 0), (0, -len(mine) % rows))))  # spare: [0, 0)
+            table = table.pin_memory() if self.nats.is_cuda else table  # or the host would wait for the copy
+            batches = table.to(self.nats.device, non_blocking=True)[..., None].split(rows, dim=1)
+            for start, scored, stop in batches if len(mine) else ():  # (rows, 1) each
+                self.batch(self.forward, start + torch.arange(width, device=start.device), n or width, scored, stop)
 
-    def _batch(self, windows: np.ndarray, rows: int, width: int, n: int) -> None:
-        """One forward; each row scores at most its last n positions. Spare rows repeat a window and score nothing."""
-        spare = rows - windows.shape[1]
-        device = self.runtime.device
-        last = self.val.targets - 1
-        padded = np.pad(windows, ((0, 0), (0, spare)), mode="edge")
-        start, scored, stop = torch.from_numpy(padded)[..., None].to(device)  # (rows, 1) each
-        position = start + torch.arange(width, device=device)  # (rows, width)
-        target = position[:, width - n :]
-        counts = (target >= scored) & (target < stop) & (torch.arange(rows, device=device) < rows - spare)[:, None]
-        ids = self.val.tokens[position.clamp(max=last)].long()
-        targets = self.val.tokens[target.clamp(max=last) + 1].long()
-        self.take(self.forward(ids, targets, reduction="none"), target, counts)
+    def batch(self, forward, position: Tensor, n: int, scored: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
+        """One forward of the inputs at `position` (rows, width); each row scores those of its last n positions that are
+        in [scored, stop), (rows, 1) each. Returns (losses, whether they count), (rows, n) each."""
+        target = position[:, -n:]
+        counts = (target >= scored) & (target < stop)
+        place = position.clamp(max=self.val.targets - 1)
+        ids, targets = self.val.tokens[place].long(), self.val.tokens[place[:, -n:] + 1].long()
+        nats = forward(ids, targets, reduction="none")
+        self.take(nats.detach(), target, counts)
+        return nats, counts
 
     def result(self, complete: bool = True) -> Score:
         """The score over all ranks, or so far on this one. Raises RuntimeError if a complete one misses a target."""
@@ -1686,15 +1690,15 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     hp = scorer.hp
     chunk = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    chunks = -(-scorer.val.targets // chunk)
+    chunks = np.split(windows, np.searchsorted(windows[1], range(chunk, scorer.val.targets, chunk)), axis=1)
     training = True
     weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for number in range(chunks):
-        scorer.score(windows[:, windows[1] // chunk == number])
-        training = training and number < chunks - 1 and not out_of_time(scorer)
+    for number, part in enumerate(chunks):
+        scorer.score(part)
+        training = training and number < len(chunks) - 1 and not out_of_time(scorer)
         for _ in range(hp.ttt_epochs if training else 0):
-            rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (chunks - 1)))
+            rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
             for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
                 momentum[name].mul_(hp.ttt_momentum).add_(gradient)
                 weights[name].sub_(momentum[name], alpha=rate)
@@ -1702,18 +1706,17 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
 
 
 def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
-    """Mean gradient over all ranks of the chunk that begins there, clipped to norm 1."""
-    hp, runtime, tokens = scorer.hp, scorer.runtime, scorer.val.tokens
+    """The chunk's mean gradient over all ranks, clipped to norm 1. A compiled forward meets two shapes at most."""
+    hp, runtime = scorer.hp, scorer.runtime
     parameters = dict(model.named_parameters())
     sizes = [p.numel() for p in parameters.values()]
     length = min(hp.train_seq_len, hp.ttt_chunk_tokens)
-    starts = range(begin, begin + hp.ttt_chunk_tokens - length + 1, length)
-    mine = torch.tensor(starts[runtime.comm.rank :: runtime.comm.size], dtype=torch.int64, device=runtime.device)
+    sequences = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1].unfold(0, length + 1, length)
+    mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(sum(sizes), device=runtime.device)
-    for part in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
-        position = part[:, None] + torch.arange(length, device=part.device)
-        loss = model(tokens[position].long(), tokens[position + 1].long()) * (len(part) / len(starts))
-        gradients = torch.autograd.grad(loss, list(parameters.values()))
+    for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
+        loss = scorer.forward(rows[:, :-1], rows[:, 1:], reduction="mean") * (len(rows) / len(sequences))
+        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)  # one layer: no skips
         total += torch.cat([gradient.flatten().float() for gradient in gradients])
     runtime.comm.all_reduce(total)()
     total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
@@ -1737,7 +1740,7 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
 
 def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
     """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
-    hp, tokens, device = scorer.hp, scorer.val.tokens, scorer.runtime.device
+    hp, device = scorer.hp, scorer.runtime.device
     chunk = hp.ttt_lora_chunk
     adapter: Adapter = {}  # changes nothing yet: random A, the same for all documents, and zero B
     generator = torch.Generator().manual_seed(0)
@@ -1746,22 +1749,17 @@ def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
         a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
         b = torch.zeros(len(spans), hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
         adapter[kind.name] = (a.to(device).repeat(len(spans), 1, 1, 1).requires_grad_(), b)
-    last = scorer.val.targets - 1
     factors = [factor for pair in adapter.values() for factor in pair]
     adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
-    begin, end = (torch.from_numpy(column.copy())[:, None].to(device) for column in spans.T)
+    begin, end = torch.from_numpy(spans.T.copy())[..., None].to(device)
     lengths = spans[:, 1] - spans[:, 0]
     for first in range(0, int(lengths[0]), chunk):
         start, live = max(0, first + chunk - hp.eval_seq_len), int((lengths > first).sum())
         position = begin[:live] + torch.arange(start, first + chunk, device=device)
-        target = position[:, -chunk:]
-        counts = target < end[:live]
-        ids, targets = tokens[position.clamp(max=last)].long(), tokens[target.clamp(max=last) + 1].long()
-        model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
-        with torch.enable_grad():
-            nats = model(ids, targets, "none")
-        model.adapter = {}
-        scorer.take(nats.detach(), target, counts)
+        with torch.enable_grad(), contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, model, "adapter", {})
+            model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
+            nats, counts = scorer.batch(model, position, chunk, begin[:live], end[:live])
         if first + chunk < lengths[0]:
             adam.zero_grad()
             ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
@@ -2258,14 +2256,15 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
 def evaluate_only(environ: dict[str, str], path: str) -> None:
     """Load the artifact at `path` and score it."""
     blob, hp = read_artifact(path, environ)
+    with reading_artifact(path):
+        weights = load_artifact(blob)
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)
         trained = log.files and "\n  EVAL_ONLY=\n" in Path(log.files[0].name).read_text(encoding="utf-8")
         require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
         log.header(hp, runtime)
         val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype)
-        with reading_artifact(path):
-            load_artifact(blob, model)
+        model.load(weights)
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         warm_up_evaluation(forward, val, hp, runtime)
         score_artifact(model, forward, val, hp, runtime, log)
@@ -2276,6 +2275,7 @@ def train_and_score(hp: Hyperparameters) -> None:
     needs = {"constriction": hp.compressor == "ans", "safetensors": hp.checkpoint_every or hp.resume}
     missing = " ".join(package for package, needed in needs.items() if needed and not find_spec(package))
     require(not missing, f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {missing}: pip install {missing}")
+    outline(hp)  # an artifact that nothing can load is refused before the training
     with Runtime.start(hp) as runtime:
         log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
         path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
@@ -2301,7 +2301,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
         blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training})
-        load_artifact(blob, run.model)
+        run.model.load(load_artifact(blob))
         score_artifact(run.model, run.forward, val, hp, runtime, log)
         run.checkpoints.written.result()
         check_limits(total, seconds, hp)

@@ -80,7 +80,7 @@ def main() -> None:
         hp = train_gpt.Hyperparameters.from_env(knobs | {"COMPRESSOR": coder})
         model = made(hp, seed=1)
         blobs.append(train_gpt.pack_artifact(weights_of(model), hp, metadata={"training": {"steps": 3}}))
-        train_gpt.load_artifact(blobs[-1], model)
+        train_gpt.load_artifact(blobs[-1])
     path = Path(tempfile.mkdtemp(), "f")
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     space = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
@@ -92,7 +92,7 @@ def main() -> None:
             path.write_bytes(blob)
             read, _ = train_gpt.read_artifact(str(path), {})
             with train_gpt.reading_artifact(path):
-                train_gpt.load_artifact(read, model)
+                train_gpt.load_artifact(read)
             outcomes["loaded"] += 1
         except train_gpt.UserError as error:
             outcomes["refused"] += 1

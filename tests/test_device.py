@@ -12,6 +12,8 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_gpt
 
@@ -26,8 +28,6 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
     def make(**changes) -> train_gpt.Training:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
         val = train_gpt.Validation(hp, runtime.device)
-        spans = {documents: val.spans(documents) for documents in (False, True)}  # these need the values of the tokens
-        val.spans = spans.get
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
         return train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), val)
@@ -86,6 +86,45 @@ def test_evaluation(elsewhere, documents):
     windows = train_gpt.plan_windows(run.val.spans(bool(documents)), run.hp.eval_seq_len, run.hp.eval_stride)
     evaluator.score(windows[:, :40])
     assert on_device(evaluator.nats, evaluator.count)
+    run.loader.close()
+
+
+class Transfers(TorchDispatchMode):
+    """Counts the operators that combine the device with the CPU: each is a copy for which a GPU's host may wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        result = operator(*arguments, **(options or {}))
+        tensors = [tensor for tensor in tree_leaves((arguments, options, result)) if isinstance(tensor, torch.Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1:
+            self.found.append((operator, (options or {}).get("non_blocking", False)))
+        return result
+
+
+def test_evaluation_copies_one_table_for_each_shape(elsewhere):
+    """Not one or more for each batch, and none that the host waits for. Values cannot be read on this device at all."""
+    run = elsewhere()
+    evaluator = silent_evaluator(run)
+    calls = []
+    evaluator.forward = lambda ids, targets, reduction: calls.append(1) or torch.ones(targets.shape, device=META)
+    windows = evaluator.windows()
+    with Transfers() as transfers:
+        evaluator.score(windows[:, 1:])
+    assert len(calls) > 10
+    assert transfers.found == [(torch.ops.aten._to_copy.default, True)]
+    run.loader.close()
+
+
+def test_spans_need_no_values_from_the_device(elsewhere):
+    run = elsewhere()
+    on_cpu = train_gpt.Validation(run.hp, torch.device("cpu"))
+    begins = (on_cpu.tokens[:-1] == train_gpt.BOS).nonzero().flatten().tolist()
+    assert run.val.spans(True)[:, 0].tolist() == sorted({0, *begins}) and len(begins) > 3
+    assert run.val.spans(True)[-1, 1] == run.val.targets == on_cpu.targets
+    assert run.val.spans(False).tolist() == [[0, on_cpu.targets]]
     run.loader.close()
 
 

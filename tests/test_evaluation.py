@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
 from conftest import made, noise, weights_of
@@ -170,6 +171,7 @@ def several_documents(setting, **changes):
     hp, runtime, val = setting(**changes)
     val.tokens = val.tokens.clone()
     val.tokens[[9, 10, 90, 150, 391]] = train_gpt.BOS
+    val.documents = np.union1d(val.documents, [9, 10, 90, 150, 391])
     return hp, runtime, val, noise(made(hp, runtime.attend))
 
 
@@ -263,10 +265,12 @@ def learner(setting, mode="sgd", **changes):
     return model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lines.append), lines
 
 
-def test_sgd_by_the_published_recipe(setting):
-    """The first two chunks by hand: score, three steps of SGD with momentum on the chunk, score."""
+@pytest.mark.parametrize("epochs, momentum", [(3, 0.9), (2, 0.5)])
+def test_sgd_by_the_published_recipe(setting, epochs, momentum):
+    """The first two chunks by hand: score, steps of SGD with momentum on the chunk, score."""
     chunk = 64
-    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05)
+    knobs = {} if epochs == 3 else {"TTT_EPOCHS": epochs, "TTT_MOMENTUM": momentum}  # three and 0.9 are the defaults
+    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05, **knobs)
     hp, val = scorer.hp, scorer.val
     twin = made(hp, scorer.runtime.attend)
     twin.load(weights_of(model))
@@ -274,8 +278,8 @@ def test_sgd_by_the_published_recipe(setting):
     expected = train_gpt.Evaluator(twin, val, hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
-    sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(3):
+    sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=momentum)
+    for _ in range(epochs):
         sgd.zero_grad()
         x = val.tokens[: chunk + 1].long()
         twin(x[:-1].view(-1, 32), x[1:].view(-1, 32)).backward()
@@ -285,6 +289,44 @@ def test_sgd_by_the_published_recipe(setting):
     done = ~expected.nats[:-1].isnan()
     assert done.sum() >= 2 * chunk
     torch.testing.assert_close(scorer.nats[:-1][done], expected.nats[:-1][done], rtol=1e-4, atol=1e-4)
+
+
+def test_sgd_of_a_model_of_one_layer(setting):
+    """It has no skips, so their gates have no gradient."""
+    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, TTT_LR=0.05, NUM_LAYERS=1, XSA_LAST_N=1)
+    before = weights_of(model)
+    train_gpt.ttt_sgd(model, scorer)
+    assert scorer.result().targets == scorer.val.targets
+    assert not torch.equal(before["qo_bank"], weights_of(model)["qo_bank"])
+
+
+@pytest.mark.parametrize("documents", [0, 1])
+def test_chunks_are_slices_of_the_windows(setting, documents):
+    """The windows are in the order of what they score. A search among all windows for each chunk took minutes."""
+    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9, EVAL_DOCUMENTS=documents)
+    windows, parts = scorer.windows(), []
+    scorer.windows, scorer.score = lambda: windows, parts.append
+    train_gpt.ttt_sgd(model, scorer)
+    assert len(parts) == -(-scorer.val.targets // 64)
+    for number, part in enumerate(parts):
+        assert np.array_equal(part, windows[:, windows[1] // 64 == number])
+        assert np.shares_memory(part, windows), "a slice, not a copy of what a mask selects"
+
+
+def test_sgd_compiles_two_shapes(setting):
+    """The gradients use the compiled forward: full batches of 2 sequences and the rest, 1. Scores stay the same."""
+    knobs = {"TTT_CHUNK_TOKENS": 160, "MICRO_BATCH_TOKENS": 64, "TTT_LR": 0.05}
+    scores = []
+    for compiled in (False, True):
+        model, scorer, _ = learner(setting, **knobs)
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        if compiled:
+            scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
+        train_gpt.ttt_sgd(model, scorer)
+        scores.append(scorer.nats[:-1])
+    assert counter.frame_count == 4, "windows that score all or the end, and two shapes of gradients"
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", TTT)
@@ -358,6 +400,27 @@ def test_low_rank_training_by_hand(setting):
         nats.mean().backward()
         adam.step()
     assert (~scorer.nats[:-1].isnan()).sum() == 21
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_rank_of_the_change(setting, rank):
+    """After two steps, the change of each matrix, B A, has the rank that was asked for."""
+    model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02, TTT_LORA_RANK=rank)
+    adapters, take = [], scorer.take
+    scorer.take = lambda *arguments: adapters.append(model.adapter) or take(*arguments)
+    train_gpt.lora_documents(model, scorer, np.array([[200, 221]]))
+    assert len(adapters) == 3 and adapters[0].keys() == {"k", "v", "out"}
+    for a, b in adapters[-1].values():
+        change = (b @ a).detach()[0]
+        assert (torch.linalg.matrix_rank(change, rtol=1e-5) == rank).all()
+
+
+def test_an_error_leaves_no_adapter_behind(setting):
+    model, scorer, _ = learner(setting, "lora")
+    model.attend = lambda q, k, v: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        train_gpt.ttt_lora(model, scorer)
+    assert not model.adapter
 
 
 @pytest.mark.parametrize("mode", TTT)

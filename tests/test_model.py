@@ -209,6 +209,26 @@ def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
     assert torch.equal(before[9:], after[9:]) and not torch.equal(before[8], after[8])
 
 
+def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
+    """Their sums are fp32, for which a GPU uses its tensor cores if TF32 is allowed. All else stays as it was."""
+    hp = hyperparameters()
+    model = made(hp, train_gpt.load_attention("math"))
+    matmul, linear = torch.backends.cuda.matmul, train_gpt.F.linear
+    before, inside, outside = matmul.fp32_precision, [], []
+
+    class Sum:
+        def addmm_(self, rows, columns):
+            inside.append(matmul.fp32_precision)
+            if len(inside) == 5:
+                raise KeyboardInterrupt
+
+    model.hessians = {"q": [Sum()] * hp.num_layers, "up": [Sum()] * hp.num_layers}
+    monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8, dtype=torch.int64))
+    assert inside == ["tf32"] * 5 and set(outside) == {before} and matmul.fp32_precision == before != "tf32"
+
+
 def test_scores_are_causal(hyperparameters):
     model = random_model(hyperparameters())
     ids = documents(model.hp)

@@ -205,6 +205,14 @@ def test_a_missing_package_is_reported_before_training(package, changes, hyperpa
         train_gpt.train_and_score(hyperparameters(**changes))
 
 
+def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparameters, monkeypatch):
+    """Its own script would refuse to load what it exports, also without a limit of its bytes."""
+    monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
+    hp = hyperparameters(MODEL_DIM=2048, NUM_LAYERS=6, TARGET_BYTES=0)
+    with pytest.raises(train_gpt.UserError, match="weights and rotary factors exceed the limit of 67108864 of an art"):
+        train_gpt.train_and_score(hp)
+
+
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
 def test_test_time_training_is_the_same_on_two_ranks(finished, env, tmp_path, mode):
     """Ranks have equal weights (sgd) or share the documents (lora). The other scores stay the same."""

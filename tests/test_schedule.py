@@ -154,14 +154,14 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2)
     model = made(hp, None, torch.float32, 0)
     average, samples = averaging(model, hp), []
-    for step in range(12):
-        lr_scale = 1 - step / 12
+    for step in range(30):
+        lr_scale = 1 - step / 30
         with torch.no_grad():
-            model.qo_bank.add_(1.0)
+            model.qo_bank.add_(1.0 + step)  # not in proportion to the step: the mean is none of the samples
         average.update(step, lr_scale)
         if lr_scale < train_gpt.SWA_START and step % 2:
             samples.append(model.qo_bank.detach().clone())
-    assert len(samples) == 1 and "SWA of 1" in average.apply()
+    assert len(samples) == 3 and "SWA of 3" in average.apply()
     torch.testing.assert_close(model.qo_bank.data, torch.stack(samples).mean(0))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from unittest import mock
 
+import numpy as np
 import torch
 
 Evaluate = Callable[[torch.Tensor], torch.Tensor]
@@ -112,6 +113,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
         stream = object.__new__(script.Validation)  # without files
         stream.tokens = tokens
         stream.targets = len(tokens) - 1
+        stream.documents = documents_begin(tokens, script.BOS)
         stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
         stream.total_bytes = stream.targets
         own = copy.deepcopy(model)
@@ -162,6 +164,11 @@ def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[
     ):
         evaluate(tokens)
     return events
+
+
+def documents_begin(tokens: torch.Tensor, bos: int) -> np.ndarray:
+    """The positions (S,) at which the documents of a stream begin."""
+    return np.union1d([0], np.flatnonzero(tokens[:-1].numpy() == bos))
 
 
 def documents_of(tokens: torch.Tensor, bos: int) -> list[int]:
