@@ -534,9 +534,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class NormRotate(torch.autograd.Function):
-    """rms_norm of each head of x (B, T, H, E), times gain (H or 1, 1), rotated. The backward is written out because the
-    gain's gradient sums what the norm's gradient needs anyway; autograd would keep one more tensor like x and read it
-    in a pass of its own."""
+    """rms_norm of each head of x (B, T, H, E), times gain (H or 1, 1), rotated. Its backward is written out: the gain's
+    gradient sums what the norm's gradient needs, while autograd would keep and read another tensor like x."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -668,8 +667,7 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by these matrices of the layer, one below the other: the only place where a
-        matrix multiplies activations."""
+        """x (B, T, in) -> (B, T, out) by these matrices of the layer, joined. The only place that multiplies."""
         if names[0] in self.hessians:
             rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
             matmul = torch.backends.cuda.matmul
@@ -695,7 +693,7 @@ class GPT(nn.Module):
         if self.hp.bigram_vocab_size:
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
-            pair = F.embedding(torch.where(starts, buckets, hashed), self.bigram_emb).to(self.dtype)
+            pair = F.embedding(hashed.masked_fill(starts, buckets), self.bigram_emb).to(self.dtype)
             x = x + self.bigram_scale * self.linear(pair, weights, 0, "bigram_proj")
         x = rms_norm(x)
         gate = torch.sigmoid(self.smear_gate)

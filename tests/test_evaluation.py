@@ -161,8 +161,9 @@ def test_unscored_positions_skip_most_of_the_last_layer(one_rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt.F, "linear", lambda x, w: shapes.append((x.size(1), tuple(w.shape))) or real(x, w))
         model(ids, ids[:, -4:], "none")
-    by_layer = [shapes[1 + 6 * i : 7 + 6 * i] for i in range(3)]  # the bigram projection first, the head last
-    assert [[time for time, _ in layer] for layer in by_layer] == [[24] * 6, [24] * 6, [4, 24, 24, 4, 4, 4]]
+    # The bigram projection first, the head last; q, k and v are one product where all positions are computed.
+    assert [time for time, _ in shapes] == [24] + [24] * 4 + [24] * 4 + [4, 24, 4, 4, 4] + [4]
+    assert shapes[1][1] == (hp.model_dim + 2 * hp.num_kv_heads * hp.head_dim, hp.model_dim)
     assert shapes[-1] == (4, (hp.vocab_size, hp.model_dim))
 
 
