@@ -278,7 +278,7 @@ def knob_help() -> str:
 
 
 # ---- Data: shards of uint16 tokens, the training loader, the validation stream with its byte counts ------------------
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_INTS = 20240520, 1, 256  # int32: magic, version, number of tokens, zeros
 SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
 BOS = 1  # starts every document of the challenge's data
 MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
@@ -286,8 +286,7 @@ MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 mil
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """The tokens (n,) uint16 of a shard, memory-mapped: 256 little-endian int32 (magic 20240520, version 1, token count
-    n, zeros) and n little-endian uint16. Raises UserError naming the file if header and length disagree."""
+    """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if its header and its length disagree."""
     with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
@@ -295,9 +294,8 @@ def read_shard(path: Path) -> np.ndarray:
     magic, version, count = header[:3].tolist()
     require(magic == SHARD_MAGIC, f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard")
     require(version == SHARD_VERSION, f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it")
-    length = SHARD_HEADER_BYTES + 2 * count
-    promised = f"its header promises {count} tokens in {length}: download it again"
-    require(count > 0 and size == length, f"shard {path} has {size} bytes, but {promised}")
+    promised = f"shard {path} has {size} bytes, but its header promises {count} tokens: download it again"
+    require(count > 0 and size == SHARD_HEADER_BYTES + 2 * count, promised)
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
@@ -364,10 +362,8 @@ class TrainingLoader:
         self.epoch = -1  # of self.order
         bind = torch.cuda.set_device if self.device.type == "cuda" else None  # pinning uses the thread's current GPU
         self.reader = ThreadPoolExecutor(1, initializer=bind, initargs=(self.device,))
+        self.close = functools.partial(self.reader.shutdown, cancel_futures=True)
         self.pending = {}  # futures of the next batches, by step
-
-    def close(self) -> None:
-        self.reader.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Tensor:
         """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads those of the next steps."""
@@ -425,8 +421,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Compare the data with DATA_PATH/manifest.json, if there is one. Raises UserError for another tokenizer or an
-    incomplete validation split: both would give a wrong score that looks right."""
+    """Raise UserError if DATA_PATH/manifest.json tells of another tokenizer or more validation text: wrong scores."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
@@ -466,8 +461,7 @@ class Validation:
 # ---- Table of matrices: initialisation, forward, optimizer, quantiser and export all read it -------------------------
 class Matrix(NamedTuple):
     """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16. `bits` only bounds
-    the codes; their bytes, about 4.6 bits each, follow from the step, clip / (2^(bits-1) - 1) deviations. Clipping
-    costs: int6 cut at 5 deviations lost 7 thousandths of a nat, the same step with twice the range 1 to 2."""
+    the codes; their bytes, about 4.6 bits each, follow from the step, clip / (2^(bits-1) - 1) deviations."""
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
@@ -564,9 +558,8 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and the loss are fp32.
     The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
-    Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (slopes: #1948).
-    Parameters of all layers are stacked: banks (R, a, b) and gains (L, ...). Three switches change the forward: `qat`
-    rounds the banks as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
+    Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (#1948). `qat` rounds
+    the banks as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
@@ -609,14 +602,8 @@ class GPT(nn.Module):
         weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
         if self.hp.bigram_vocab_size:
             nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
-        self.load(weights)
+        self.load_state_dict(weights)
         return weights
-
-    @torch.no_grad()
-    def load(self, weights: dict[str, Tensor]) -> None:
-        """Copy all weights, by parameter name, into the model."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(weights[name])
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
@@ -646,8 +633,7 @@ class GPT(nn.Module):
         return nats if reduction == "mean" else nats.view_as(targets)
 
     def matrices(self) -> dict[str, tuple[Tensor, ...]]:
-        """The (out, in) matrices by name, one per layer, in the compute dtype. Output gains and layer scales are folded
-        in: this costs out*in products, and B*T*out if applied to activations. Only rounding differs."""
+        """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer scales are folded in."""
         found = {}
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
@@ -687,8 +673,7 @@ class GPT(nn.Module):
     def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash), normalised, mixed with the
         previous position (SmearGate). Nothing crosses a BOS: a document must not depend on the previous one."""
-        starts = ids == BOS
-        starts = starts | F.pad(torch.zeros_like(starts[:, 1:]), (1, 0), value=True)
+        starts = F.pad(ids[:, 1:] == BOS, (1, 0), value=True)
         x = F.embedding(ids, self.tok_emb)
         if self.hp.bigram_vocab_size:
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
@@ -799,8 +784,7 @@ class Runtime:
         # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a laptop's memory.
         micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
         yield cls(comm, device, dtype, compiled, attention, attend, micro, (*missing, *refused))
-        # Not in a `finally`: a barrier would wait for dead ranks. A group that something still holds, such as defaults
-        # that torch.distributed.nn bound on import, keeps gloo threads, which can abort the process at exit.
+        # Not in a `finally`: a barrier would wait for dead ranks. A group that stays can abort the process at exit.
         if comm.size > 1:
             dist.barrier()
             dist.destroy_process_group()
@@ -868,9 +852,8 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
 def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E). torch's
-    kernels cannot do this: they align the causal mask with the first position."""
-    n, time = q.size(1), k.size(1)
+    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E)."""
+    n, time = q.size(1), k.size(1)  # torch's kernels align the causal mask with the first position
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
     future = torch.ones(n, time, dtype=torch.bool, device=q.device).triu(time - n + 1)
@@ -879,8 +862,7 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
-    """(name, function, notes): the kernel asked for, or the first that runs forward and backward as the model uses it.
-    The function maps q (B, T, H, E), k and v (B, T, K, E) to (B, T, H, E), causally. UserError if none runs."""
+    """(name, function of q (B, T, H, E), k and v (B, T, K, E), notes): the kernel asked for, or the first that runs."""
     on_gpu = device.type == "cuda"
     order = KERNELS[:-1] if on_gpu else ("flash", "math")  # on a GPU `math` takes several times as long
     time = max(2 * PLAIN_ATTENTION, on_gpu * hp.train_seq_len)
@@ -939,9 +921,8 @@ NEWTON_SCHULZ = {
 
 
 def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic") -> Tensor:
-    """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024).
-    They need not arrive: the update only needs a direction. Each iteration is X <- aX + (bA + cA^2)X with A = XX^T, for
-    tall X the mirrored form. Zero matrices stay zero. Iterations beyond the list reuse its last coefficients."""
+    """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon, Keller Jordan 2024),
+    by iterations X <- aX + (bA + cA^2)X with A = XX^T, for tall X mirrored. Zero matrices stay zero."""
     x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
@@ -954,8 +935,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: s
 
 
 def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters) -> None:
-    """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate are ().
-    Changes momentum, weights and their copy in the compute dtype. Compiled, it reads and writes each of them once."""
+    """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip, momentum, rate: ()."""
     grad = shard.grad_shard.float() * clip
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
@@ -1244,15 +1224,14 @@ def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tu
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
-    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). A range of `clip` standard deviations
-    (SDClip, #1394) gives every row the same number of levels. #399's rule is the largest weight, at least 1. Scales
-    keep four significant bits, cut by integer arithmetic: a compiler may remove a pair of casts."""
+    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in), whose range is `clip` standard deviations
+    (SDClip, #1394) or, for None, the largest weight, at least 1 (#399). Steps keep four significant bits."""
     if clip is None:
         reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
     else:
         reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
     scale = reach / (2 ** (bits - 1) - 1)
-    return ((scale.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
+    return ((scale.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)  # a compiler could drop two casts
 
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -1327,9 +1306,8 @@ def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
-    """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of codes. The class of a
-    code is a bucket of its row plus a bucket of its column: the mean code sizes there, in thirds of an octave. This
-    models the size of a code as a product of both. The bytes (docs/formats.md) are the same on every machine."""
+    """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of codes (docs/formats.md):
+    the mean size of the codes in its row plus that in its column, in thirds of an octave. Exact on every machine."""
     import constriction
 
     size = np.abs(codes).astype(np.float32)
@@ -1426,8 +1404,7 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
 
 
 def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=None, step_scale: float = 1.0) -> bytes:
-    """The artifact's bytes, described in docs/formats.md. With `hessians` the codes are GPTQ's. `metadata` is added to
-    the header. Steps between codes are `step_scale` times those of the tables."""
+    """The artifact's bytes (docs/formats.md), by GPTQ if there are Hessians, with steps `step_scale` times as wide."""
     streams, plain = [], []
     for kind, _, tensor in export_views(weights):
         if kind is None:
@@ -1557,6 +1534,13 @@ class Score(NamedTuple):
     nbytes: int
     seconds: float
 
+    def log(self, log: Callable, name: str) -> None:
+        """The line that tools look for."""
+        more = f"eval_time:{1000 * self.seconds:.0f}ms val_tokens:{self.targets} val_bytes:{self.nbytes}"
+        fields = {"eval_seconds": self.seconds, "val_tokens": self.targets, "val_bytes": self.nbytes}
+        result = f"val_loss:{self.nats:.8f} val_bpb:{self.bits_per_byte:.8f}"
+        log(f"{name} {result} {more}", event=name, val_loss=self.nats, val_bpb=self.bits_per_byte, **fields)
+
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Windows (3, N), in stream order, that score every input of the spans (S, 2) once: each reads the inputs [start,
@@ -1577,9 +1561,8 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 
 class Evaluator:
-    """Scores windows of the validation stream. `nats` (n + 1,) holds the loss of each target that this rank has scored
-    and NaN for the others; the last place takes what is not scored. Ranks take equal parts. Batches have few shapes and
-    are filled up, so a compiled forward meets no new shape. `log` gets a progress line every ten seconds."""
+    """Scores windows of the validation stream; each rank takes an equal part, in full batches of few shapes, which are
+    compiled once. `nats` (n + 1,) holds the loss of each target that it has scored, else NaN; the last place is spare."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
@@ -1700,7 +1683,7 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
             for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
                 momentum[name].mul_(hp.ttt_momentum).add_(gradient)
                 weights[name].sub_(momentum[name], alpha=rate)
-            model.load(weights)
+            model.load_state_dict(weights)
 
 
 def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
@@ -1722,8 +1705,7 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
 
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
-    """Score each document on its own, with low-rank changes (arXiv:2106.09685) that start at zero. The forward that
-    scores a chunk also gives the gradient of one AdamW step. Documents of similar length share a batch."""
+    """Score documents one by one, with low-rank changes (arXiv:2106.09685) from zero: an AdamW step after each chunk."""
     hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
     spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
     while len(spans):
@@ -1927,8 +1909,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
-    """(path, metadata, tensors, notes for the log) of the checkpoint that RESUME asks for. Only rank 0 looks at its
-    disk and has the tensors. Raises UserError if there are checkpoints but none can be used."""
+    """(path, metadata, tensors, notes for the log) of RESUME's checkpoint; only rank 0 has tensors."""
     found = (None, {})
     notes = []
     tensors = {}
@@ -2141,8 +2122,7 @@ class Training:
 
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians by matrix name from the batches of these steps, on all ranks; seconds). The sum of x^Tx over
-        the activations x of a matrix W is the Hessian of the squared error of Wx. Too few batches to compile for."""
+        """(GPTQ's Hessians, the sums of x^Tx over the activations x that a matrix reads in these steps; seconds)."""
         started = time.perf_counter()
         weights = self.model.matrices()
         for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
@@ -2205,18 +2185,10 @@ def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, ru
                 {"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode](model, scorer)
             else:
                 scorer.score(scorer.windows())
-            log_score(log, f"final_int6_{name}_exact", scorer.result())
+            scorer.result().log(log, f"final_int6_{name}_exact")
         except KeyboardInterrupt:
-            log_score(log, f"final_int6_{name}_partial", scorer.result(complete=False))
+            scorer.result(complete=False).log(log, f"final_int6_{name}_partial")
             raise
-
-
-def log_score(log: Log, name: str, score: Score) -> None:
-    """One final score, in the line that tools look for."""
-    more = f"eval_time:{1000 * score.seconds:.0f}ms val_tokens:{score.targets} val_bytes:{score.nbytes}"
-    fields = {"eval_seconds": score.seconds, "val_tokens": score.targets, "val_bytes": score.nbytes}
-    result = f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
-    log(f"{name} {result} {more}", event=name, val_loss=score.nats, val_bpb=score.bits_per_byte, **fields)
 
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
@@ -2244,11 +2216,10 @@ def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
-    invalid = "this run is not a valid submission"
-    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}"
-    require(seconds <= cap, f"{slow}: {invalid}; lower MAX_WALLCLOCK_SECONDS")
-    large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
-    require(total <= SUBMISSION_CAP, f"{large}: {invalid}; set TARGET_BYTES={SUBMISSION_CAP} or a smaller model")
+    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: this run is not a valid submission"
+    require(seconds <= cap, f"{slow}; lower MAX_WALLCLOCK_SECONDS")
+    large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit: not a valid submission"
+    require(total <= SUBMISSION_CAP, f"{large}; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
@@ -2262,7 +2233,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
         log.header(hp, runtime)
         val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype)
-        model.load(weights)
+        model.load_state_dict(weights)
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         warm_up_evaluation(forward, val, hp, runtime)
         score_artifact(model, forward, val, hp, runtime, log)
@@ -2295,11 +2266,11 @@ def train_and_score(hp: Hyperparameters) -> None:
         log(f"peak_memory: {peak}\nexporting {averaged}")
         before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
         seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail alike
-        log_score(log, "final_average_exact", before)
+        before.log(log, "final_average_exact")
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
         blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training})
-        run.model.load(load_artifact(blob))
+        run.model.load_state_dict(load_artifact(blob))
         score_artifact(run.model, run.forward, val, hp, runtime, log)
         run.checkpoints.written.result()
         check_limits(total, seconds, hp)

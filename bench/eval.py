@@ -182,7 +182,7 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
             val = train_gpt.Validation(changed, runtime.device)
             model = train_gpt.GPT(changed, runtime.attend, runtime.dtype)
             with train_gpt.reading_artifact(path):
-                model.load(train_gpt.load_artifact(blob))
+                model.load_state_dict(train_gpt.load_artifact(blob))
             score = train_gpt.evaluate(model.to(runtime.device), val, changed, runtime, stride)
             bpb, seconds = score.bits_per_byte, score.seconds
             rows.append({"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds})

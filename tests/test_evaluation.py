@@ -72,7 +72,7 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     assert score.nats == pytest.approx(2.0)
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
-    train_gpt.log_score(lambda line, **fields: lines.append((line, fields)), "name", score)
+    score.log(lambda line, **fields: lines.append((line, fields)), "name")
     (line, fields), result = lines[0], f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
     assert line.startswith(f"name {result} eval_time:")
     assert (fields["val_loss"], fields["val_bpb"]) == (score.nats, score.bits_per_byte)
@@ -274,7 +274,7 @@ def test_sgd_by_the_published_recipe(setting, epochs, momentum):
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05, **knobs)
     hp, val = scorer.hp, scorer.val
     twin = made(hp, scorer.runtime.attend)
-    twin.load(weights_of(model))
+    twin.load_state_dict(weights_of(model))
     train_gpt.ttt_sgd(model, scorer)
     expected = train_gpt.Evaluator(twin, val, hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)

@@ -25,7 +25,7 @@ def model(hyperparameters):
 
 def loaded(blob, hp) -> GPT:
     twin = GPT(hp, None, torch.float32)
-    twin.load(train_gpt.load_artifact(blob))
+    twin.load_state_dict(train_gpt.load_artifact(blob))
     return twin
 
 

@@ -138,7 +138,7 @@ def test_learning_before_scoring_is_caught(setting):
             begin = int(windows[1].min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
             if begin + hp.ttt_chunk_tokens < TARGETS:
                 gradients = train_gpt.sgd_gradients(model, evaluator, begin)
-                model.load({name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()})
+                model.load_state_dict({name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()})
             score(windows, *rest)
 
         evaluator.score = train_first

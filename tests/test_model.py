@@ -281,7 +281,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
         matrices = train_gpt.bank_part(weights[kind.bank], kind)
         codes, scale = quantised(matrices, kind.bits, kind.clip)
         matrices.copy_(codes * scale)
-    model.load(weights)
+    model.load_state_dict(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")
     assert (rounded - exported).abs().mean() < 1e-4, "training sees the weights that are exported"
     assert model.mlp_bank.grad[-1].norm() > 0, "gradients pass straight through"

@@ -312,7 +312,7 @@ def test_tensors_are_all_state(hyperparameters):
     assert {name for name in state if name.endswith(".momentum")} == {f"{bank}.momentum" for bank in train_gpt.BANKS}
     assert all(tensor.any() for tensor in state.values())
     twin = made(hp, seed=5)
-    twin.load(weights_of(model))
+    twin.load_state_dict(weights_of(model))
     continued = ParallelMuon(twin, weights_of(model), hp, Comm())
     for name, tensor in continued.tensors().items():
         tensor.zero_()

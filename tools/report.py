@@ -68,7 +68,7 @@ def sample(artifact: str, tokenizer: Path, length: int, temperature: float = 0.8
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
     with train_gpt.Runtime.start(hp) as runtime:
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
-        model.load(train_gpt.load_artifact(blob))
+        model.load_state_dict(train_gpt.load_artifact(blob))
         model = model.to(runtime.device)
         generator = torch.Generator().manual_seed(seed)
         ids = [train_gpt.BOS, *pieces.encode(PROMPT)]
