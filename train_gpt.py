@@ -791,15 +791,14 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Wait for queued device work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        (torch.cuda if self.device.type == "cuda" else torch.cpu).synchronize()
 
     def describe(self) -> str:
         """One line for the log."""
         cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
         cpu = re.search(r"model name\s*: (.*)|$", cpuinfo)[1] or platform.machine()
-        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else ""
-        name = gpu or f"CPU {cpu}, {torch.get_num_threads()} threads"
+        cpu = f"CPU {cpu}, {torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name() if self.device.type == "cuda" else cpu
         kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
         return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
 
@@ -1562,7 +1561,7 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 class Evaluator:
     """Scores windows of the validation stream; each rank takes an equal part, in full batches of few shapes, which are
-    compiled once. `nats` (n + 1,) holds the loss of each target that it has scored, else NaN; the last place is spare."""
+    compiled once. `nats` (n + 1,) holds the loss of each target that it has scored, else NaN; the last is spare."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
@@ -1658,11 +1657,11 @@ def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, 
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
-    if not limit or scorer.runtime.comm.share(time.perf_counter() - scorer.started) <= limit:
-        return False
-    done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
-    scorer.log(f"ttt: {done}; the rest is scored with fixed weights")
-    return True
+    over = limit > 0 and scorer.runtime.comm.share(time.perf_counter() - scorer.started) > limit
+    if over:
+        done = f"EVAL_MAX_SECONDS={limit:g} was reached after {100 * scorer.done():.1f}% of the text"
+        scorer.log(f"ttt: {done}; the rest is scored with fixed weights")
+    return over
 
 
 def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
@@ -1705,7 +1704,7 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
 
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
-    """Score documents one by one, with low-rank changes (arXiv:2106.09685) from zero: an AdamW step after each chunk."""
+    """Score documents one by one, with low-rank changes (arXiv:2106.09685) from zero. AdamW steps after each chunk."""
     hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
     spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
     while len(spans):
@@ -2111,8 +2110,8 @@ class Training:
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()
-        first = self.clock.step + 1
-        hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
+        next_steps = range(self.clock.step + 1, self.clock.step + 1 + batches)
+        hessians, took = self.calibrate(next_steps) if batches else ({}, 0.0)
         self.clock.pause()
         if batches:
             line = f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took {1000 * took:.0f}ms"
