@@ -294,8 +294,9 @@ def read_shard(path: Path) -> np.ndarray:
     magic, version, count = header[:3].tolist()
     require(magic == SHARD_MAGIC, f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard")
     require(version == SHARD_VERSION, f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it")
-    promised = f"shard {path} has {size} bytes, but its header promises {count} tokens: download it again"
-    require(count > 0 and size == SHARD_HEADER_BYTES + 2 * count, promised)
+    length = SHARD_HEADER_BYTES + 2 * count
+    wrong = f"shard {path} has {size} bytes, but its header promises {count} tokens in {length}: download it again"
+    require(count > 0 and size == length, wrong)
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
@@ -719,12 +720,11 @@ class Comm:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
         """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard` (r, ...)."""
-        # torch 2.13 renamed this and the next collective.
-        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)
+        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)  # 2.13's
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
         """Collect every rank's `shard` (r, ...) in `full` (W*r, ...)."""
-        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
+        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)  # 2.13's
 
     def share(self, value):
         """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
@@ -786,7 +786,7 @@ class Runtime:
         yield cls(comm, device, dtype, compiled, attention, attend, micro, (*missing, *refused))
         # Not in a `finally`: a barrier would wait for dead ranks. A group that stays can abort the process at exit.
         if comm.size > 1:
-            dist.barrier()
+            comm._named(dist.barrier)
             dist.destroy_process_group()
 
     def synchronize(self) -> None:
@@ -860,6 +860,7 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
 
 
+@torch.enable_grad()
 def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
     """(name, function of q (B, T, H, E), k and v (B, T, K, E), notes): the kernel asked for, or the first that runs."""
     on_gpu = device.type == "cuda"
@@ -1034,8 +1035,7 @@ class ParallelMuon:
             self.report.loss.fill_(math.nan)
         else:
             clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
-            # Filled on the device: a copy from the host would wait for it.
-            settings = [torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)]
+            settings = [torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)]  # no copy
             for shard in self.banks.values():
                 self.update_bank(shard, clip, *settings)
             self.update_small(clip, lr_scale)
@@ -2217,8 +2217,8 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
     slow = f"training took {seconds:.2f} s, over the limit of {cap:g}: this run is not a valid submission"
     require(seconds <= cap, f"{slow}; lower MAX_WALLCLOCK_SECONDS")
-    large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit: not a valid submission"
-    require(total <= SUBMISSION_CAP, f"{large}; set TARGET_BYTES={SUBMISSION_CAP} or make the model smaller")
+    large = f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
+    require(total <= SUBMISSION_CAP, f"{large}: not a valid run; set TARGET_BYTES={SUBMISSION_CAP} or a smaller model")
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:

@@ -110,7 +110,7 @@ def test_the_stripped_script_has_only_the_first_docstring(stripped):
     assert not [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
-    assert len(nodes) > 200
+    assert len(nodes) > 150
     assert [type(node) for node in nodes if ast.get_docstring(node)] == [ast.Module]
     assert ast.get_docstring(ast.parse(text), clean=False) == train_gpt.__doc__
     lines = SOURCE.decode().splitlines()
