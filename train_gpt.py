@@ -588,7 +588,7 @@ class GPT(nn.Module):
         rotated = hp.rope_dims or hp.head_dim
         frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
         angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
-        self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), whatever T is
+        self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), of any T
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
         self.register_buffer("layer_scale", depth.rsqrt()[:, None, None], persistent=False)

@@ -22,7 +22,7 @@ import sympy
 import torch
 import torch._inductor.config
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.utils import counters
 from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.dependencies import MemoryDep
@@ -131,14 +131,14 @@ def watch_kernels() -> list[dict]:
 
 
 # ---- FlashAttention 3: an opaque operator whose cost is a formula ----------------------------------------------------
-@torch.library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
+@library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output like q (B, T, H, E) and log-sum-exp (B, H, T)."""
     note("attention", "forward", *q.shape, k.size(2))
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
-@torch.library.custom_op("pretended::attention_backward", mutates_args=(), device_types="cuda")
+@library.custom_op("pretended::attention_backward", mutates_args=(), device_types="cuda")
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
