@@ -422,7 +422,7 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Raise UserError if DATA_PATH/manifest.json tells of another tokenizer or more validation text: wrong scores."""
+    """Raise UserError if DATA_PATH/manifest.json names another tokenizer or more validation text than there is."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return
@@ -720,11 +720,13 @@ class Comm:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
         """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard` (r, ...)."""
-        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)  # 2.13's
+        return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
         """Collect every rank's `shard` (r, ...) in `full` (W*r, ...)."""
-        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)  # 2.13's
+        return self._start(
+            getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard
+        )  # torch 2.13 renamed both
 
     def share(self, value):
         """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
