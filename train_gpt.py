@@ -719,14 +719,12 @@ class Comm:
         return self._start(dist.all_reduce, tensor)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
-        """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard` (r, ...)."""
+        """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard`. torch 2.13 has a new name."""
         return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
         """Collect every rank's `shard` (r, ...) in `full` (W*r, ...)."""
-        return self._start(
-            getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard
-        )  # torch 2.13 renamed both
+        return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
 
     def share(self, value):
         """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
