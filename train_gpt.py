@@ -123,6 +123,11 @@ class Hyperparameters:
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
     skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
+    loop_visits: int = knob(1, "visits of the layers of the loop; 1: no depth recurrence", "model", low=1, high=16)
+    loop_first: int = knob(3, "first layer of the loop", "model", low=0)
+    loop_layers: int = knob(3, "layers of the loop", "model", low=0)
+    lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", low=0, at_most="num_layers")
+    attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding", low=0)
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -144,6 +149,8 @@ class Hyperparameters:
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", low=0, high=1)
+    min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", low=0, high=1)
+    loop_start: float = knob(0.35, "fraction of the run after which the loop is visited repeatedly", low=0, high=1)
 
     matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
     scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection", low=0)
@@ -236,6 +243,8 @@ class Hyperparameters:
         require(even, f"ROPE_DIMS={self.rope_dims} must be even and at most MODEL_DIM / NUM_HEADS = {self.head_dim}")
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 has only the bucket for starts: set 0 or at least 2")
+        apart = self.loop_visits == 1 or self.loop_first + self.loop_layers <= self.num_layers - self.lanes_last_n
+        require(apart, "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N: the loop must end before the lanes")
         chunk = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
         require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
@@ -248,6 +257,12 @@ class Hyperparameters:
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
+
+    def visits(self, looping: bool = True) -> tuple[int, ...]:
+        """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times (#1517)."""
+        layers = tuple(range(self.num_layers))
+        end = self.loop_first + self.loop_layers
+        return layers[:end] + layers[self.loop_first : end] * (self.loop_visits - 1) * looping + layers[end:]
 
     def describe(self) -> str:
         """One `name=value` per line for the log; a leading * marks a value that differs from the default."""
@@ -516,6 +531,9 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 
 
 # ---- Model -----------------------------------------------------------------------------------------------------------
+GATE_INPUTS = 12  # first dimensions of the stream, which attention's output gate reads
+
+
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
     return F.rms_norm(x, (x.size(-1),), eps=1e-6)
@@ -558,19 +576,20 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 
 class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and the loss are fp32.
-    The first half of the layers feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun, #1218).
-    Each layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (#1948). `qat` rounds
-    the banks as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
+    The first half of the `visits` feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun). Each
+    layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (#1948). In layers with two
+    lanes (#1204, #1529) attention reads one, the MLP reads the other, and both add to both. `qat` rounds the banks
+    as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
         super().__init__()
         self.hp, self.attend, self.dtype = hp, attend, dtype
         self.qat = False
+        self.visits = hp.visits()  # layers, in order
         self.hessians: dict[str, Tensor] = {}  # by matrix name: sums of x^T x (L or 1, in, in)
         self.adapter: Adapter = {}
         layers = hp.num_layers
         dim = hp.model_dim
-        self.encoder_layers = layers // 2
         for bank in BANKS:
             self.register_parameter(bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
         self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
@@ -580,11 +599,15 @@ class GPT(nn.Module):
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         self.smear_gate = nn.Parameter(torch.zeros(dim))
         # Gates are stored as an offset from -1.5, so weight decay pulls towards the initial value.
-        self.skip_scale = nn.Parameter(torch.full((self.encoder_layers, dim), 0.0 if hp.skip_gates else 1.0))
+        self.skip_scale = nn.Parameter(torch.full((len(self.visits) // 2, dim), 0.0 if hp.skip_gates else 1.0))
         self.resid_mix = nn.Parameter(torch.tensor([1.0, 0.0])[None, :, None].repeat(layers, 1, dim))  # (L, 2, D)
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
         self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
+        if hp.attn_gate:
+            self.attn_gate = nn.Parameter(torch.zeros(layers, hp.num_heads, min(GATE_INPUTS, dim)))
+        if hp.lanes_last_n:  # (layer, lane, what it is the sum of: lane, attention, MLP)
+            self.lane_mix = nn.Parameter(torch.tensor([1.1, 1.0, 1.0]).repeat(hp.lanes_last_n, 2, 1))
         rotated = hp.rope_dims or hp.head_dim
         frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
         angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
@@ -612,26 +635,41 @@ class GPT(nn.Module):
         hp = self.hp
         weights = self.matrices()
         x = x0 = self.embed(ids, weights)  # (B, T, D)
+        lane = None  # the second one, (B, T, D)
         skips = []
+        half = len(self.visits) // 2
         gates = (self.skip_scale - 1.5).sigmoid() if hp.skip_gates else self.skip_scale
-        for i in range(hp.num_layers):
-            if i >= self.encoder_layers and skips:
-                x = (x + gates[i - self.encoder_layers] * skips.pop()).to(self.dtype)
-            x = (self.resid_mix[i, 0] * x + self.resid_mix[i, 1] * x0).to(self.dtype)
-            first = ids.size(1) - targets.size(1) if targets is not None and i == hp.num_layers - 1 else 0
-            x = x[:, first:] + self.attention(rms_norm(x), weights, i, first)
-            # The MLP's first half is homogeneous of degree 2, so its input is normalised afterwards, by one factor.
-            scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
-            hidden = F.leaky_relu(self.linear(x, weights, i, "up"), hp.mlp_slope).square() * scale
-            x = x + self.linear(hidden.to(self.dtype), weights, i, "down")
-            if i < self.encoder_layers:
+        for visit, layer in enumerate(self.visits):
+            if visit >= half and skips:
+                x = (x + gates[visit - half] * skips.pop()).to(self.dtype)
+            mixed = (self.resid_mix[layer, 0] * x + self.resid_mix[layer, 1] * x0).to(self.dtype)
+            last = targets is not None and visit == len(self.visits) - 1
+            first = ids.size(1) - targets.size(1) if last else 0
+            if layer < hp.num_layers - hp.lanes_last_n:
+                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first)
+                x = x + self.mlp(x, weights, layer)
+            else:
+                lanes = [old[:, first:] for old in (x, x if lane is None else lane)]
+                attended = self.attention(rms_norm(mixed), weights, layer, first)
+                change = self.mlp(lanes[1], weights, layer)
+                mix = self.lane_mix[layer - hp.num_layers]  # (2, 3)
+                lanes = [m[0] * old + m[1] * attended + m[2] * change for m, old in zip(mix, lanes, strict=True)]
+                x, lane = (new.to(self.dtype) for new in lanes)
+            if visit < half:
                 skips.append(x)
+        x = x if lane is None else x + lane
         logits = self.linear(rms_norm(x), weights, 0, "tok_emb").float()
         logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         return nats if reduction == "mean" else nats.view_as(targets)
+
+    def mlp(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int) -> Tensor:
+        """The MLP of normalised x (B, T, D). Its first half is homogeneous of degree 2: one factor normalises it."""
+        scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
+        hidden = F.leaky_relu(self.linear(x, weights, layer, "up"), self.hp.mlp_slope).square() * scale
+        return self.linear(hidden.to(self.dtype), weights, layer, "down")
 
     def matrices(self) -> dict[str, tuple[Tensor, ...]]:
         """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer scales are folded in."""
@@ -703,6 +741,9 @@ class GPT(nn.Module):
         y = (attend_last if first else self.attend)(q, k, v)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
+        if hp.attn_gate:  # (#1667); initially 1/2
+            gate = F.linear(x[:, first:, :GATE_INPUTS], self.attn_gate[layer].to(x.dtype))  # (B, n, H)
+            y = y * torch.sigmoid(0.5 * gate)[..., None]
         return self.linear(y.flatten(2), weights, layer, "out")
 
 
@@ -1131,6 +1172,7 @@ class StepSettings(NamedTuple):
     momentum: float  # Muon's
     qat: bool  # train through the export's rounding
     seq_len: int  # tokens T of a training sequence
+    looping: bool = False  # visit the loop's layers repeatedly
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
@@ -1142,11 +1184,19 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
     steps = min(steps, step / used) if used else steps
     warmdown = hp.warmdown_frac or min(hp.warmdown_iters / steps, PHASE_LIMIT)
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
+    qat = hp.late_qat and lr_scale < hp.qat_threshold
     warmed = min(1.0, max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT))
     momentum = hp.muon_momentum_warmup_start + warmed * (hp.muon_momentum - hp.muon_momentum_warmup_start)
-    qat = hp.late_qat and lr_scale < hp.qat_threshold
     short = progress < SHORT_SEQ_FRACTION and not qat  # late QAT with short sequences would be one more graph
-    return StepSettings(lr_scale, momentum, qat, hp.train_seq_len // (hp.short_seq_parts if short else 1))
+    seq_len = hp.train_seq_len // (hp.short_seq_parts if short else 1)
+    looping = hp.loop_visits > 1 and progress >= hp.loop_start
+    return StepSettings(max(hp.min_lr, lr_scale), momentum, qat, seq_len, looping)
+
+
+def phases(hp: Hyperparameters) -> list[StepSettings]:
+    """A step of each kind in a run's schedule, in order, at the peak learning rate. Each kind is a graph."""
+    steps = (schedule(hp, max(hp.iterations, 1) * place / 1000, 0.0, 0.0) for place in range(1001))
+    return list(dict.fromkeys(step._replace(lr_scale=1.0, momentum=hp.muon_momentum_warmup_start) for step in steps))
 
 
 class Clock:
@@ -1981,6 +2031,7 @@ class Training:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
         comm, report = self.runtime.comm, self.optimizer.report
         self.model.qat = settings.qat
+        self.model.visits = self.hp.visits(settings.looping)
         for rows in self.loader.batch(step).chunk(self.accumulation):
             ids = rows.to(torch.int64)
             x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
@@ -2010,18 +2061,19 @@ class Training:
         if not hp.warmup_steps:
             return
         before = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        whole = StepSettings(1.0, hp.muon_momentum_warmup_start, False, hp.train_seq_len)
-        kinds = [whole] * hp.warmup_steps
-        kinds += [whole._replace(seq_len=hp.train_seq_len // hp.short_seq_parts)] * (hp.short_seq_parts > 1)
-        kinds += [whole._replace(qat=True)] * hp.late_qat
+        kinds = phases(hp)
+        whole = next(kind for kind in kinds if kind.seq_len == hp.train_seq_len)
+        kinds = [whole] * hp.warmup_steps + [kind for kind in kinds if kind is not whole]
         queued = []  # when each step was
         self.clock.start()
         for step, settings in enumerate(kinds):
             if step in (0, hp.warmup_steps - 1) or settings is not whole:  # compiling takes minutes the first time
-                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
+                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)} looping:{int(settings.looping)}"
                 self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        warm_up_evaluation(self.forward, self.val, hp, self.runtime)
+        for looping in range(1 + (hp.loop_visits > 1)):
+            self.model.visits = hp.visits(bool(looping))
+            warm_up_evaluation(self.forward, self.val, hp, self.runtime)
         torch._foreach_copy_(list(self.tensors().values()), list(before.values()))
         self.optimizer.sync_replicas()
         self.average.samples = 0
@@ -2047,6 +2099,8 @@ class Training:
                 if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
                     self._settle(0)
                     self.clock.pause()
+                    looping = schedule(hp, step, self.clock.begins(step), self.clock.end(step)).looping
+                    self.model.visits = hp.visits(looping)
                     score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
                     result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
                     more = f"eval_time:{1000 * score.seconds:.0f}ms"
@@ -2107,6 +2161,7 @@ class Training:
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the average, Hessians)."""
         batches = self.hp.gptq_batches
+        self.model.visits = self.hp.visits()
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_replicas()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt
+from conftest import PARTS
 
 META = torch.device("meta")
 
@@ -39,11 +40,11 @@ def on_device(*tensors: torch.Tensor) -> bool:
     return {tensor.device for tensor in tensors} == {META}
 
 
-@pytest.mark.parametrize("changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0}, {"BIGRAM_VOCAB_SIZE": 0}])
+@pytest.mark.parametrize("changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0}, {**PARTS, "BIGRAM_VOCAB_SIZE": 0}])
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
     assert run.accumulation > 1
-    for settings in (train_gpt.StepSettings(1.0, 0.9, False, 8), train_gpt.StepSettings(0.1, 0.9, True, 32)):
+    for settings in (train_gpt.StepSettings(1.0, 0.9, False, 8), train_gpt.StepSettings(0.1, 0.9, True, 32, True)):
         assert on_device(run.train_step(0, settings))
     run.average.apply()
     run.optimizer.sync_replicas()

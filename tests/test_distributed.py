@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, TINY, made, run, start, weights_of
+from conftest import PARTS, ROOT, TINY, made, run, start, weights_of
 from train_gpt import Hyperparameters
 
 WORKER = Path(__file__).with_name("worker.py")
-# 5 layers make banks of 10 rows, which 3 and 4 ranks pad.
-SHAPE = {"NUM_LAYERS": 5, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}
+# 5 layers make banks of 10 rows, which 3 and 4 ranks pad. Depth recurrence begins at the third of 12 steps.
+SHAPE = {**PARTS, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}
 
 
 def ranks_run(mode, folder, environment, ranks):

@@ -10,7 +10,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
-from conftest import made, noise, weights_of
+from conftest import PARTS, made, noise, weights_of
 from train_gpt import Comm, Validation, evaluate
 
 
@@ -140,7 +140,9 @@ def test_windows_cover_every_span_once(window, stride):
 
 
 @pytest.mark.parametrize("n", [1, 5, 23, 24])
-@pytest.mark.parametrize("changes", [{}, {"XSA_LAST_N": 0, "NUM_KV_HEADS": 4}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"XSA_LAST_N": 0, "NUM_KV_HEADS": 4}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, PARTS]
+)
 def test_fewer_targets_are_the_last_positions(one_rank, n, changes):
     hp, runtime = one_rank(**changes)
     model = noise(made(hp, runtime.attend))

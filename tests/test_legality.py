@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, made
+from conftest import PARTS, ROOT, made
 from train_gpt import BOS, Validation
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,6 +17,7 @@ WAYS = {
     "plain": {"EVAL_STRIDE": 32},
     "sliding": {},
     "documents": {"EVAL_DOCUMENTS": 1},
+    "parts": PARTS,
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
 }

@@ -46,15 +46,21 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             before = torch.zeros(hp.model_dim, dtype=torch.float64) if t == 0 or ids[b, t] == BOS else x[b, t - 1]
             smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
-    skips, half, gates = [], hp.num_layers // 2, p["skip_scale"]
+    skips, gates = [], p["skip_scale"]
     if hp.skip_gates:
         gates = torch.sigmoid(gates - 1.5)
-    for i in range(hp.num_layers):
-        if i >= half and skips:
-            x = x + gates[i - half] * skips.pop()
-        x = p["resid_mix"][i, 0] * x + p["resid_mix"][i, 1] * x0
+    order = list(range(hp.num_layers))
+    for _ in range(hp.loop_visits - 1):
+        last = hp.loop_first + hp.loop_layers
+        order[last:last] = range(hp.loop_first, last)
+    half = len(order) // 2
+    lane = None
+    for place, i in enumerate(order):
+        if place >= half and skips:
+            x = x + gates[place - half] * skips.pop()
+        mixed = p["resid_mix"][i, 0] * x + p["resid_mix"][i, 1] * x0
         scale = 1 / math.sqrt(i + 1)
-        h = norm(x) * scale
+        h = norm(mixed) * scale
         q = norm((h @ rows[f"blocks.{i}.q"].T).view(batch, time, H, E))
         k = norm((h @ rows[f"blocks.{i}.k"].T).view(batch, time, K, E))
         v = (h @ rows[f"blocks.{i}.v"].T).view(batch, time, K, E)
@@ -68,12 +74,26 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             if i >= hp.num_layers - hp.xsa_last_n:
                 unit = v[:, :, kv] / v[:, :, kv].norm(dim=-1, keepdim=True)
                 y[:, :, head] -= (y[:, :, head] * unit).sum(-1, keepdim=True) * unit
-        x = x + p["attn_scale"][i] * (y.flatten(2) @ rows[f"blocks.{i}.out"].T)
-        hidden = (norm(x) * scale) @ rows[f"blocks.{i}.up"].T
+        if hp.attn_gate:
+            inputs = norm(mixed)[..., : train_gpt.GATE_INPUTS]
+            y = y * torch.sigmoid(torch.einsum("btd,hd->bth", inputs, p["attn_gate"][i]) / 2)[..., None]
+        y = p["attn_scale"][i] * (y.flatten(2) @ rows[f"blocks.{i}.out"].T)
+        parallel = i - (hp.num_layers - hp.lanes_last_n)  # number of the layer among those with two lanes
+        lane = x if parallel == 0 else lane
+        source = mixed + y if parallel < 0 else lane
+        hidden = (norm(source) * scale) @ rows[f"blocks.{i}.up"].T
         hidden = torch.where(hidden > 0, hidden, hp.mlp_slope * hidden)
-        x = x + p["mlp_scale"][i] * (hidden**2 @ rows[f"blocks.{i}.down"].T)
-        if i < half:
+        change = p["mlp_scale"][i] * (hidden**2 @ rows[f"blocks.{i}.down"].T)
+        if parallel < 0:
+            x = mixed + y + change
+        else:
+            mix = p["lane_mix"][parallel]
+            x, lane = (mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane)))
+            x, lane = x.view_as(y), lane.view_as(y)
+        if place < half:
             skips.append(x)
+    if lane is not None:
+        x = (x + lane) / 2
     return hp.logit_softcap * torch.tanh(norm(x) @ p["tok_emb"].T / hp.logit_softcap)
 
 
@@ -91,6 +111,10 @@ VARIANTS = (
     {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4},
     {"NUM_LAYERS": 4, "XSA_LAST_N": 4},
     {"SKIP_GATES": 0, "MLP_SLOPE": 0},
+    {"ATTN_GATE": 1},
+    {"NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2},
+    {"NUM_LAYERS": 4, "LANES_LAST_N": 2},
+    {"NUM_LAYERS": 4, "LOOP_VISITS": 2, "LOOP_FIRST": 0, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1},
 )
 
 

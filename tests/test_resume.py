@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 import train_gpt
-from conftest import ROOT, TINY, VOCAB, made, published, run, start, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, made, published, run, start, write_shard
 from train_gpt import Comm, StepSettings, UserError, knobs_with
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -28,6 +28,8 @@ KNOBS = {
     "RESUME": "auto",
     "EVAL_STRIDE": 32,
     "GPTQ_BATCHES": 0,
+    **PARTS,
+    "LOOP_START": 0.55,  # depth recurrence begins at step 7 of 12
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, TINY, VOCAB, run, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, run, write_shard
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
@@ -313,13 +313,14 @@ def fresh_training(one_rank, tmp_path, **changes):
 def test_warm_up_leaves_no_trace(one_rank, tmp_path):
     """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A run after it is equal
     to one without it."""
-    runs = [fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, LATE_QAT=1, RUN_ID=str(steps)) for steps in (0, 3)]
+    knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
+    runs = [fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, RUN_ID=str(steps), **knobs) for steps in (0, 3)]
     steps_taken = []
     real = train_gpt.ParallelMuon.step
     for one in runs:
         one.optimizer.step = lambda *a, one=one: steps_taken.append(1) or real(one.optimizer, *a)
         one.warm_up()
-    assert len(steps_taken) == 5, "three whole steps, one with short sequences and one with late QAT"
+    assert len(steps_taken) == 6, "three whole steps, short sequences without and with the loop, late QAT"
     state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:

@@ -73,6 +73,48 @@ def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
 
 
+def test_phases_are_the_kinds_of_steps_that_a_run_has():
+    """Each is a graph, which the warm-up compiles. No other may follow within the clock."""
+    for changes, expected in (
+        ({"SHORT_SEQ_PARTS": "1", "LATE_QAT": "0"}, [(2048, False, False)]),
+        ({}, [(512, False, False), (2048, False, False), (2048, True, False)]),
+        (
+            {"LOOP_VISITS": "3"},
+            [(512, False, False), (512, False, True), (2048, False, True), (2048, True, True)],
+        ),
+        ({"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"}, [(512, False, True), (2048, False, True)]),
+    ):
+        hp = Hyperparameters.from_env(changes)
+        found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
+        assert found == expected
+        for step_seconds in (0.08, 2.1):
+            run = (schedule(hp, n, n * step_seconds, 600.0) for n in range(int(600 / step_seconds)))
+            assert {(kind.seq_len, kind.qat, kind.looping) for kind in run} == set(expected)
+
+
+def test_depth_recurrence_begins_at_its_fraction_of_the_run():
+    hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
+    assert [schedule(hp, 10 * seconds, seconds, 600.0).looping for seconds in (0, 209, 211, 599)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert hp.visits(False) == tuple(range(11))
+    assert hp.visits() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert Hyperparameters().visits() == tuple(range(11))
+    with pytest.raises(train_gpt.UserError, match="the loop must end before the lanes"):
+        Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
+
+
+def test_the_learning_rate_has_a_floor():
+    """Late QAT begins where it would without a floor."""
+    hp = Hyperparameters.from_env({"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "QAT_THRESHOLD": "0.05"})
+    found = [schedule(hp, 10 * seconds, seconds, 600.0) for seconds in (0, 300, 560, 580, 600)]
+    assert [step.lr_scale for step in found] == pytest.approx([1, 0.5, 0.1, 0.1, 0.1])
+    assert [step.qat for step in found] == [False, False, False, True, True]
+
+
 def test_schedule_without_a_cap_counts_steps():
     hp = Hyperparameters.from_env({"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"})
     for step, expected in ((0, 1), (120, 1), (160, 0.5), (199, 1 / 80), (200, 0)):
