@@ -37,12 +37,13 @@ def bigram_weights(hp: Hyperparameters) -> int:
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
     """Forward and backward operations per token of a training sequence of this length.
 
-    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average.
+    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average. Depth recurrence counts as it
+    is after LOOP_START.
     """
-    matrices = sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS)
+    layer = sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS) / hp.num_layers
     head = hp.vocab_size * hp.model_dim
-    attention = hp.num_layers * 2 * hp.model_dim * (length + 1) / 2
-    return 3 * 2 * (matrices + head + bigram_weights(hp) + attention)
+    attention = 2 * hp.model_dim * (length + 1) / 2
+    return 3 * 2 * (len(hp.visits()) * (layer + attention) + head + bigram_weights(hp))
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int) -> float:
@@ -54,5 +55,6 @@ def window_flops(hp: Hyperparameters, positions: int, scored: int) -> float:
     skipped = positions - scored
     attention = hp.model_dim * positions * (positions + 1)  # of one layer
     last_attention = attention - hp.model_dim * skipped * (skipped + 1)
-    products = positions * ((hp.num_layers - 1) * layer + keys + bigram_weights(hp)) + scored * (layer - keys + head)
-    return 2 * (products + (hp.num_layers - 1) * attention + last_attention)
+    others = len(hp.visits()) - 1
+    products = positions * (others * layer + keys + bigram_weights(hp)) + scored * (layer - keys + head)
+    return 2 * (products + others * attention + last_attention)

@@ -43,9 +43,9 @@ def write_shard(
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
-def published() -> dict[str, str]:
-    """The variables of records/published.env, which repeat the published run."""
-    lines = (ROOT / "records" / "published.env").read_text().splitlines()
+def variables(name: str) -> dict[str, str]:
+    """The variables of records/NAME.env."""
+    lines = (ROOT / "records" / f"{name}.env").read_text().splitlines()
     return dict(word.split("=") for line in lines if not line.startswith("#") for word in line.split())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import published
+from conftest import variables
 from train_gpt import Hyperparameters, UserError, knobs_with
 
 COMMAND = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=0
@@ -34,14 +34,22 @@ def test_defaults_are_the_record_run():
 
 def test_the_published_run_is_one_set_of_variables():
     """published.env holds #399's command and every knob whose default differs from #399 here."""
-    assert command().items() <= published().items()
-    ours, hp = Hyperparameters(), Hyperparameters.from_env(published())
+    assert command().items() <= variables("published").items()
+    ours, hp = Hyperparameters(), Hyperparameters.from_env(variables("published"))
     differing = {f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)}
-    assert {name.upper() for name in differing} == set(published()) - set(command())
+    assert {name.upper() for name in differing} == set(variables("published")) - set(command())
     assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
     shape = (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads)
     assert shape == (786_432, 2048, 512, 8, 4)
     assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3.0, 30.0, 1024)
+
+
+def test_the_frontier_configuration_is_a_model_that_fits_an_artifact():
+    """As many weights as a count by hand gives; no variable repeats a default, and none is unknown."""
+    hp = Hyperparameters.from_env(variables("frontier"))
+    differing = {f.name.upper() for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default}
+    assert differing | {"LOOP_FIRST", "LOOP_LAYERS", "LOOP_START"} == set(variables("frontier"))
+    assert sum(tensor.numel() for tensor in train_gpt.outline(hp).values()) == 35_942_026
 
 
 def test_challenge_names_are_knobs():

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, published, run, start, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, made, run, start, variables, write_shard
 from train_gpt import Comm, StepSettings, UserError, knobs_with
 
 FAULTS = Path(__file__).with_name("faults.py")
@@ -610,7 +610,9 @@ def test_golden_trace(one_rank, tmp_path, configuration):
         pytest.skip("the trace belongs to torch 2.13.0")
     changes = {}
     if configuration == "published":  # except what makes the run tiny
-        changes = {name: value for name, value in published().items() if name not in {*TINY, "QAT_THRESHOLD"}}
+        changes = {
+            name: value for name, value in variables("published").items() if name not in {*TINY, "QAT_THRESHOLD"}
+        }
     found, expected = trace(one_rank, tmp_path, **changes), GOLDEN[configuration]
     assert found[:16] == pytest.approx(expected[:16], rel=2e-5)
     assert found[16:] == pytest.approx(expected[16:], rel=1e-4)
