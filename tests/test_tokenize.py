@@ -46,7 +46,7 @@ ADVERSARIAL = {
     "capital": "A", "space and capital": " A", "spaces and capital": "  A",
     "cases": "The NASA McDonald of SpaceX's iPhone PDFs I'LL B2B eE Ee EE", "u+2581 and capitals": "\u2581A\u2581BC dE",
     "operators": f"{CASE_OPERATORS} {CASE_OPERATORS}A{TITLE}a{ESC}{LITERALS} {ESC} A", "literals": f"{LITERALS}A",
-    "cased scripts": "\u041c\u041e\u0421 \u0391\u03b8\u03ae\u03c2 \u0391\u03a3 \u0531\u0561 \u1e00\u1e01 \uff21\uff41 \u00c9t",
+    "cased scripts": "\u041c\u041e\u0421 \u0391\u03b8\u03ae\u03c2 \u0391\u03a3 \u0531\u0561 \u1e00\u1e01 \uff21\uff41",
     "uneven cases": "Stra\u00dfe STRA\u1e9eE I " + UNEVEN,
     "marks between letters": "E\u0301COLE \u00c9cole h\u0331H\u0331 A\u200dB",
 }
@@ -325,8 +325,8 @@ def test_shards_with_caseops(sources, tmp_path, capsys):
     build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
     for name in manifest["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes(), "recognised by its operators"
-    build(sources, tmp_path / "plain")
-    assert shards.read_manifest(tmp_path / "plain")["tokenizer"]["caseops"] is False
+    build(sources, out, force=True)
+    assert shards.read_manifest(out)["tokenizer"]["caseops"] is False and decoded(out, "val") == DOCUMENTS[:5]
 
 
 def test_caseops_needs_a_tokenizer_of_ours(tmp_path, monkeypatch, capsys):
