@@ -399,9 +399,13 @@ class TrainingLoader:
         return rows
 
 
+CASE_OPERATORS = "\ue001\ue002\ue003\ue004"  # TITLE, ALLCAPS, CAPNEXT, ESC: pieces 4 to 7 of a CaseOps tokenizer
+
+
 class ByteCounter:
     """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with U+2581 as a space, at
-    the start only if the previous token is not a boundary (control, unknown or unused, such as BOS)."""
+    the start only if the previous token is not a boundary (control, unknown or unused, such as BOS). The operators of
+    CaseOps (data/README.md) have none: a lower-case letter has as many bytes as the capital that it stands for."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -418,6 +422,9 @@ class ByteCounter:
         self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
         sizes = [len(text.removeprefix("\u2581").replace("\u2581", " ").encode()) for text in texts]
         self.length = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16) * ~self.boundary  # without that space
+        self.caseops = texts[4:8] == list(CASE_OPERATORS)
+        if self.caseops:
+            self.length[4:8] = 0
 
     def count(self, tokens: np.ndarray) -> np.ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""

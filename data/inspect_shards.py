@@ -9,9 +9,10 @@ exit status is non-zero if anything is wrong.
 """
 
 import argparse
+import functools
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import caseops
 import shards
 import train_gpt
 from train_gpt import BOS, UserError
@@ -123,7 +125,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     if both:
         wrong.append(f"{folder} has {both} training documents that are also in validation: split the data again")
     if pieces and not wrong:
-        show_samples(reports[1], pieces, samples)
+        show_samples(reports[1], functools.partial(text_of, pieces, counter), samples)
     elif not pieces:
         print("no tokenizer (--tokenizer): no bytes and samples")
     return wrong
@@ -145,13 +147,18 @@ def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
     return f"{line}, {report.repeated():,} documents repeated"
 
 
-def show_samples(report: SplitReport, pieces: sentencepiece.SentencePieceProcessor, samples: int) -> None:
+def text_of(pieces: sentencepiece.SentencePieceProcessor, counter: train_gpt.ByteCounter, tokens: np.ndarray) -> str:
+    """The original text of tokens (n,) without BOS."""
+    text = pieces.decode(tokens.tolist())
+    return caseops.decode(text) if counter.caseops else text
+
+
+def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], samples: int) -> None:
     """Print the beginnings of documents that are spread over the split."""
     chosen = set(np.linspace(0, len(report.hashes) - 1, samples, dtype=int).tolist())
     for number, tokens in enumerate(report.documents()):
         if number in chosen:
-            text = pieces.decode(tokens[:80].tolist())
-            print(f"{report.split} document {number + 1} ({len(tokens):,} tokens): {text!r}")
+            print(f"{report.split} document {number + 1} ({len(tokens):,} tokens): {decode(tokens[:80])!r}")
 
 
 def main() -> None:

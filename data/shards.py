@@ -8,7 +8,9 @@ A folder of shards has a manifest.json:
      "splits": {"train": {"documents": ..., "tokens": ..., "bytes": ...}, ...},       # counts of tokenize_text.py
      "files": {"fineweb_train_000000.bin": {"bytes": ..., "tokens": ..., "sha256": ...}, ...}}
 
-It is written last and atomically, so a folder with a manifest is complete. train_gpt.py checks data against it.
+tokenize_text.py adds "caseops" to the tokenizer's entry: whether it is one for CaseOps (README.md).
+
+The manifest is written last and atomically, so a folder that has one is complete. train_gpt.py checks data against it.
 """
 
 import hashlib

@@ -10,6 +10,9 @@ each part of a .txt file. Folders are searched for such files in the order of th
 
     files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
 
+With --caseops the tokenizer is one for lower-case text with operators (caseops.py). Such a tokenizer is recognised by
+its operators, so --tokenizer needs no option.
+
 The result does not depend on the number of workers. It is built in a folder beside --out and moved there when it is
 complete. Documents that are identical after the tokenizer's normalisation are never in both splits.
 """
@@ -38,6 +41,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import caseops
 import shards
 import train_gpt
 from train_gpt import UserError
@@ -214,10 +218,9 @@ class Encoder:
     def encode(self, chunk: list[Record]) -> Encoded:
         """Tokenize a chunk. Raises UserError if a document is not text or the evaluator would count wrong bytes."""
         texts = [text_of(record, self.reading) for record in chunk]
-        normalised = [
-            kept(text) if self.prefixed else text.replace(SPACE, " ") for text in map(self.pieces.normalize, texts)
-        ]
-        encoded = self.pieces.encode(texts, return_type="numpy")
+        normalised = [self._plain(text) for text in texts]
+        sources = [caseops.encode(text) for text in normalised] if self.counter.caseops else texts
+        encoded = self.pieces.encode(sources, return_type="numpy")
         lengths = [len(ids) + 1 for ids in encoded]
         starts = np.cumsum([0, *lengths])
         tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)  # one extra BOS ends the last document
@@ -225,8 +228,8 @@ class Encoder:
             tokens[start + 1 : start + 1 + len(ids)] = ids
         charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
         documents = []
-        for record, text, length, nbytes, raw in zip(
-            chunk, normalised, lengths, np.diff(charged).tolist(), texts, strict=True
+        for record, text, source, length, nbytes, raw in zip(
+            chunk, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
         ):
             size = len(text.encode())
             if nbytes != size:
@@ -234,8 +237,17 @@ class Encoder:
                     f"{record.where} has {size} bytes, but the evaluator would count {nbytes}: use another tokenizer "
                     "(data/README.md has the requirements), or --strip if white space around documents is the cause"
                 )
+            if self.counter.caseops and caseops.decode(self._plain(source)) != text:
+                raise UserError(
+                    f"{record.where} is not restored by CaseOps: the tokenizer's normaliser must be identity"
+                )
             documents.append(Document(key_of(text), length, size, len(raw.encode()) - size, raw != text))
         return Encoded(tokens[:-1], documents)
+
+    def _plain(self, text: str) -> str:
+        """The text after the tokenizer's normaliser."""
+        text = self.pieces.normalize(text)
+        return kept(text) if self.prefixed else text.replace(SPACE, " ")
 
 
 @functools.cache
@@ -292,13 +304,13 @@ class Split:
         return "train"
 
 
-def normaliser_options(rule: str) -> dict:
+def normaliser_options(rule: str, prefix: bool = True) -> dict:
     """How our tokenizers treat white space.
 
     Nothing is removed. Each document is prefixed with a space, which the evaluator does not count after BOS, so bytes
-    are exact even if a document begins with spaces.
+    are exact even if a document begins with spaces. CaseOps needs no prefix: it marks a space at the beginning.
     """
-    return dict(add_dummy_prefix=True, remove_extra_whitespaces=rule != "identity", escape_whitespaces=True)
+    return dict(add_dummy_prefix=prefix, remove_extra_whitespaces=rule != "identity", escape_whitespaces=True)
 
 
 def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int) -> list[str]:
@@ -315,22 +327,23 @@ def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, s
     return sorted(chosen)
 
 
-def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -> bytes:
+def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity", operators: str = "") -> bytes:
     """A SentencePiece BPE model with byte fallback, single digits, and pieces for U+2581 and, unless the normaliser
-    `rule` replaces it, newline.
+    `rule` replaces it, newline. `operators` (`train_gpt.CASE_OPERATORS` if `texts` has them) become pieces 4 to 7.
 
     At most half of the vocabulary is for single characters. Rarer characters become bytes: the text is cut at them.
     Raises UserError if the vocabulary cannot be filled.
     """
-    if vocab_size < FEWEST_PIECES:
+    fewest = FEWEST_PIECES + len(operators)
+    if vocab_size < fewest:
+        control = f"4 control pieces, {len(operators)} operators" if operators else "4 control pieces"
         raise UserError(
-            f"--vocab-size {vocab_size} is too small: "
-            f"4 control pieces, 256 bytes, space and newline make {FEWEST_PIECES}"
+            f"--vocab-size {vocab_size} is too small: {control}, 256 bytes, space and newline make {fewest}"
         )
     counts = collections.Counter(itertools.chain.from_iterable(texts))
     alphabet, seen, total = [], 0, sum(counts.values())
-    for character, count in counts.most_common((vocab_size - FEWEST_PIECES) // 2):
-        if seen < 0.9995 * total and character not in "\0\n":
+    for character, count in counts.most_common((vocab_size - fewest) // 2):
+        if seen < 0.9995 * total and character not in "\0\n" + operators:
             alphabet.append(character)
         seen += count
     runs = re.compile(f"[ {re.escape(''.join(alphabet))}]{{1,16000}}")
@@ -347,13 +360,13 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity") -
             max_sentence_length=1 << 20,
             normalization_rule_name=rule,
             allow_whitespace_only_pieces=True,
-            user_defined_symbols=["\n"] if rule == "identity" else [],  # other rules make it a space
+            user_defined_symbols=[*operators, *("\n" if rule == "identity" else "")],  # other rules make it a space
             pad_id=PAD,
             bos_id=BOS,
             eos_id=EOS,
             unk_id=UNK,
             minloglevel=2,
-            **normaliser_options(rule),
+            **normaliser_options(rule, prefix=not operators),
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
@@ -457,6 +470,7 @@ class Options(NamedTuple):
     tokenizer: Path | None = None  # None: train one
     vocab_size: int = 1024  # of a trained tokenizer
     normalizer: str = "identity"
+    caseops: bool = False  # it is for text with operators
     sample_bytes: int = 50_000_000  # text to train it on
     val_docs: int = 0  # see Split
     val_fraction: float = 0.0
@@ -488,7 +502,9 @@ def build(
             adopt_tokenizer(options.tokenizer, model)
         else:
             texts = sample_texts(files, reading, options.normalizer, Split(*side), options.sample_bytes)
-            shards.write_file(model, train_tokenizer(texts, options.vocab_size, options.normalizer))
+            operators = train_gpt.CASE_OPERATORS if options.caseops else ""
+            texts = [caseops.encode(text) for text in texts] if options.caseops else texts
+            shards.write_file(model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators))
         work = functools.partial(encode_chunk, str(model), reading)
         encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
         tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)
@@ -499,6 +515,7 @@ def build(
             **reading._asdict(),
         }
         tokenizer = shards.tokenizer_entry(model, folder)
+        tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
         shards.write_manifest(folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries)
     return tally
 
@@ -536,6 +553,11 @@ def parse_arguments() -> argparse.Namespace:
         default="identity",
         help="of a trained tokenizer: no change (default), or NFKC and single spaces as in the challenge",
     )
+    parser.add_argument(
+        "--caseops",
+        action="store_true",
+        help="train a tokenizer for lower-case text with operators for capitals (data/README.md)",
+    )
     side = parser.add_mutually_exclusive_group(required=True)
     side.add_argument("--val-docs", type=int, default=0, help="the first N documents are validation")
     side.add_argument(
@@ -554,6 +576,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the number of CPUs)")
     parser.add_argument("--force", action="store_true", help="replace the contents of --out")
     arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    return arguments
+
+
+def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End the program with a message if an argument is out of bounds or does not fit another one."""
+    if arguments.caseops and (arguments.tokenizer or arguments.normalizer != "identity"):
+        parser.error(
+            "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
+        )
     for name, low, high in (
         ("vocab_size", 256, 65536),
         ("val_docs", 0, 1 << 40),
@@ -565,7 +597,6 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(arguments, name)
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} {value} is not between {low} and {high}")
-    return arguments
 
 
 @contextlib.contextmanager

@@ -1,8 +1,11 @@
 """data/tokenize_text.py and data/inspect_shards.py: exact bytes, disjoint splits, reproducible results."""
 
 import functools
+import hashlib
+import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +16,20 @@ import sentencepiece
 
 import train_gpt
 from conftest import ROOT, write_shard
-from train_gpt import BOS, UserError
+from train_gpt import BOS, CASE_OPERATORS, UserError
 
 sys.path.insert(0, str(ROOT / "data"))
 
+import caseops
+import demo_corpus
 import inspect_shards
 import shards
 import tokenize_text
+from caseops import ALLCAPS, CAPNEXT, ESC, LITERALS, TITLE
 from tokenize_text import Options, Reading, Record, Split
 
+# Letters without a partner of the same UTF-8 length that a conversion in both directions gives back.
+UNEVEN = "\u00df\u1e9e\u0130\u0131\u017f\u212a\u212b\u2126\u03c2\u01c5\u01c8\u023a\u2c65\u1fbc\u1fb3\u00b5\u2160\u24b6"
 # Text whose bytes are easily miscounted, by any tokenizer and normaliser.
 # fmt: off
 ADVERSARIAL = {
@@ -35,6 +43,12 @@ ADVERSARIAL = {
     "controls": "a\x01b\x7f\x85\ufeffc", "specials": "<s> </s> <unk> <pad> <0x41> \u2047", "long": "word " * 3000,
     "empty": "", "replacement": "\ufffd\ufffe\U0010ffff", "digits": "0123456789 3.14159",
     "source": "def f(x):\n\treturn  x  # \u00e9",
+    "capital": "A", "space and capital": " A", "spaces and capital": "  A",
+    "cases": "The NASA McDonald of SpaceX's iPhone PDFs I'LL B2B eE Ee EE", "u+2581 and capitals": "\u2581A\u2581BC dE",
+    "operators": f"{CASE_OPERATORS} {CASE_OPERATORS}A{TITLE}a{ESC}{LITERALS} {ESC} A", "literals": f"{LITERALS}A",
+    "cased scripts": "\u041c\u041e\u0421 \u0391\u03b8\u03ae\u03c2 \u0391\u03a3 \u0531\u0561 \u1e00\u1e01 \uff21\uff41",
+    "uneven cases": "Stra\u00dfe STRA\u1e9eE I " + UNEVEN,
+    "marks between letters": "E\u0301COLE \u00c9cole h\u0331H\u0331 A\u200dB",
 }
 # fmt: on
 SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
@@ -43,15 +57,20 @@ DOCUMENTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
 
 
 @functools.cache
-def tokenizer_bytes(rule: str, vocab_size: int = 600, **changes) -> bytes:
+def tokenizer_bytes(rule: str, vocab_size: int = 600) -> bytes:
+    if rule == "caseops":
+        return tokenize_text.train_tokenizer(list(map(caseops.encode, DOCUMENTS)), vocab_size, operators=CASE_OPERATORS)
     return tokenize_text.train_tokenizer(DOCUMENTS, vocab_size, rule)
 
 
-@pytest.fixture(scope="module", params=["identity", "nmt_nfkc", "as published", "without spaces removed or prefixed"])
+@pytest.fixture(
+    scope="module",
+    params=["identity", "caseops", "nmt_nfkc", "as published", "without spaces removed or prefixed"],
+)
 def model(request, tmp_path_factory) -> Path:
     """Tokenizers of several kinds: ours with both normalisers, and others."""
     path = tmp_path_factory.mktemp("model") / "tokenizer.model"
-    if request.param in ("identity", "nmt_nfkc"):
+    if request.param in ("identity", "caseops", "nmt_nfkc"):
         path.write_bytes(tokenizer_bytes(request.param))
         return path
     published = request.param == "as published"
@@ -83,13 +102,13 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
         return
     tokens, (document,) = encoder.encode([Record(name, text)])
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    decoded = pieces.decode(tokens[1:].tolist())
     counter = train_gpt.ByteCounter(str(model), pieces.vocab_size())
+    decoded = inspect_shards.text_of(pieces, counter, tokens[1:])
     assert tokens[0] == BOS
     assert counter.count(tokens).sum() == len(decoded.encode()) == document.size
     assert document.lost == len(text.encode()) - len(decoded.encode())
     assert document.changed == (decoded != text)
-    if "identity" in request.node.callspec.id and "\u2581" not in text:
+    if request.node.callspec.params["model"] in ("identity", "caseops") and "\u2581" not in text:
         assert decoded == text, "our tokenizers change nothing but U+2581, which SentencePiece takes for a space"
 
 
@@ -109,7 +128,13 @@ def test_bytes_of_real_documents(model, request):
     """FINEWEB_DOCS=docs.jsonl pytest -k real_documents: the same for other documents."""
     encoder = tokenize_text.Encoder(str(model), Reading(strip="without" in request.node.callspec.id))
     records = list(tokenize_text.records(Path(os.environ["FINEWEB_DOCS"]), Reading()))
-    assert len(encoder.encode(records).documents) == len(records) > 0
+    tokens, documents = encoder.encode(records)
+    assert len(documents) == len(records) > 0
+    if request.node.callspec.params["model"] in ("identity", "caseops"):
+        starts = np.cumsum([0, *(document.length for document in documents)])
+        for record, start, end in zip(records, starts, starts[1:], strict=False):
+            text = inspect_shards.text_of(encoder.pieces, encoder.counter, tokens[start + 1 : end])
+            assert text == tokenize_text.text_of(record, Reading()).replace("\u2581", " "), record.where
 
 
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
@@ -145,6 +170,175 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
 def test_impossible_vocabularies(vocab_size, part):
     with pytest.raises(UserError, match=part):
         tokenize_text.train_tokenizer(["a few words only"], vocab_size)
+
+
+# ------------------------------------------------------------------------------------------------ CaseOps
+
+
+@pytest.mark.parametrize(
+    "text, coded",
+    [
+        ("all lower, 1st caf\u00e9", "all lower, 1st caf\u00e9"),
+        ("The end", f"{TITLE}the end"),
+        ("I am A", f"{TITLE}i am{TITLE} a"),
+        ("the NASA probe", f"the{ALLCAPS} nasa probe"),
+        ("a  B\tC\nDE", f"a {TITLE} b\t{TITLE}c\n{ALLCAPS}de"),
+        ("SpaceX iPhone", f"{TITLE}space{CAPNEXT}x i{CAPNEXT}phone"),
+        ("PDFs of UTF8", f"{TITLE}p{CAPNEXT}d{CAPNEXT}fs of{ALLCAPS} utf8"),
+        ("DON'T (Or)", f"{ALLCAPS}don'{TITLE}t ({TITLE}or)"),
+        ("\u00c9COLE \u039f\u0394\u039f\u03a3", f"{ALLCAPS}\u00e9cole{ALLCAPS} \u03bf\u03b4\u03bf\u03c3"),
+        ("Stra\u00dfeN \u0130X", f"{TITLE}stra\u00dfe{CAPNEXT}n \u0130{TITLE}x"),
+        (f"a{TITLE} {ESC}B", f"a{ESC}{LITERALS[0]} {ESC}{LITERALS[3]}{TITLE}b"),
+        (LITERALS, LITERALS),
+        (" a", f"{ESC} a"),
+        (" A", f"{TITLE} a"),
+        ("  A", f"{ESC} {TITLE} a"),
+    ],
+)
+def test_the_grammar_of_caseops(text, coded):
+    assert caseops.encode(text) == coded and caseops.decode(coded) == text
+
+
+def check_caseops(text: str) -> None:
+    """A round trip, no capital that has a pair, and as many bytes as before without the operators."""
+    coded = caseops.encode(text)
+    assert caseops.decode(coded) == text
+    assert caseops.PAIRS.keys().isdisjoint(coded)
+    rest = coded.translate(dict.fromkeys(map(ord, CASE_OPERATORS)))
+    assert len(rest.encode(errors="surrogatepass")) == len(text.encode(errors="surrogatepass"))
+
+
+def test_caseops_of_every_short_text():
+    """All texts of up to 5 characters of every kind that the grammar distinguishes."""
+    for length in range(6):
+        for characters in itertools.product(f"aB1 \u00df{TITLE}{ALLCAPS}{ESC}{LITERALS[3]}", repeat=length):
+            check_caseops("".join(characters))
+
+
+def test_caseops_of_every_character():
+    """Each code point, lone surrogates included, between and beside letters; those with a case also alone."""
+    everything = list(map(chr, range(0x110000)))
+    check_caseops("".join(everything))
+    for template in ("a{}B", "AB{}c"):
+        check_caseops("".join(template.format(character) for character in everything[:0x20000]))
+    for character in everything:
+        if not character.upper() == character.lower() == character.title() == character:
+            for text in (
+                character,
+                f" {character}",
+                f"a{character}",
+                f"AB{character}",
+                f"{character}ab",
+                f"{character}AB",
+            ):
+                check_caseops(text)
+
+
+def test_caseops_of_random_text():
+    generator = random.Random(1)
+    odd = f"{CASE_OPERATORS}{LITERALS} \u2581\t\n.'1\u0301\u0331\u200d" + ADVERSARIAL["uneven cases"]
+    for _ in range(20_000):
+        kinds = ["aAbB ", odd, ADVERSARIAL["cased scripts"], chr(generator.randrange(0xD800))]
+        check_caseops("".join(generator.choice(generator.choice(kinds)) for _ in range(generator.randrange(30))))
+
+
+def test_an_operator_that_applies_to_nothing_is_removed():
+    """A model may produce any sequence of pieces."""
+    assert caseops.decode(f"{TITLE}{ALLCAPS} 1{CAPNEXT}\u00df{ESC}a{TITLE}  b{ESC}") == " 1\u00dfa  b"
+    generator = random.Random(1)
+    for _ in range(1000):
+        text = caseops.decode("".join(generator.choices(f"{CASE_OPERATORS}ab 1", k=20)))
+        assert set(CASE_OPERATORS).isdisjoint(text)
+
+
+def test_the_pairs_of_letters_never_change():
+    """They are part of the format: with other pairs, shards that exist would be decoded to another text."""
+    assert not set(UNEVEN) & {*caseops.PAIRS, *caseops.PAIRS.values()}
+    assert len(set(caseops.PAIRS.values())) == len(caseops.PAIRS) == 633
+    digest = hashlib.sha256("".join(itertools.chain(*caseops.PAIRS.items())).encode()).hexdigest()
+    assert digest.startswith("b43ab5202c0718d2")
+
+
+@pytest.fixture
+def cased(tmp_path) -> Path:
+    (tmp_path / "caseops.model").write_bytes(tokenizer_bytes("caseops"))
+    return tmp_path / "caseops.model"
+
+
+def test_bytes_of_many_documents_with_caseops(cased):
+    """Sources of Python's library, as one stream: the evaluator charges the bytes of the original files."""
+    library = Path(os.__file__).parent
+    texts = list(demo_corpus.documents(library / "email").values()) + ["x", "X", " x", " X", "  X", f"{TITLE}x"]
+    encoder = tokenize_text.Encoder(str(cased), Reading())
+    tokens, documents = encoder.encode([Record("", text) for text in texts])
+    assert encoder.counter.count(tokens).sum() == sum(len(text.encode()) for text in texts) > 100_000
+    parts = np.split(tokens, np.flatnonzero(tokens == BOS)[1:])
+    assert [inspect_shards.text_of(encoder.pieces, encoder.counter, part[1:]) for part in parts] == texts
+    capital = next(part for part, text in zip(parts, texts, strict=True) if text == "X")
+    assert [encoder.pieces.id_to_piece(int(token)) for token in capital] == ["<s>", TITLE, "x"]
+
+
+def test_operators_are_pieces_of_no_bytes(cased):
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(cased))
+    counter = train_gpt.ByteCounter(str(cased), pieces.vocab_size())
+    assert [pieces.piece_to_id(operator) for operator in CASE_OPERATORS] == [4, 5, 6, 7] and counter.caseops
+    assert sum(not set(pieces.id_to_piece(i)).isdisjoint(CASE_OPERATORS) for i in range(pieces.vocab_size())) == 4
+    the = pieces.piece_to_id("\u2581the")
+    assert counter.count(np.array([BOS, the, 4, the, 7, the, BOS])).tolist() == [3, 0, 4, 0, 4, 0]
+
+
+def test_operators_elsewhere_are_text(tmp_path):
+    """Other tokenizers keep their counts, even with these characters among their pieces."""
+    for number, symbols in enumerate([["x", *CASE_OPERATORS], [*reversed(CASE_OPERATORS)], [*CASE_OPERATORS[:3], "x"]]):
+        model = tmp_path / f"{number}.model"
+        model.write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, 400, operators="".join(symbols)))
+        counter = train_gpt.ByteCounter(str(model), 400)
+        assert not counter.caseops
+        first = 4 + len(symbols)
+        assert counter.length[4:first].tolist() == [len(symbol.encode()) for symbol in symbols]
+    (tmp_path / "few.model").write_bytes(tokenizer_bytes("identity"))
+    counter = train_gpt.ByteCounter(str(tmp_path / "few.model"), 600)
+    assert counter.length[:8].tolist() == [0, 0, 0, 0, 1, 1, 1, 1] and not counter.caseops
+
+
+def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
+    """NFKC after CaseOps would join a lower-case letter and a mark that have no capital in common."""
+    texts = list(map(caseops.encode, DOCUMENTS))
+    model = tmp_path / "t.model"
+    model.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
+    encoder = tokenize_text.Encoder(str(model), Reading())
+    assert encoder.encode([Record("", "plain Text")]).documents[0].size == 10
+    with pytest.raises(UserError, match="line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
+        encoder.encode([Record("line 7", "H\u0331")])
+
+
+def test_shards_with_caseops(sources, tmp_path, capsys):
+    out = tmp_path / "out"
+    tally = build(sources, out, caseops=True, shard_tokens=1000)
+    manifest = shards.read_manifest(out)
+    assert manifest["tokenizer"]["caseops"] is True
+    assert decoded(out, "val") == DOCUMENTS[:5] and decoded(out, "train") == DOCUMENTS[5:]
+    assert tally.splits["train"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[5:])
+    assert inspect_shards.inspect(out, None, 1) == []
+    printed = capsys.readouterr().out
+    assert f"{tally.splits['train']['bytes']:,} bytes" in printed and f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
+    build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
+    for name in manifest["files"]:
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes(), "recognised by its operators"
+    build(sources, out, force=True)
+    assert shards.read_manifest(out)["tokenizer"]["caseops"] is False and decoded(out, "val") == DOCUMENTS[:5]
+
+
+def test_caseops_needs_a_tokenizer_of_ours(tmp_path, monkeypatch, capsys):
+    with pytest.raises(UserError, match="4 operators, 256 bytes, space and newline make 266"):
+        tokenize_text.train_tokenizer(["a"], 265, operators=CASE_OPERATORS)
+    (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
+    for arguments in (["--tokenizer", tmp_path / "t.model"], ["--vocab-size", 400, "--normalizer", "nmt_nfkc"]):
+        command = ["tokenize_text.py", "-", "--out", tmp_path / "out", "--val-docs", 1, "--caseops", *arguments]
+        monkeypatch.setattr(sys, "argv", list(map(str, command)))
+        with pytest.raises(SystemExit, match="2"):
+            tokenize_text.main()
+        assert "--caseops is for a tokenizer that is trained here" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ sources and splits
@@ -198,7 +392,9 @@ def build(sources, out, **options):
 
 def decoded(folder: Path, split: str) -> list[str]:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    return [pieces.decode(tokens.tolist()) for tokens in inspect_shards.SplitReport(folder, split).documents()]
+    counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), pieces.vocab_size())
+    documents = inspect_shards.SplitReport(folder, split).documents()
+    return [inspect_shards.text_of(pieces, counter, tokens) for tokens in documents]
 
 
 def test_shards_hold_the_documents(sources, tmp_path):
