@@ -8,6 +8,7 @@ after two that compile and fill caches. `work` is "step", "eval", "ttt_sgd" or "
 """
 
 import ctypes
+import dataclasses
 import importlib.util
 import json
 import math
@@ -108,6 +109,15 @@ def kernel_bytes(kernel: TritonKernel) -> int:
     return count
 
 
+def product_cost(arguments: tuple) -> tuple[int, int, str]:
+    """(bytes, FLOPs, sizes) of the script's own kernel, a (N, K) @ b (M, K)^T with more in its epilogue. Every tensor
+    counts once: tiles that need the same rows of a run together, b stays in the cache, and nothing is written twice."""
+    tensors = [getattr(argument, "base", argument) for argument in arguments]  # of TMA's descriptors
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
+    (n, k), m = tensors[0].shape, tensors[1].shape[0]
+    return sum(sizes.values()), 2 * n * m * k, f"{n}x{m}x{k}"
+
+
 def watch_kernels() -> list[dict]:
     """Note every launch of Inductor's kernels. Returns the list of kernels, to which the notes refer by index."""
     TritonKernel.estimate_kernel_num_bytes = kernel_bytes
@@ -118,11 +128,13 @@ def watch_kernels() -> list[dict]:
     run = CachingAutotuner.run
 
     def noted(self, *arguments, **options):
-        key = (self.fn.__name__, self.filename)
+        bytes_moved, flops, sizes = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0), 0, str(self.size_hints)
+        if self.fn.__name__ == "fused_mlp":
+            bytes_moved, flops, sizes = product_cost(arguments)
+        key = (self.fn.__name__, self.filename, sizes)
         if key not in found:
             found[key] = len(kernels)
-            bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
-            kernels.append({"name": self.fn.__name__, "bytes": bytes_moved, "sizes": str(self.size_hints)})
+            kernels.append({"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops, "sizes": sizes})
         note("kernel", found[key])
         return run(self, *arguments, **options)
 
@@ -346,6 +358,14 @@ def main() -> None:
     runtime = script.Runtime(
         script.Comm(0, options["ranks"]), device, dtype, hp.compile != "0", name, attend, micro, ()
     )
+    if hasattr(script, "choose_fused_mlp"):
+        require = script.require
+        script.require = lambda condition, sentence: None  # results that were not computed cannot be compared
+        fused_mlp, unfit = script.choose_fused_mlp(hp, device, dtype, runtime.compiled)
+        script.require = require
+        if unfit:
+            sys.exit(unfit[0])
+        runtime = dataclasses.replace(runtime, fused_mlp=fused_mlp)
     work = WORK[options["work"]](script, hp, runtime, options)
     for repetition in range(3):
         if repetition == 2:
