@@ -809,7 +809,6 @@ class Runtime:
         cpu = f"CPU {cpu}, {torch.get_num_threads()} threads"
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else cpu
         kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
-        kernels += " fused_mlp:1" * bool(self.fused_mlp)
         return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
 
 
@@ -968,8 +967,8 @@ def load_mlp_product(slope: float, device: torch.device) -> Callable:
         derivative, if `keep`), f the squared leaky ReLU; (n, m) each."""
         out = a.new_empty(len(a), len(b))
         forward = slopes is None
-        slopes = out if forward else slopes
-        slopes = torch.empty_like(out) if keep else slopes
+        if forward:
+            slopes = torch.empty_like(out) if keep else out
         depth = 128 // a.element_size()  # 64 numbers in bf16: three stages of both blocks fill 144 KiB
         tensors = ((a, [128, depth]), (b, [256, depth]), (scale, None), (out, [128, 128]), (slopes, [128, 128]))
         ends = [TensorDescriptor.from_tensor(t, block) if block else t for t, block in tensors]
@@ -980,12 +979,11 @@ def load_mlp_product(slope: float, device: torch.device) -> Callable:
 
 
 class FusedMLP(torch.autograd.Function):
-    """hidden (N, M) = leaky_relu(x @ up^T)^2 * scale, times down^T, of x (N, D) and scale (N, 1). Its backward keeps
-    hidden and its derivative by x @ up^T. Both products with M columns have the rest in their kernel."""
+    """(f(x @ up^T) * scale) @ down^T of x (N, D) and scale (N, 1), f the squared leaky ReLU, by `product`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable, keep: bool) -> Tensor:
-        hidden, slopes = product(x, up, scale, keep=keep)
+        hidden, slopes = product(x, up, scale, keep=keep)  # (N, M) each
         ctx.save_for_backward(x, scale, up, down, hidden, slopes)
         ctx.product = product
         return F.linear(hidden, down)
@@ -993,18 +991,17 @@ class FusedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, up, down, hidden, slopes = ctx.saved_tensors
-        grad = grad.contiguous()
-        inner, _ = ctx.product(grad, down.mT.contiguous(), scale, slopes)  # by x @ up^T
+        inner, _ = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes)  # the gradient of x @ up^T
         dx = inner @ up
-        # As the activation f is homogeneous of degree 2, f(z) = f'(z) z / 2, so no pass over (N, M) is needed.
+        # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum over hidden units.
         dscale = (dx.float() * x).sum(dim=-1, keepdim=True) / (2 * scale)
         return dx, dscale, inner.mT @ x, grad.mT @ hidden, None, None
 
 
 @torch.enable_grad()
 def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
-    """(function of x (B, T, D), scale (B, T, 1) and two matrices, or None for the plain form; notes). It must run here
-    and agree with the plain form, with which it shares all but a few roundings."""
+    """(function of x (B, T, D), scale (B, T, 1) and the matrices, or None for the plain form; notes). The kernel must
+    run here and agree with the plain form, from which it differs by a few roundings."""
     if not hp.fused_mlp:
         return None, []
 
@@ -1016,15 +1013,16 @@ def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dty
         return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
 
     try:
+        require(device.type == "cpu" or dtype == torch.bfloat16, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
         product = load_mlp_product(hp.mlp_slope, device)
         _, m, d = bank_shape("mlp_bank", hp)
-        shapes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
-        inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-        inputs[1] = inputs[1].detach().float().requires_grad_()
+        sizes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
+        kinds = (dtype, torch.float32, dtype, dtype)
+        inputs = [torch.randn(s, device=device, dtype=k, requires_grad=True) for s, k in zip(sizes, kinds, strict=True)]
         outputs = [mlp(*inputs) for mlp in (plain, compile_whole(fused, compiled))]
         results = [(y, *torch.autograd.grad(y.float().square().sum(), inputs)) for y in outputs]
-        errors = [(a - b).float().norm() <= 0.02 * a.float().norm() for a, b in zip(*results, strict=True)]
-        require(all(errors), "its results differ from the plain form's")
+        close = [(a - b).float().norm() <= 0.02 * a.float().norm() for a, b in zip(*results, strict=True)]
+        require(all(close), "its results differ from the plain form's")
         return fused, []
     except Exception as error:  # a missing or unfit kernel can raise anything
         return None, [f"FUSED_MLP=1 has no effect, the plain form runs: {reason(error)}"]
