@@ -273,9 +273,14 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     return lambda: run.train_step(0, settings)
 
 
+def build_model(script, hp, runtime) -> torch.nn.Module:
+    fused = [runtime.fused_mlp] if hasattr(runtime, "fused_mlp") else []  # an older script has none
+    return script.GPT(hp, runtime.attend, runtime.dtype, *fused).to(runtime.device)
+
+
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of sliding windows."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     rows = script.eval_rows(hp, runtime, hp.eval_seq_len)
     targets = hp.eval_seq_len + (rows * runtime.comm.size + 1) * hp.eval_stride
     val = Data(hp, runtime, targets)
@@ -292,7 +297,7 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One chunk that is scored and trained on, and one that is only scored."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     forward = script.compile_whole(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
@@ -316,7 +321,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """As many documents of mean length as fit side by side."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     chunks = -(-MEAN_DOCUMENT // hp.ttt_lora_chunk)
     documents = max(1, runtime.micro_batch_tokens // (chunks * hp.ttt_lora_chunk))
     options["documents"] = documents
