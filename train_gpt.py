@@ -29,6 +29,7 @@ import functools
 import gc
 import hashlib
 import json
+import linecache
 import lzma
 import math
 import os
@@ -207,6 +208,7 @@ class Hyperparameters:
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
     compile: str = knob("auto", "torch.compile; auto: not on a CPU without g++", "run", choices=("auto", "0", "1"))
+    fused_mlp: bool = knob(False, "the MLP's activation inside its matrix products, by a Triton kernel", "run")
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
@@ -588,9 +590,9 @@ class GPT(nn.Module):
     lanes (#1204, #1529) attention reads one, the MLP reads the other, and both add to both. `qat` rounds the banks
     as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
 
-    def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype):
+    def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype, fused_mlp: Callable | None = None):
         super().__init__()
-        self.hp, self.attend, self.dtype = hp, attend, dtype
+        self.hp, self.attend, self.dtype, self.fused_mlp = hp, attend, dtype, fused_mlp
         self.qat = False
         self.visits = hp.visits()  # layers, in order
         self.hessians: dict[str, Tensor] = {}  # by matrix name: sums of x^T x (L or 1, in, in)
@@ -672,12 +674,6 @@ class GPT(nn.Module):
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         return nats if reduction == "mean" else nats.view_as(targets)
 
-    def mlp(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int) -> Tensor:
-        """The MLP of normalised x (B, T, D). Its first half is homogeneous of degree 2: one factor normalises it."""
-        scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
-        hidden = F.leaky_relu(self.linear(x, weights, layer, "up"), self.hp.mlp_slope).square() * scale
-        return self.linear(hidden.to(self.dtype), weights, layer, "down")
-
     def matrices(self) -> dict[str, tuple[Tensor, ...]]:
         """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer scales are folded in."""
         found = {}
@@ -699,7 +695,7 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by these matrices of the layer, joined. The only place that multiplies."""
+        """x (B, T, in) -> (B, T, out) by these matrices of the layer, joined. Only FUSED_MLP multiplies elsewhere."""
         if names[0] in self.hessians:
             rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
             matmul = torch.backends.cuda.matmul
@@ -752,6 +748,14 @@ class GPT(nn.Module):
             gate = F.linear(x[:, first:, :GATE_INPUTS], self.attn_gate[layer].to(x.dtype))  # (B, n, H)
             y = y * torch.sigmoid(0.5 * gate)[..., None]
         return self.linear(y.flatten(2), weights, layer, "out")
+
+    def mlp(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int) -> Tensor:
+        """The MLP of rms_norm(x), (B, n, D). Its first half is homogeneous of degree 2, so one factor normalises."""
+        scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
+        if self.fused_mlp and not (self.hessians or self.adapter):
+            return self.fused_mlp(x, scale, weights["up"][layer], weights["down"][layer])
+        hidden = F.leaky_relu(self.linear(x, weights, layer, "up"), self.hp.mlp_slope).square() * scale
+        return self.linear(hidden.to(self.dtype), weights, layer, "down")
 
 
 # ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------
@@ -807,6 +811,7 @@ class Runtime:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     micro_batch_tokens: int  # tokens of one forward
     notes: tuple[str, ...]  # for the log: why a choice is not the first one
+    fused_mlp: Callable | None = None  # in place of the plain form
 
     @classmethod
     @contextlib.contextmanager
@@ -829,9 +834,10 @@ class Runtime:
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
+        fused_mlp, unfit = choose_fused_mlp(hp, device, dtype, compiled)
         # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a laptop's memory.
         micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
-        yield cls(comm, device, dtype, compiled, attention, attend, micro, (*missing, *refused))
+        yield cls(comm, device, dtype, compiled, attention, attend, micro, (*missing, *refused, *unfit), fused_mlp)
         # Not in a `finally`: a barrier would wait for dead ranks. A group that stays can abort the process at exit.
         if comm.size > 1:
             comm._named(dist.barrier)
@@ -954,6 +960,117 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         return out.transpose(1, 2)
 
     return attend_sdpa
+
+
+# ---- Fused MLP: the activation and its derivative inside matrix products, by a Triton kernel -------------------------
+def mlp_kernel() -> Callable:
+    """The Triton kernel behind `load_mlp_product`. TMA reads and writes its tiles and cuts them at the edges."""
+    linecache.cache[__file__] = (len(SOURCE), None, SOURCE.decode().splitlines(True), __file__)  # Triton reads a file
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def fused_mlp(a, b, scale, out, slopes, slope: tl.constexpr, forward: tl.constexpr, keep: tl.constexpr):
+        rows: tl.constexpr = a.block_shape[0]
+        columns: tl.constexpr = b.block_shape[0]
+        across = tl.cdiv(b.shape[0], columns)
+        tiles = tl.cdiv(a.shape[0], rows) * across
+        # One program per multiprocessor: loads for its next tile overlap the end of the last one.
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            row = tile // across * rows
+            column = tile % across * columns
+            total = tl.zeros((rows, columns), tl.float32)
+            for k in range(0, a.shape[1], a.block_shape[1]):
+                total = tl.dot(a.load([row, k]), b.load([column, k]).T, total, input_precision="ieee")
+            halves = total.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()  # to need less shared memory
+            for half in tl.static_range(2):
+                value = halves[half]
+                at = [row, column + half * (columns // 2)]
+                if forward:
+                    place = row + tl.arange(0, rows)
+                    factor = tl.load(scale + place, mask=place < a.shape[0], other=0.0)[:, None]
+                    bend = tl.where(value > 0, 1.0, slope)
+                    if keep:
+                        slopes.store(at, (2 * bend * bend * value * factor).to(out.dtype))
+                    value = bend * value * (bend * value) * factor
+                else:
+                    value *= slopes.load(at)
+                out.store(at, value.to(out.dtype))
+
+    return fused_mlp
+
+
+def load_mlp_product(slope: float, device: torch.device) -> Callable:
+    """The function `product` below. Raises if Triton is missing or does not support the device."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel = mlp_kernel()
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+    def product(a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None, keep: bool = False):
+        """(a (n, k) @ b (m, k)^T times `slopes`; slopes) or, without them, (f(a @ b^T) times scale (n, 1); its
+        derivative, if `keep`), f the squared leaky ReLU; (n, m) each."""
+        out = a.new_empty(len(a), len(b))
+        forward = slopes is None
+        if forward:
+            slopes = torch.empty_like(out) if keep else out
+        depth = 128 // a.element_size()  # 64 numbers in bf16: three stages of both blocks fill 144 KiB
+        tensors = ((a, [128, depth]), (b, [256, depth]), (scale, None), (out, [128, 128]), (slopes, [128, 128]))
+        ends = [TensorDescriptor.from_tensor(t, block) if block else t for t, block in tensors]
+        kernel[(programs,)](*ends, slope, forward, keep, num_warps=8, num_stages=3)
+        return out, slopes
+
+    return product
+
+
+class FusedMLP(torch.autograd.Function):
+    """(f(x @ up^T) * scale) @ down^T of x (N, D) and scale (N, 1), f the squared leaky ReLU, by `product`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable, keep: bool) -> Tensor:
+        hidden, slopes = product(x, up, scale, keep=keep)  # (N, M) each
+        ctx.save_for_backward(x, scale, up, down, hidden, slopes)
+        ctx.product = product
+        return F.linear(hidden, down)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, up, down, hidden, slopes = ctx.saved_tensors
+        inner, _ = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes)  # the gradient of x @ up^T
+        dx = inner @ up
+        # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum over hidden units.
+        dscale = (dx.float() * x).sum(dim=-1, keepdim=True) / (2 * scale)
+        return dx, dscale, inner.mT @ x, grad.mT @ hidden, None, None
+
+
+@torch.enable_grad()
+def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
+    """(function of x (B, T, D), scale (B, T, 1) and the matrices, or None for the plain form; notes). The kernel must
+    run here and agree with the plain form, from which it differs by a few roundings."""
+    if not hp.fused_mlp:
+        return None, []
+
+    def plain(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear((F.leaky_relu(F.linear(x, up), hp.mlp_slope).square() * scale).to(dtype), down)
+
+    def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = (x.flatten(0, -2), scale.flatten(0, -2))
+        return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
+
+    try:
+        require(device.type == "cpu" or dtype == torch.bfloat16, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
+        product = load_mlp_product(hp.mlp_slope, device)
+        _, m, d = bank_shape("mlp_bank", hp)
+        sizes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
+        kinds = (dtype, torch.float32, dtype, dtype)
+        inputs = [torch.randn(s, device=device, dtype=k, requires_grad=True) for s, k in zip(sizes, kinds, strict=True)]
+        outputs = [mlp(*inputs) for mlp in (plain, compile_whole(fused, compiled))]
+        results = [(y, *torch.autograd.grad(y.float().square().sum(), inputs)) for y in outputs]
+        close = [(a - b).float().norm() <= 0.02 * a.float().norm() for a, b in zip(*results, strict=True)]
+        require(all(close), "its results differ from the plain form's")
+        return fused, []
+    except Exception as error:  # a missing or unfit kernel can raise anything
+        return None, [f"FUSED_MLP=1 has no effect, the plain form runs: {reason(error)}"]
 
 
 # ---- Optimizer: Parallel Muon for the banks, Adam for the rest -------------------------------------------------------
@@ -2022,7 +2139,7 @@ class Training:
         rows = self.loader.rows
         fitting = max(1, runtime.micro_batch_tokens // hp.train_seq_len)
         self.accumulation = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
-        self.model = GPT(hp, runtime.attend, runtime.dtype)
+        self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = self.model.initialise(hp.seed)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
@@ -2293,7 +2410,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         trained = log.files and "\n  EVAL_ONLY=\n" in Path(log.files[0].name).read_text(encoding="utf-8")
         require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
         log.header(hp, runtime)
-        val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype)
+        val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         warm_up_evaluation(forward, val, hp, runtime)

@@ -185,10 +185,10 @@ def launches_of(found: dict) -> list[dict]:
         elif kind == "note" and fields[0] == "operator":
             add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
         elif kind == "triton":
-            own = kernel if kernel and kernel["name"] == fields[0] else {"bytes": 0, "sizes": ""}
+            own = kernel if kernel and kernel["name"] == fields[0] else {"bytes": 0, "flops": 0, "sizes": ""}
             sizes = re.sub(r"[{}' ]", "", own["sizes"])
             name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
-            add("triton", name, own["bytes"], registers=int(fields[1]), spills=int(fields[2]))
+            add("triton", name, own["bytes"], own["flops"], registers=int(fields[1]), spills=int(fields[2]))
         elif kind == "product":
             m, n, k, batch = map(int, fields[:4])
             a, b, c = (BYTES_OF_TYPE.get(int(t), 2) for t in fields[4].split(","))

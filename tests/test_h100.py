@@ -23,6 +23,7 @@ KNOBS = {
     "DEVICE": "cuda",
     "COMPUTE_DTYPE": "bfloat16",
     "ATTENTION": "flash",
+    "FUSED_MLP": 1,
     "MODEL_DIM": 64,
     "EVAL_SEQ_LEN": 64,
     "GPTQ_BATCHES": 1,
@@ -46,6 +47,7 @@ def test_the_whole_script(env, tmp_path, version):
         done = subprocess.run(program, env=knobs, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert "NVIDIA H100" in done.stdout and f"torch {version}" in done.stdout
+        assert "FUSED_MLP=1 has no effect" not in done.stdout
         lines = Path(tmp_path, "logs", f"{knobs['RUN_ID']}.jsonl").read_text().splitlines()
         return {event["event"]: event for event in map(json.loads, lines)}
 

@@ -8,6 +8,7 @@ after two that compile and fill caches. `work` is "step", "eval", "ttt_sgd" or "
 """
 
 import ctypes
+import dataclasses
 import importlib.util
 import json
 import math
@@ -108,6 +109,15 @@ def kernel_bytes(kernel: TritonKernel) -> int:
     return count
 
 
+def product_cost(arguments: tuple) -> tuple[int, int, str]:
+    """(bytes, FLOPs, sizes) of the script's own kernel, a (N, K) @ b (M, K)^T with more in its epilogue. Every tensor
+    counts once: tiles that need the same rows of a run together, b stays in the cache, and nothing is written twice."""
+    tensors = [getattr(argument, "base", argument) for argument in arguments]  # of TMA's descriptors
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)}
+    (n, k), m = tensors[0].shape, tensors[1].shape[0]
+    return sum(sizes.values()), 2 * n * m * k, f"{n}x{m}x{k}"
+
+
 def watch_kernels() -> list[dict]:
     """Note every launch of Inductor's kernels. Returns the list of kernels, to which the notes refer by index."""
     TritonKernel.estimate_kernel_num_bytes = kernel_bytes
@@ -118,11 +128,13 @@ def watch_kernels() -> list[dict]:
     run = CachingAutotuner.run
 
     def noted(self, *arguments, **options):
-        key = (self.fn.__name__, self.filename)
+        bytes_moved, flops, sizes = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0), 0, str(self.size_hints)
+        if self.fn.__name__ == "fused_mlp":
+            bytes_moved, flops, sizes = product_cost(arguments)
+        key = (self.fn.__name__, self.filename, sizes)
         if key not in found:
             found[key] = len(kernels)
-            bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
-            kernels.append({"name": self.fn.__name__, "bytes": bytes_moved, "sizes": str(self.size_hints)})
+            kernels.append({"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops, "sizes": sizes})
         note("kernel", found[key])
         return run(self, *arguments, **options)
 
@@ -261,9 +273,14 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     return lambda: run.train_step(0, settings)
 
 
+def build_model(script, hp, runtime) -> torch.nn.Module:
+    fused = [runtime.fused_mlp] if hasattr(runtime, "fused_mlp") else []  # an older script has none
+    return script.GPT(hp, runtime.attend, runtime.dtype, *fused).to(runtime.device)
+
+
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of sliding windows."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     rows = script.eval_rows(hp, runtime, hp.eval_seq_len)
     targets = hp.eval_seq_len + (rows * runtime.comm.size + 1) * hp.eval_stride
     val = Data(hp, runtime, targets)
@@ -280,7 +297,7 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One chunk that is scored and trained on, and one that is only scored."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     forward = script.compile_whole(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
@@ -304,7 +321,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """As many documents of mean length as fit side by side."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    model = build_model(script, hp, runtime)
     chunks = -(-MEAN_DOCUMENT // hp.ttt_lora_chunk)
     documents = max(1, runtime.micro_batch_tokens // (chunks * hp.ttt_lora_chunk))
     options["documents"] = documents
@@ -346,6 +363,14 @@ def main() -> None:
     runtime = script.Runtime(
         script.Comm(0, options["ranks"]), device, dtype, hp.compile != "0", name, attend, micro, ()
     )
+    if hasattr(script, "choose_fused_mlp"):
+        require = script.require
+        script.require = lambda condition, sentence: None  # results that were not computed cannot be compared
+        fused_mlp, unfit = script.choose_fused_mlp(hp, device, dtype, runtime.compiled)
+        script.require = require
+        if unfit:
+            sys.exit(unfit[0])
+        runtime = dataclasses.replace(runtime, fused_mlp=fused_mlp)
     work = WORK[options["work"]](script, hp, runtime, options)
     for repetition in range(3):
         if repetition == 2:
