@@ -829,7 +829,7 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
 
     monkeypatch.setattr(ablate, "finish", finish)
     variants = {"base": ablate.Variant({}), **{name: ablate.Variant({name.upper(): "1"}) for name in names}}
-    arguments = argparse.Namespace(steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2)
+    arguments = argparse.Namespace(steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2, expect=None)
     ablate.screen(variants, arguments)
     assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
     assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
@@ -854,7 +854,9 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
 
 def small_arguments(**changes):
     """The options of ablate.py for the record in small, and no others."""
-    chosen = dict(steps=0, seconds=0, tokens_per_weight=50, width=16, bits=4.0, bytes=0, seeds=[1], jobs=2, also=None)
+    chosen = dict(
+        steps=0, seconds=0, tokens_per_weight=50, width=16, bits=4.0, bytes=0, seeds=[1], jobs=2, also=None, expect=None
+    )
     return argparse.Namespace(**chosen | changes)
 
 
@@ -922,6 +924,31 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
         ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
     assert started[0] == "base_seed1" and "y_seed1" not in started
     assert Path("work/base_seed1/checkpoints").is_dir()
+
+
+def test_published_effects_are_compared_with_measured_ones(tmp_path, capsys):
+    """Signs count only beyond two standard errors; the rank correlation is scipy's, with ties."""
+    texts, expected = ablate.ladder(ROOT / "records" / "ladder.txt")
+    variants = dict(ablate.variant(text) for text in texts)
+    assert variants.keys() == expected.keys() and len(variants) == len(texts) >= 8
+    for name, chosen in variants.items():
+        changed = train_gpt.Hyperparameters.from_env(chosen.knobs)
+        assert changed != train_gpt.Hyperparameters() and chosen.price == 1, f"{name} changes nothing"
+    path = tmp_path / "ladder.txt"
+    path.write_text("# comment\n\na: SEED=1 @1.1 | +0.01 | #1\nb: SEED=2 | -0.02 | #2\nc: SEED=3 | 0.01 | #3\n")
+    texts, expected = ablate.ladder(path)
+    assert texts == ["a: SEED=1 @1.1", "b: SEED=2", "c: SEED=3"] and expected["b"] == (-0.02, "#2")
+    measured = {"base": (0.0, 0.0), "a": (0.02, 0.001), "b": (0.03, 0.001), "c": (0.05, 0.03)}
+    found = ablate.agreement(expected, measured)
+    assert found["signs"] == {"agree": 1, "disagree": 1, "within noise": 1}
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr([0.01, -0.02, 0.01], [0.02, 0.03, 0.05])[0])
+    assert re.search(r"^b +-0.0200 +\+0.03000 +0.00100  disagree +#2$", capsys.readouterr().out, re.M)
+    assert ablate.spearman([1, 2], [1, 2]) is None and ablate.spearman([1, 2, 3], [5, 5, 5]) is None
+    ablate.draw_agreement(expected, measured, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    path.write_text("a: SEED=1 | much | #1\n")
+    with pytest.raises(UserError, match="write `name: KNOB=value"):
+        ablate.ladder(path)
 
 
 def test_side_by_side_runs_share_the_cores(monkeypatch):

@@ -298,7 +298,91 @@ def screen(variants: Variants, arguments: argparse.Namespace) -> None:
         "standard_error": None if math.isnan(error) else error,
         "scores": scores,
     }
+    judge({name: (effect, report["standard_error"]) for name, effect in report["effects"].items()}, arguments, report)
     print(json.dumps(report))
+
+
+class Expected(NamedTuple):
+    """A published effect."""
+
+    effect: float  # bits per byte
+    source: str
+
+
+def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
+    """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError for another line."""
+    texts = []
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        try:
+            text, effect, source = (part.strip() for part in line.split("|"))
+            found[text.partition(":")[0]] = Expected(float(effect), source)
+        except ValueError:
+            raise UserError(f"{path} has the line {line!r}: write `name: KNOB=value | effect | source`") from None
+        texts.append(text)
+    return texts, found
+
+
+def spearman(a: list[float], b: list[float]) -> float | None:
+    """Spearman's rank correlation; None below 3 pairs or if one side is constant. Equal values share a rank."""
+    ranks = [[sum(x < y for x in side) + side.count(y) / 2 for y in side] for side in (a, b)]
+    if len(a) < 3 or any(len(set(side)) == 1 for side in ranks):
+        return None
+    return statistics.correlation(*ranks)
+
+
+def agreement(expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]]) -> dict:
+    """Print measured effects, as (effect, standard error), beside published ones. Returns the summary."""
+    names = [name for name in expected if name in measured]
+    signs = {"agree": 0, "disagree": 0, "within noise": 0}
+    width = max(map(len, names))
+    print(f"\n{'':{width}}{'published':>11}{'measured':>11}{'error':>9}  {'sign':14}source")
+    for name in names:
+        effect, error = measured[name]
+        verdict = "agree" if effect * expected[name].effect > 0 else "disagree"
+        if error is None or abs(effect) < 2 * error:
+            verdict = "within noise"
+        signs[verdict] += 1
+        shown = "-" if error is None else f"{error:.5f}"
+        numbers = f"{expected[name].effect:>+11.4f}{effect:>+11.5f}{shown:>9}"
+        print(f"{name:{width}}{numbers}  {verdict:14}{expected[name].source}")
+    rank = spearman([expected[name].effect for name in names], [measured[name][0] for name in names])
+    print(f"signs beyond 2 standard errors: {signs}; Spearman: {'-' if rank is None else format(rank, '+.2f')}")
+    return {"signs": signs, "spearman": rank}
+
+
+def draw_agreement(
+    expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]], output: Path
+) -> None:
+    """Plot measured effects, with two standard errors, against published ones."""
+    import matplotlib  # only for this
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 5), layout="constrained")
+    for name in expected.keys() & measured.keys():
+        effect, error = measured[name]
+        axis.errorbar(expected[name].effect, effect, yerr=2 * (error or 0.0), fmt="o", color="C0", ms=4, capsize=2)
+        axis.annotate(name, (expected[name].effect, effect), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.axhline(0, color="gray", lw=0.8)
+    axis.axvline(0, color="gray", lw=0.8)
+    axis.set_xlabel("published effect (bits per byte)")
+    axis.set_ylabel("measured effect (bits per byte)")
+    axis.grid(alpha=0.3)
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def judge(measured: dict[str, tuple[float, float | None]], arguments: argparse.Namespace, report: dict) -> None:
+    """With --expect, compare the effects with the published ones; the summary is added to the report."""
+    if not arguments.expect:
+        return
+    _, expected = ladder(arguments.expect)
+    report["agreement"] = agreement(expected, measured)
+    draw_agreement(expected, measured, Path("agreement.png"))
 
 
 def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
@@ -400,6 +484,12 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         print(table(report[key]))
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
+    measured = {}
+    for name, pairs in found.items():
+        gains = [run.score.bpb - base.score.bpb for (run, _), (base, _) in zip(pairs, found["base"], strict=True)]
+        mean, std = runs.mean_std(gains)
+        measured[name] = mean, std and std / math.sqrt(len(gains))
+    judge(measured, arguments, report)
     print(json.dumps(report))
 
 
@@ -416,10 +506,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target")
     parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
+    parser.add_argument("--expect", type=Path, help="file of published effects (records/ladder.txt), as variants too")
     parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
     try:
+        if arguments.expect:
+            arguments.expect = arguments.expect.resolve()
+            arguments.variants = [*ladder(arguments.expect)[0], *arguments.variants]
         variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
         check(variants, arguments)
         for name in ("DATA_PATH", "TOKENIZER_PATH"):  # the runs start in another folder
