@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
 import train_gpt
 from conftest import ROOT, TINY, run, start
@@ -826,8 +828,9 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
         return SimpleNamespace(score=score, score_name="invented", device="none", model_bytes=100, step_ms=step_ms)
 
     monkeypatch.setattr(ablate, "finish", finish)
-    variants = {"base": {}, **{name: {name.upper(): "1"} for name in names}}
-    ablate.screen(variants, argparse.Namespace(steps=1, seconds=0, bytes=0, seeds=[3, 5]))
+    variants = {"base": ablate.Variant({}), **{name: ablate.Variant({name.upper(): "1"}) for name in names}}
+    arguments = argparse.Namespace(steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2, expect=None)
+    ablate.screen(variants, arguments)
     assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
     assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
     assert all(started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0] for n in range(12))
@@ -849,6 +852,113 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
     assert cells["b"][4] == "+0"
 
 
+def small_arguments(**changes):
+    """The options of ablate.py for the record in small, and no others."""
+    chosen = dict(
+        steps=0, seconds=0, tokens_per_weight=50, width=16, bits=4.0, bytes=0, seeds=[1], jobs=2, also=None, expect=None
+    )
+    return argparse.Namespace(**chosen | changes)
+
+
+@pytest.mark.parametrize("width", [32, 48, 64, 96])
+def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
+    """Only size and batch differ from the record; weight decay, average and warm-ups act over the same steps."""
+    for name in runs.KNOBS:
+        monkeypatch.delenv(name, raising=False)
+    environ = ablate.environment(small_arguments(tokens_per_weight=200, width=width), ablate.Variant({}))
+    hp = train_gpt.Hyperparameters.from_env({"RUN_ID": "t", **environ})
+    record = train_gpt.Hyperparameters()
+    parameters = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
+    assert hp.iterations == 7000
+    assert hp.iterations * hp.train_batch_tokens / parameters == pytest.approx(200, rel=0.02)
+    assert hp.target_bytes - (ROOT / "train_gpt.py").stat().st_size == pytest.approx(parameters / 2, abs=1)
+    for ratio in (
+        lambda hp: hp.train_seq_len / hp.model_dim,
+        lambda hp: hp.eval_seq_len / hp.model_dim,
+        lambda hp: hp.num_heads / hp.num_kv_heads,
+        lambda hp: hp.bigram_dim / hp.model_dim,
+        lambda hp: hp.bigram_vocab_size / hp.model_dim,
+    ):
+        assert ratio(hp) == ratio(record)
+    assert hp.rope_dims / hp.head_dim == pytest.approx(record.rope_dims / record.head_dim, abs=0.1)
+    size = {"num_heads", "num_kv_heads", "model_dim", "rope_dims", "bigram_vocab_size", "bigram_dim"}
+    size |= {"train_seq_len", "train_batch_tokens", "run_id"}
+    for name in train_gpt.knobs_with("training", "model"):
+        assert name in size or getattr(hp, name) == getattr(record, name), name
+
+
+def test_priced_variants_get_fewer_steps(knobs, tmp_path, monkeypatch, capsys):
+    """Two runs of the record in small side by side; the variant costs twice as much, so it does half of the steps."""
+    for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "DEVICE", "COMPILE"):
+        monkeypatch.setenv(name, knobs[name])
+    monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ablate, "RECORD_STEPS", 6)
+    variants = {"base": ablate.Variant({})} | dict([ablate.variant("dear: QK_GAIN_INIT=4 @2.0")])
+    arguments = small_arguments(tokens_per_weight=0.2)
+    ablate.comparison(variants, arguments)
+    first = capsys.readouterr().out
+    ablate.comparison(variants, arguments)
+    again = capsys.readouterr().out
+    assert first.count("== ") == 2 and "== " not in again
+    report = json.loads(again.splitlines()[-1])["score"]
+    assert [line["steps"] for line in report] == [6, 3]
+    assert re.search(r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix", again, re.M)
+    assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
+
+
+def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
+    """The next call finds checkpoints where the interrupted run left them. Other runs of the pool do not start."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def execute(command, environ, quiet, folder):
+        started.append(environ["RUN_ID"])
+        time.sleep(0.2 * (len(started) > 1))  # the pool's thread may take one more run before it learns of the failure
+        Path(folder, "checkpoints").mkdir()
+        return "error: stopped by SIGTERM"
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    variants = {"base": ablate.Variant({}), "x": ablate.Variant({"SEED": "2"}), "y": ablate.Variant({"SEED": "3"})}
+    with pytest.raises(UserError, match="base_seed1 failed: error: stopped by SIGTERM"):
+        ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
+    assert started[0] == "base_seed1" and "y_seed1" not in started
+    assert Path("work/base_seed1/checkpoints").is_dir()
+
+
+def test_published_effects_are_compared_with_measured_ones(tmp_path, capsys):
+    """Signs count only beyond two standard errors; the rank correlation is scipy's, with ties."""
+    texts, expected = ablate.ladder(ROOT / "records" / "ladder.txt")
+    variants = dict(ablate.variant(text) for text in texts)
+    assert variants.keys() == expected.keys() and len(variants) == len(texts) >= 8
+    for name, chosen in variants.items():
+        changed = train_gpt.Hyperparameters.from_env(chosen.knobs)
+        assert changed != train_gpt.Hyperparameters() and chosen.price == 1, f"{name} changes nothing"
+    path = tmp_path / "ladder.txt"
+    path.write_text("# comment\n\na: SEED=1 @1.1 | +0.01 | #1\nb: SEED=2 | -0.02 | #2\nc: SEED=3 | 0.01 | #3\n")
+    texts, expected = ablate.ladder(path)
+    assert texts == ["a: SEED=1 @1.1", "b: SEED=2", "c: SEED=3"] and expected["b"] == (-0.02, "#2")
+    measured = {"base": (0.0, 0.0), "a": (0.02, 0.001), "b": (0.03, 0.001), "c": (0.05, 0.03)}
+    found = ablate.agreement(expected, measured)
+    assert found["signs"] == {"agree": 1, "disagree": 1, "within noise": 1}
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr([0.01, -0.02, 0.01], [0.02, 0.03, 0.05])[0])
+    assert re.search(r"^b +-0.0200 +\+0.03000 +0.00100  disagree +#2$", capsys.readouterr().out, re.M)
+    assert ablate.spearman([1, 2], [1, 2]) is None and ablate.spearman([1, 2, 3], [5, 5, 5]) is None
+    ablate.draw_agreement(expected, measured, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    path.write_text("a: SEED=1 | much | #1\n")
+    with pytest.raises(UserError, match="write `name: KNOB=value"):
+        ablate.ladder(path)
+
+
+def test_side_by_side_runs_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ablate.os, "cpu_count", lambda: 8)
+    for jobs, threads in ((1, None), (2, "4"), (16, "1")):
+        arguments = small_arguments(steps=3, tokens_per_weight=0, jobs=jobs)
+        assert ablate.environment(arguments).get("OMP_NUM_THREADS") == threads
+
+
 @pytest.mark.parametrize(
     "options, part",
     [
@@ -857,6 +967,8 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
         (["x: MATRIX_LR="], "is not a variant: write"),
         (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
         (["base: SEED=1"], 'called "base"'),
+        (["x: SEED=1 @fast"], "has the price 'fast'"),
+        (["x: SEED=1 @-1"], "has the price '-1'"),
         (["--screen"], "--screen needs variants"),
         (["--screen", "--also", "x", "a: SEED=1"], "does not work with --also"),
         (["--screen", "a: SEED=1", "b: SEED=2"], "set SEED in one of them only"),

@@ -5,11 +5,18 @@
     python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
     python tools/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
     python tools/ablate.py --screen --steps 200 --seeds 1 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "wd: MUON_WD=0.09"
+    python tools/ablate.py --tokens-per-weight 100 --jobs 2 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the small model below, changed by the environment.
 `--bytes` sets the artifact size of all runs (TARGET_BYTES widens the quantisation steps until the artifact fits; a
 variant that is smaller anyway stays so, and the table shows it). The variants take turns within a seed, so a slowdown
-of the machine affects all of them. Logs go to --folder; a run that has finished there is not repeated.
+of the machine affects all of them. `--jobs` runs go side by side. Logs go to --folder; a run that has finished there
+is not repeated, and one that was interrupted continues from its checkpoint.
+
+With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its 7,000 steps, so all
+knobs that concern the schedule keep their values. Width, heads, context and the bigram table shrink, and the batch is
+what makes that many training tokens per weight (the record: 205). `--bits` sets the bytes per weight. `@1.03` is the
+price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 With `--screen` the variants are factors of one experiment. Each is switched on in half of the runs, in combinations
 from which every main effect can be estimated, so k variants need k + 1 runs or a few more. Screening finds what
@@ -21,19 +28,29 @@ effect, the effect in standard errors, the ratio of step times, and bytes. The l
 """
 
 import argparse
+import functools
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import compare
+import flops
 import runs
 import sweep
+import train_gpt
 from train_gpt import Hyperparameters, UserError
 
 # 4.1 million parameters; a step took 0.67 s on 2 cores.
@@ -46,76 +63,170 @@ BASE = {
     "EVAL_STRIDE": "512",
 }
 # fmt: on
-Variants = dict[str, dict[str, str]]  # the knobs of each variant by its name
+RECORD_STEPS = 7000  # of #399 in 600 s
+WIDTH = 64  # of the record in small
+MICRO = 16_384  # tokens per forward of the record in small
 
 
-def variant(text: str) -> tuple[str, dict[str, str]]:
-    """(name, knobs) of "name: KNOB=value KNOB=value". Raises UserError for an unknown knob."""
-    name, _, knobs = text.partition(":")
-    chosen = dict(pair.partition("=")[::2] for pair in knobs.split())
+class Variant(NamedTuple):
+    """What a variant changes."""
+
+    knobs: dict[str, str]
+    price: float = 1.0  # time of its step in the record as a multiple of the base's
+
+
+Variants = dict[str, Variant]  # by name
+
+
+def variant(text: str) -> tuple[str, Variant]:
+    """(name, variant) of "name: KNOB=value KNOB=value @price". Raises UserError for an unknown knob."""
+    name, _, rest = text.partition(":")
+    rest, _, price = rest.partition("@")
+    chosen = dict(pair.partition("=")[::2] for pair in rest.split())
     unknown = [knob for knob in chosen if knob.lower() not in Hyperparameters.__dataclass_fields__]
     if unknown or not name or not all(chosen.values()):
         raise UserError(
             f'{text!r} is not a variant: write "name: KNOB=value KNOB=value" with knobs of train_gpt.py --help'
         )
-    return name, chosen
+    try:
+        found = Variant(chosen, float(price or 1))
+    except ValueError:
+        found = Variant(chosen, 0.0)
+    if not found.price > 0:
+        raise UserError(f"{text!r} has the price {price!r}: write the ratio of step times, for example @1.03")
+    return name, found
 
 
 def check(variants: Variants, arguments: argparse.Namespace) -> None:
     """Raises UserError for variants that cannot be compared as written."""
     if len(variants) != len(arguments.variants) + 1:
         raise UserError('two variants have one name, or one is called "base": give each its own name')
+    if arguments.seconds and any(chosen.price != 1 for chosen in variants.values()):
+        raise UserError("--seconds measures the time of a step: leave out the prices (@)")
     if not arguments.screen:
         return
     if not arguments.variants or arguments.also:
         raise UserError("--screen needs variants and does not work with --also")
-    knobs = [knob for chosen in variants.values() for knob in chosen]
+    knobs = [knob for chosen in variants.values() for knob in chosen.knobs]
     twice = sorted({knob for knob in knobs if knobs.count(knob) > 1})
     if twice:
         raise UserError(f"--screen combines the variants: set {', '.join(twice)} in one of them only")
 
 
-def environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """The variables that all runs share."""
+def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
+    """The knobs of the record's model at another width, with this many training tokens per weight in its 7,000 steps.
+
+    Raises UserError if that is less than one sequence per step.
+    """
+    record = Hyperparameters()
+    scale = width / record.model_dim
+    length = round(scale * record.train_seq_len)
+    knobs = {
+        "MODEL_DIM": width,
+        "NUM_HEADS": 4,
+        "NUM_KV_HEADS": 2,
+        "ROPE_DIMS": max(2, 2 * round(width / 4 * record.rope_dims / record.head_dim / 2)),
+        "BIGRAM_VOCAB_SIZE": round(scale * record.bigram_vocab_size),
+        "BIGRAM_DIM": round(scale * record.bigram_dim),
+        "TRAIN_SEQ_LEN": length,
+        "EVAL_SEQ_LEN": length,
+        "EVAL_STRIDE": length // 4,  # the record's 64 of 2,048 would make the scores longer than the training
+        "WARMUP_STEPS": 2,
+        "VAL_LOSS_EVERY": 0,
+        "CHECKPOINT_EVERY": "300s",
+        "RESUME": "auto",
+    }
+    knobs = {name: str(value) for name, value in knobs.items()}
+    sequences = round(tokens_per_weight * weights(knobs) / RECORD_STEPS / length)
+    if not sequences:
+        raise UserError(f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it")
+    return knobs | {"TRAIN_BATCH_TOKENS": str(sequences * length), "MICRO_BATCH_TOKENS": str(MICRO)}
+
+
+def weights(knobs: dict[str, str]) -> int:
+    """The number of parameters of the model with these knobs, changed by the environment."""
+    hp = Hyperparameters.from_env({"RUN_ID": "x", **knobs, **os.environ})
+    with torch.device("meta"):
+        return sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
+
+
+def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:
+    """The variables of a run with these variants: of the base, of the environment, then of the variants."""
+    base = BASE
+    steps = arguments.steps
+    nbytes = arguments.bytes
+    if arguments.tokens_per_weight:
+        base = proportional(arguments.width, arguments.tokens_per_weight)
+        steps = RECORD_STEPS
+        nbytes = nbytes or round(arguments.bits * weights(base) / 8)
     if arguments.seconds:
         length = {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{arguments.seconds:g}"}
     else:
-        length = {"ITERATIONS": str(arguments.steps), "MAX_WALLCLOCK_SECONDS": "0"}
-    size = {}
-    if arguments.bytes:
-        size = {"TARGET_BYTES": str(arguments.bytes + (ROOT / "train_gpt.py").stat().st_size)}
-    return {**BASE, **os.environ, **length, **size, "OMP_WAIT_POLICY": "PASSIVE"}
+        steps = round(steps / math.prod(one.price for one in chosen))
+        length = {"ITERATIONS": str(steps), "MAX_WALLCLOCK_SECONDS": "0"}
+    if nbytes:
+        length["TARGET_BYTES"] = str(nbytes + (ROOT / "train_gpt.py").stat().st_size)
+    found = {"OMP_WAIT_POLICY": "PASSIVE", **base, **os.environ, **length}
+    if arguments.jobs > 1:
+        found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.jobs)))
+    for one in chosen:
+        found |= one.knobs
+    return found
 
 
 def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
-    """The finished run of this name; it is started if necessary. Raises UserError if it fails."""
+    """The finished run of this name; it is started or continued if necessary. Raises UserError if it fails.
+
+    It works in a folder of its own, because all runs write their artifact under one name.
+    """
     environ = {**environ, "RUN_ID": run_id}
     if done := sweep.finished(environ, run_id):
         return done
     print(f"== {run_id}", flush=True)
-    fault = sweep.execute([sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True)
-    done = None if fault else sweep.finished(environ, run_id)
-    if done is None:
-        raise UserError(f"{run_id} failed: {fault or 'its log has no final score'}")
+    folder = Path("work", run_id)
+    folder.mkdir(parents=True, exist_ok=True)
+    fault = sweep.execute([sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder)
+    if fault:
+        raise UserError(f"{run_id} failed: {fault}")
     if not environ.get("EVAL_ONLY"):
-        sweep.keep_artifact(run_id)
-    return done
+        sweep.keep_artifact(run_id, folder)
+    for log in (folder / sweep.LOGS).iterdir():
+        log.replace(sweep.LOGS / log.name)
+    shutil.rmtree(folder)
+    if done := sweep.finished(environ, run_id):
+        return done
+    raise UserError(f"{run_id} failed: its log has no final score")
+
+
+def side_by_side(tasks: list[Callable], jobs: int) -> list:
+    """The results of the tasks, `jobs` at a time. After a failure no other task is started, and it is raised."""
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(task) for task in tasks]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
     """For each variant one pair per seed: the run, and its evaluation on the other data (None without --also)."""
-    common = environment(arguments)
+
+    def pair(name: str, seed: int) -> tuple[runs.Run, runs.Run | None]:
+        run_id = f"{name}_seed{seed}"
+        environ = environment(arguments, variants[name]) | {"SEED": str(seed)}
+        run = finish(run_id, environ)
+        if not arguments.also:
+            return run, None
+        artifact = {"EVAL_ONLY": str(sweep.artifact_of(run_id).resolve()), "DATA_PATH": str(arguments.also)}
+        unused = {"CHECKPOINT_EVERY": "", "RESUME": ""}
+        return run, finish(f"{run_id}_also", environ | artifact | unused)
+
+    turns = [(name, seed) for seed in arguments.seeds for name in variants]
+    results = side_by_side([functools.partial(pair, *turn) for turn in turns], arguments.jobs)
     found = {name: [] for name in variants}
-    for seed in arguments.seeds:
-        for name, knobs in variants.items():
-            run_id = f"{name}_seed{seed}"
-            environ = {**common, **knobs, "SEED": str(seed)}
-            run = finish(run_id, environ)
-            other = None
-            if arguments.also:
-                artifact = {"EVAL_ONLY": str(sweep.artifact_of(run_id)), "DATA_PATH": str(arguments.also)}
-                other = finish(f"{run_id}_also", environ | artifact)
-            found[name].append((run, other))
+    for (name, _), result in zip(turns, results, strict=True):
+        found[name].append(result)
     return found
 
 
@@ -160,17 +271,15 @@ def standard_error(found: list[float], factors: int) -> tuple[float, str]:
 def screen(variants: Variants, arguments: argparse.Namespace) -> None:
     """Run the design once per seed and print the main effects of all variants."""
     names = [name for name in variants if name != "base"]
-    common = environment(arguments)
     plan = []
-    done = []
+    tasks = []
     for seed in arguments.seeds:
         for place, chosen in enumerate(design(len(names))):
-            environ = {**common, "SEED": str(1000 * seed + place)}
-            for name, has in zip(names, chosen, strict=False):
-                if has:
-                    environ |= variants[name]
+            present = [variants[name] for name, has in zip(names, chosen, strict=False) if has]
+            environ = environment(arguments, *present) | {"SEED": str(1000 * seed + place)}
             plan.append(chosen)
-            done.append(finish(f"screen_seed{seed}_{place:02d}", environ))
+            tasks.append(functools.partial(finish, f"screen_seed{seed}_{place:02d}", environ))
+    done = side_by_side(tasks, arguments.jobs)
     scores = [run.score.bpb for run in done]
     bpb = effects(plan, scores)
     size = effects(plan, [run.model_bytes for run in done])
@@ -189,7 +298,91 @@ def screen(variants: Variants, arguments: argparse.Namespace) -> None:
         "standard_error": None if math.isnan(error) else error,
         "scores": scores,
     }
+    judge({name: (effect, report["standard_error"]) for name, effect in report["effects"].items()}, arguments, report)
     print(json.dumps(report))
+
+
+class Expected(NamedTuple):
+    """A published effect."""
+
+    effect: float  # bits per byte
+    source: str
+
+
+def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
+    """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError for another line."""
+    texts = []
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#") or not line.strip():
+            continue
+        try:
+            text, effect, source = (part.strip() for part in line.split("|"))
+            found[text.partition(":")[0]] = Expected(float(effect), source)
+        except ValueError:
+            raise UserError(f"{path} has the line {line!r}: write `name: KNOB=value | effect | source`") from None
+        texts.append(text)
+    return texts, found
+
+
+def spearman(a: list[float], b: list[float]) -> float | None:
+    """Spearman's rank correlation; None below 3 pairs or if one side is constant. Equal values share a rank."""
+    ranks = [[sum(x < y for x in side) + side.count(y) / 2 for y in side] for side in (a, b)]
+    if len(a) < 3 or any(len(set(side)) == 1 for side in ranks):
+        return None
+    return statistics.correlation(*ranks)
+
+
+def agreement(expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]]) -> dict:
+    """Print measured effects, as (effect, standard error), beside published ones. Returns the summary."""
+    names = [name for name in expected if name in measured]
+    signs = {"agree": 0, "disagree": 0, "within noise": 0}
+    width = max(map(len, names))
+    print(f"\n{'':{width}}{'published':>11}{'measured':>11}{'error':>9}  {'sign':14}source")
+    for name in names:
+        effect, error = measured[name]
+        verdict = "agree" if effect * expected[name].effect > 0 else "disagree"
+        if error is None or abs(effect) < 2 * error:
+            verdict = "within noise"
+        signs[verdict] += 1
+        shown = "-" if error is None else f"{error:.5f}"
+        numbers = f"{expected[name].effect:>+11.4f}{effect:>+11.5f}{shown:>9}"
+        print(f"{name:{width}}{numbers}  {verdict:14}{expected[name].source}")
+    rank = spearman([expected[name].effect for name in names], [measured[name][0] for name in names])
+    print(f"signs beyond 2 standard errors: {signs}; Spearman: {'-' if rank is None else format(rank, '+.2f')}")
+    return {"signs": signs, "spearman": rank}
+
+
+def draw_agreement(
+    expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]], output: Path
+) -> None:
+    """Plot measured effects, with two standard errors, against published ones."""
+    import matplotlib  # only for this
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 5), layout="constrained")
+    for name in expected.keys() & measured.keys():
+        effect, error = measured[name]
+        axis.errorbar(expected[name].effect, effect, yerr=2 * (error or 0.0), fmt="o", color="C0", ms=4, capsize=2)
+        axis.annotate(name, (expected[name].effect, effect), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.axhline(0, color="gray", lw=0.8)
+    axis.axvline(0, color="gray", lw=0.8)
+    axis.set_xlabel("published effect (bits per byte)")
+    axis.set_ylabel("measured effect (bits per byte)")
+    axis.grid(alpha=0.3)
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def judge(measured: dict[str, tuple[float, float | None]], arguments: argparse.Namespace, report: dict) -> None:
+    """With --expect, compare the effects with the published ones; the summary is added to the report."""
+    if not arguments.expect:
+        return
+    _, expected = ladder(arguments.expect)
+    report["agreement"] = agreement(expected, measured)
+    draw_agreement(expected, measured, Path("agreement.png"))
 
 
 def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
@@ -241,6 +434,41 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:
+    """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time of this process."""
+    shapes = [train_gpt.matrix_shape(kind, hp) for kind in train_gpt.MATRICES] * hp.num_layers
+    shapes.append((hp.vocab_size, hp.model_dim))
+    tokens = min(hp.train_batch_tokens, hp.micro_batch_tokens or hp.train_batch_tokens)
+    spent = work = 0.0
+    for shape in set(shapes):
+        weight = torch.randn(shape, dtype=dtype, requires_grad=True)
+        x = torch.randn(tokens, shape[1], dtype=dtype, requires_grad=True)
+        grad = torch.randn(tokens, shape[0], dtype=dtype)
+        times = []
+        while len(times) < 3 or sum(times) < seconds / len(set(shapes)):
+            began = time.process_time()
+            torch.nn.functional.linear(x, weight).backward(grad)
+            times.append(time.process_time() - began)
+        spent += shapes.count(shape) * statistics.median(times)
+        work += shapes.count(shape) * 6 * tokens * math.prod(shape)
+    return work / spent
+
+
+def speed(run: runs.Run) -> str:
+    """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix products on this one."""
+    hp = Hyperparameters.from_env({name: value for name, value in run.settings.items() if name in runs.KNOBS})
+    short = train_gpt.SHORT_SEQ_FRACTION if hp.short_seq_parts > 1 else 0.0
+    lengths = {hp.train_seq_len: 1 - short, hp.train_seq_len // hp.short_seq_parts: short}
+    operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths.items())
+    rate = 1000 * hp.train_batch_tokens / run.step_ms
+    dtype = train_gpt.choose_dtype(hp.compute_dtype, torch.device("cpu"))
+    plain = plain_products(hp, dtype)
+    return (
+        f"{rate:,.0f} tokens/s, {rate * operations / 1e9:.1f} GFLOP/s, "
+        f"{rate * operations / plain:.0%} of the {plain / 1e9:.1f} GFLOP/s of its matrix products alone"
+    )
+
+
 def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     """Run all variants and print a table for each data set."""
     found = measure(variants, arguments)
@@ -254,6 +482,14 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         report[key] = [row(name, members, columns["base"]) for name, members in columns.items()]
         print(f"\n{title}, bits per byte; {first.device}")
         print(table(report[key]))
+    if arguments.tokens_per_weight:
+        print(f"\nbase: {speed(first)}")
+    measured = {}
+    for name, pairs in found.items():
+        gains = [run.score.bpb - base.score.bpb for (run, _), (base, _) in zip(pairs, found["base"], strict=True)]
+        mean, std = runs.mean_std(gains)
+        measured[name] = mean, std and std / math.sqrt(len(gains))
+    judge(measured, arguments, report)
     print(json.dumps(report))
 
 
@@ -263,14 +499,22 @@ def main() -> None:
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, default=0, help="steps per run")
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
+    length.add_argument("--tokens-per-weight", type=float, default=0.0, help="the record in small, with so many tokens")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}")
+    parser.add_argument("--bits", type=float, default=4.7, help="bytes of the record in small, in bits per weight")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target")
     parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
+    parser.add_argument("--expect", type=Path, help="file of published effects (records/ladder.txt), as variants too")
     parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
     try:
-        variants = {"base": {}} | dict(variant(text) for text in arguments.variants)
+        if arguments.expect:
+            arguments.expect = arguments.expect.resolve()
+            arguments.variants = [*ladder(arguments.expect)[0], *arguments.variants]
+        variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
         check(variants, arguments)
         for name in ("DATA_PATH", "TOKENIZER_PATH"):  # the runs start in another folder
             if name in os.environ:

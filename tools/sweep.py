@@ -77,10 +77,10 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
     return run
 
 
-def execute(command: list[str], environ: dict[str, str], quiet: bool = False) -> str:
-    """Run the command; `quiet` hides its standard output. Returns "" or, if it failed, its error message."""
-    output = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace")
+def execute(command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()) -> str:
+    """Run the command in a folder; `quiet` hides its standard output. Returns "" or the error message of a failure."""
+    streams = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=environ, cwd=folder, **streams, text=True, errors="replace")
     message = ""
     try:
         for line in process.stderr:
@@ -99,9 +99,10 @@ def artifact_of(run_id: str) -> Path:
     return LOGS / f"{run_id}{''.join(ARTIFACT.suffixes)}"
 
 
-def keep_artifact(run_id: str) -> None:
-    """Move the artifact that a run has just written beside the run's log."""
-    ARTIFACT.replace(artifact_of(run_id))
+def keep_artifact(run_id: str, folder: Path = Path()) -> None:
+    """Move the artifact that a run has just written in its folder beside the run's log."""
+    LOGS.mkdir(exist_ok=True)
+    (folder / ARTIFACT).replace(artifact_of(run_id))
 
 
 def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dict[str, str]) -> str:
