@@ -270,6 +270,8 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     run.clock.start()
     length = options["seq_len"] or hp.train_seq_len
     settings = script.StepSettings(1.0, hp.muon_momentum_warmup_start, options["qat"], length)
+    if hasattr(settings, "looping"):  # earlier versions have no depth recurrence
+        settings = settings._replace(looping=hp.loop_visits > 1)
     return lambda: run.train_step(0, settings)
 
 
