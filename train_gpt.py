@@ -1980,15 +1980,16 @@ class Training:
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
         comm, report = self.runtime.comm, self.optimizer.report
-        self.model.qat = settings.qat
-        for rows in self.loader.batch(step).chunk(self.accumulation):
-            ids = rows.to(torch.int64)
-            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y) / (self.accumulation * comm.size)
-            loss.backward()
-            self.optimizer.accumulate()
-            report.loss.add_(loss.detach())
-        self.model.qat = False
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, self.model, "qat", False)
+            self.model.qat = settings.qat
+            for rows in self.loader.batch(step).chunk(self.accumulation):
+                ids = rows.to(torch.int64)
+                x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+                loss = self.forward(x, y) / (self.accumulation * comm.size)
+                loss.backward()
+                self.optimizer.accumulate()
+                report.loss.add_(loss.detach())
         report.seconds.fill_(self.clock.elapsed() if comm.rank == 0 else 0.0)
         report.stop.fill_(float(bool(self.signals)))
         summed = self.optimizer.step(settings.lr_scale, settings.momentum)
@@ -2043,8 +2044,11 @@ class Training:
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
             while not self.stopping:
+                due = hp.val_loss_every and step % hp.val_loss_every == 0
+                if due:
+                    self._settle(0)  # after a slow one of these steps no other may fit
                 done = step >= hp.iterations or self.clock.begins(step) >= self.clock.end(step)
-                if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
+                if done or due:
                     self._settle(0)
                     self.clock.pause()
                     score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
@@ -2127,10 +2131,11 @@ class Training:
         for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
             width = weights[name][0].size(1)
             self.model.hessians[name] = torch.zeros(len(weights[name]), width, width, device=self.runtime.device)
-        for step in steps:
-            for rows in self.loader.batch(step).chunk(self.accumulation):
+        hessians = self.model.hessians
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, self.model, "hessians", {})
+            for rows in (rows for step in steps for rows in self.loader.batch(step).chunk(self.accumulation)):
                 self.model(rows[:, :-1].to(torch.int64))
-        hessians, self.model.hessians = self.model.hessians, {}
         for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.values()]:
             arrived()
         self.runtime.synchronize()
