@@ -132,7 +132,8 @@ def test_test_time_training(elsewhere):
     run = elsewhere(TTT_ENABLED=1, TTT_CHUNK_TOKENS=512, TTT_LORA_CHUNK=8)
     scorer = silent_evaluator(run)
     assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
-    train_gpt.lora_documents(run.model, scorer, run.val.spans(True)[:5])
+    start = train_gpt.lora_adapter(run.hp, META)
+    assert on_device(*train_gpt.lora_documents(scorer, run.val.spans(True)[:5], 8, 2, start).values())
     assert on_device(scorer.nats, scorer.count)
     run.loader.close()
 
