@@ -260,9 +260,12 @@ def test_progress_is_of_all_ranks(setting):
 TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
 
-def learner(setting, mode="sgd", **changes):
-    """(model, evaluator, lines that it logs) for test-time training."""
+def learner(setting, mode="sgd", targets=0, **changes):
+    """(model, evaluator, lines that it logs) for test-time training on the whole text or its first targets."""
     hp, runtime, val, model = several_documents(setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes)
+    if targets:
+        val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
+        val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
     lines = []
     return model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lines.append), lines
 
@@ -446,9 +449,11 @@ def test_rows_of_a_forward_change_nothing(setting):
 def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
     """In the order of the stream, per lane and length of the chunk; B begins at zero."""
     monkeypatch.setattr(train_gpt, "LORA_LANES", 2)
-    monkeypatch.setattr(train_gpt, "LORA_BATCH", 3)
+    monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((45, 4),))
-    model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02, MICRO_BATCH_TOKENS=64)
+    model, scorer, _ = learner(setting, "lora", 1500, TTT_LORA_LR=0.02, MICRO_BATCH_TOKENS=64)
+    places = range(0, 1500, 30)
+    scorer.val.documents = np.array([place for place in places if place % 90 != 60])  # of 30 and 60 targets
     adapt, calls = train_gpt.lora_documents, []
 
     def noted(scorer, spans, chunk, rows, start):
@@ -461,7 +466,7 @@ def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
     fresh, last, batches = train_gpt.lora_adapter(scorer.hp, torch.device("cpu")), {}, {}
     for spans, chunk, rows, start, end in calls:
         lengths = spans[:, 1] - spans[:, 0]
-        assert ((lengths < 45) == (chunk == 4)).all() and rows <= 2 and len(spans) <= 3
+        assert ((lengths < 45) == (chunk == 4)).all() and rows <= 2 and len(spans) <= 2
         lanes = [lane for lane in last if lane[0] == chunk and last[lane][1] is start]
         assert lanes or all(torch.equal(start[name], fresh[name]) for name in fresh)
         lane = lanes[0] if lanes else (chunk, len(last))
@@ -484,7 +489,7 @@ def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
     for size in (1, 3):
         together = torch.full((0,), math.nan)
         for rank in range(size):
-            model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
+            model, scorer, _ = learner(setting, "lora", 600, TTT_LORA_LR=0.02)
             scorer.runtime = dataclasses.replace(scorer.runtime, comm=Comm(rank, size))
             train_gpt.ttt_lora(model, scorer)
             nats = scorer.nats[:-1]
@@ -499,7 +504,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)  # as compile_whole sets it
     knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
-    model, scorer, _ = learner(setting, "lora", **knobs)
+    model, scorer, _ = learner(setting, "lora", 400, **knobs)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
@@ -521,7 +526,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     assert compiled > 5
     train_gpt.ttt_lora(model, scorer)
     assert counter.frame_count == compiled
-    eager, alone, _ = learner(setting, "lora", **knobs)
+    eager, alone, _ = learner(setting, "lora", 400, **knobs)
     train_gpt.ttt_lora(eager, alone)
     torch.testing.assert_close(scorer.nats[:-1], alone.nats[:-1], rtol=1e-4, atol=1e-4)
 
@@ -557,7 +562,7 @@ def test_documents_have_chunks_by_their_length(setting):
 
 def test_weights_have_gradients_again(setting):
     """Low-rank training switches them off for its forward, and on again after an error, too."""
-    model, scorer, _ = learner(setting, "lora")
+    model, scorer, _ = learner(setting, "lora", 200)
     train_gpt.ttt_lora(model, scorer)
     assert all(parameter.requires_grad for parameter in model.parameters())
     model.attend = lambda q, k, v: 1 / 0
@@ -569,7 +574,7 @@ def test_weights_have_gradients_again(setting):
 @pytest.mark.parametrize("mode", TTT)
 def test_test_time_training_leaves_no_state_behind(setting, mode):
     """A model that is used again must not keep changes or switches."""
-    model, scorer, _ = learner(setting, mode, TTT_CHUNK_TOKENS=64)
+    model, scorer, _ = learner(setting, mode, 300, TTT_CHUNK_TOKENS=64)
     TTT[mode](model, scorer)
     assert not model.hessians and not model.qat
     if mode == "lora":
