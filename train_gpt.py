@@ -193,9 +193,11 @@ class Hyperparameters:
     ttt_epochs: int = knob(3, "SGD steps per chunk", "run", low=1)
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run", low=0)
     ttt_momentum: float = knob(0.9, "SGD momentum", "run", low=0, high=1)
-    ttt_lora_rank: int = knob(8, "rank of the change to a matrix", "run", low=1)
-    ttt_lora_chunk: int = knob(48, "targets of a document scored before each AdamW step", "run", low=1)
-    ttt_lora_lr: float = knob(1e-3, "AdamW learning rate of the low-rank changes", "run", low=0)
+    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
+    ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run", low=0)
+    ttt_lora_chunk: int = knob(48, "targets of a long document scored before each AdamW step", "run", low=1)
+    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run", low=0)
+    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run", low=0)
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
@@ -518,7 +520,7 @@ TABLES = (
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
 BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in ("qo_bank", "kv_bank", "mlp_bank")}
-Adapter = dict[str, tuple[Tensor, Tensor]]  # low-rank changes by name: A (B, L, rank, in) and B (B, L, out, rank)
+Adapter = dict[str, Tensor]  # low-rank changes: NAME.a (B, L, rank, in), NAME.b (B, L, out, rank); L is 1 for the head
 
 
 def matrix_shape(kind: Matrix, hp: Hyperparameters) -> tuple[int, int]:
@@ -589,7 +591,7 @@ class GPT(nn.Module):
     The first half of the `visits` feeds the second half through U-Net skips with sigmoid gates (NanoGPT speedrun). Each
     layer mixes the embedding stream back in. The MLP's activation is a squared leaky ReLU (#1948). In layers with two
     lanes (#1204, #1529) attention reads one, the MLP reads the other, and both add to both. `qat` rounds the banks
-    as a plain export does; eagerly, `hessians` sums what matrices read and `adapter` changes them."""
+    as a plain export does; eagerly, `hessians` sums what matrices read."""
 
     def __init__(self, hp: Hyperparameters, attend: Callable, dtype: torch.dtype, fused_mlp: Callable | None = None):
         super().__init__()
@@ -597,7 +599,6 @@ class GPT(nn.Module):
         self.qat = False
         self.visits = hp.visits()  # layers, in order
         self.hessians: dict[str, Tensor] = {}  # by matrix name: sums of x^T x (L or 1, in, in)
-        self.adapter: Adapter = {}
         layers = hp.num_layers
         dim = hp.model_dim
         for bank in BANKS:
@@ -639,11 +640,14 @@ class GPT(nn.Module):
         self.load_state_dict(weights)
         return weights
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction="mean", adapter: Adapter | None = None):
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
         "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values."""
         hp = self.hp
         weights = self.matrices()
+        for name, factor in (adapter or {}).items():
+            scale = hp.ttt_lora_alpha / hp.ttt_lora_rank if name.endswith(".b") else 1.0
+            weights[name] = (factor * scale).to(self.dtype).unbind(1)
         x = x0 = self.embed(ids, weights)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
@@ -704,14 +708,15 @@ class GPT(nn.Module):
                 afterwards.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
                 matmul.fp32_precision = "tf32"  # for tensor cores: products of bf16 numbers stay exact, sums are fp32
                 self.hessians[names[0]][layer].addmm_(rows.mT, rows)
-        if self.adapter and len(names) > 1:
-            return torch.cat([self.linear(x, weights, layer, name) for name in names], dim=-1)
         matrices = [weights[name][layer] for name in names]
         y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
-        if names[0] in self.adapter:
-            a, b = (factor[:, layer].to(x.dtype).mT for factor in self.adapter[names[0]])
-            y = y + x @ a @ b
-        return y
+        return y if len(names) > 1 else self.changed(y, x, weights, layer, names[0])
+
+    def changed(self, y: Tensor, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, name: str) -> Tensor:
+        """y (B, T, out) and, if an adapter changes this name, its low-rank product of x (B, T, in), row by row."""
+        if f"{name}.a" not in weights:
+            return y
+        return y + x @ weights[f"{name}.a"][layer].mT @ weights[f"{name}.b"][layer].mT
 
     def embed(self, ids: Tensor, weights: dict[str, tuple[Tensor, ...]]) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash), normalised, mixed with the
@@ -739,6 +744,7 @@ class GPT(nn.Module):
         else:  # the gradient of one split is one concatenation, into which gradients are written without a copy
             sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
             q, k, v = self.linear(x, weights, layer, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
+        k = self.changed(k.flatten(2), x, weights, layer, "k").unflatten(-1, heads)
         cos, sin = self.cos[:time], self.sin[:time]
         q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
@@ -753,10 +759,11 @@ class GPT(nn.Module):
     def mlp(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int) -> Tensor:
         """The MLP of rms_norm(x), (B, n, D). Its first half is homogeneous of degree 2, so one factor normalises."""
         scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
-        if self.fused_mlp and not (self.hessians or self.adapter):
+        if self.fused_mlp and not (self.hessians or "mlp.a" in weights):
             return self.fused_mlp(x, scale, weights["up"][layer], weights["down"][layer])
         hidden = F.leaky_relu(self.linear(x, weights, layer, "up"), self.hp.mlp_slope).square() * scale
-        return self.linear(hidden.to(self.dtype), weights, layer, "down")
+        y = self.linear(hidden.to(self.dtype), weights, layer, "down")
+        return self.changed(y, rms_norm(x), weights, layer, "mlp") if "mlp.a" in weights else y
 
 
 # ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------
@@ -1829,6 +1836,12 @@ def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, 
         start, scored, stop = windows = scorer.windows()
         shape = 2 * np.ceil(np.log2((stop - start) / hp.eval_seq_len)) + (scored > start)
         scorer.score(windows[:, np.repeat(np.unique(shape, return_index=True)[1], runtime.comm.size)])
+    if hp.ttt_enabled and hp.ttt_mode == "lora":
+        for chunk, rows, spans in lora_rounds(scorer):
+            firsts = [width // chunk * chunk for width in (0, *(hp.eval_seq_len // part for part in LORA_PARTS))]
+            stops = [first + chunk for first in firsts if first < np.ptp(spans, axis=1).max()]  # one of each shape
+            empty = np.zeros((rows, 2), np.int64)  # without targets, so all gradients are zero
+            lora_documents(scorer, empty, chunk, rows, lora_adapter(hp, runtime.device), stops)
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
@@ -1881,46 +1894,85 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
     return {name: part.view_as(p) for (name, p), part in zip(parameters.items(), total.split(sizes), strict=True)}
 
 
+LORA_CHUNKS = ((256, 8), (2000, 24))  # documents with fewer targets than the first number have such chunks (#2014)
+LORA_QUEUES = 8  # sequences of documents that share nothing; a fixed number, so results are the same on all ranks
+LORA_BATCH = 128  # documents of a queue that begin with the same A
+LORA_ROWS = 16  # documents of one forward at most
+LORA_PARTS = (8, 4, 2, 1)  # EVAL_SEQ_LEN divided by these are the widths of windows, to compile few shapes
+
+
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
-    """Score documents one by one, with low-rank changes (arXiv:2106.09685) from zero. AdamW steps after each chunk."""
-    hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans(documents=True)
-    spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
-    while len(spans):
+    """Score document by document, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014 do. B
+    begins at 0; A begins as the mean of the batch before in its queue, whose documents come earlier in the stream."""
+    hp, comm = scorer.hp, scorer.runtime.comm
+    rounds = lora_rounds(scorer)
+    warm: dict[tuple[int, int], Adapter] = {}
+    for number, (chunk, rows, spans) in enumerate(rounds):
         if out_of_time(scorer):
-            return scorer.score(plan_windows(spans, hp.eval_seq_len, hp.eval_stride))
-        chunks = -(-int(spans[0, 1] - spans[0, 0]) // hp.ttt_lora_chunk)
-        rows = max(1, scorer.runtime.micro_batch_tokens // min(hp.eval_seq_len, chunks * hp.ttt_lora_chunk))
-        group, spans = np.split(spans, [comm.size * rows])
-        if len(group) > comm.rank:
-            lora_documents(model, scorer, group[comm.rank :: comm.size])
+            rest = np.concatenate([spans for *_, spans in rounds[number:]])
+            return scorer.score(plan_windows(rest, hp.eval_seq_len, hp.eval_stride))
+        for queue in range(comm.rank, min(LORA_QUEUES, len(spans)), comm.size):
+            start = warm.get((chunk, queue)) or lora_adapter(hp, scorer.runtime.device)
+            warm[chunk, queue] = lora_documents(scorer, spans[queue::LORA_QUEUES], chunk, rows, start)
 
 
-def lora_documents(model: GPT, scorer: Evaluator, spans: np.ndarray) -> None:
-    """Score these documents (S, 2), longest first, side by side, each with its own low-rank changes."""
-    hp, device = scorer.hp, scorer.runtime.device
-    chunk = hp.ttt_lora_chunk
-    adapter: Adapter = {}  # changes nothing yet: random A, the same for all documents, and zero B
+def lora_rounds(scorer: Evaluator) -> list[tuple[int, int, np.ndarray]]:
+    """(targets of a chunk, rows of a forward, documents (S, 2)) of each round: a batch per queue, in stream order."""
+    hp, spans = scorer.hp, scorer.val.spans(documents=True)
+    shorter = [np.ptp(spans, axis=1) < targets for targets, _ in LORA_CHUNKS]
+    chunks = np.select(shorter, [chunk for _, chunk in LORA_CHUNKS], hp.ttt_lora_chunk).clip(max=hp.ttt_lora_chunk)
+    rounds = []
+    for chunk in np.unique(chunks)[::-1].tolist():
+        alike = spans[chunks == chunk]
+        rows = min(LORA_ROWS, scorer.runtime.micro_batch_tokens // hp.eval_seq_len, -(-len(alike) // LORA_QUEUES))
+        parts = np.split(alike, range(LORA_QUEUES * LORA_BATCH, len(alike), LORA_QUEUES * LORA_BATCH))
+        rounds += [(chunk, max(1, rows), part) for part in parts]
+    return rounds
+
+
+def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
+    """A change for one document that changes nothing yet: random A and zero B. "mlp" goes past the whole MLP."""
+    adapter: Adapter = {}
     generator = torch.Generator().manual_seed(0)
-    for kind in [kind for kind in MATRICES if kind.name in ("k", "v", "out")]:
-        out, into = matrix_shape(kind, hp)
-        a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
-        b = torch.zeros(len(spans), hp.num_layers, out, hp.ttt_lora_rank, device=device, requires_grad=True)
-        adapter[kind.name] = (a.to(device).repeat(len(spans), 1, 1, 1).requires_grad_(), b)
-    factors = [factor for pair in adapter.values() for factor in pair]
-    adam = torch.optim.AdamW(factors, lr=hp.ttt_lora_lr, betas=(0.9, 0.99), weight_decay=0.0)
-    begin, end = torch.from_numpy(spans.T.copy())[..., None].to(device)
-    lengths = spans[:, 1] - spans[:, 0]
-    for first in range(0, int(lengths[0]), chunk):
-        start, live = max(0, first + chunk - hp.eval_seq_len), int((lengths > first).sum())
-        position = begin[:live] + torch.arange(start, first + chunk, device=device)
-        with torch.enable_grad(), contextlib.ExitStack() as afterwards:
-            afterwards.callback(setattr, model, "adapter", {})
-            model.adapter = {name: (a[:live], b[:live]) for name, (a, b) in adapter.items()}
-            nats, counts = scorer.batch(model, position, chunk, begin[:live], end[:live])
-        if first + chunk < lengths[0]:
-            adam.zero_grad()
-            ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
-            adam.step()
+    outputs = {"k": hp.num_kv_heads * hp.head_dim, "out": hp.model_dim, "mlp": hp.model_dim, "tok_emb": hp.vocab_size}
+    for name, out in outputs.items():
+        layers = 1 if name == "tok_emb" else hp.num_layers
+        a = torch.rand(1, layers, hp.ttt_lora_rank, hp.model_dim, generator=generator)
+        adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
+        adapter[f"{name}.b"] = torch.zeros(1, layers, out, hp.ttt_lora_rank, device=device)
+    return adapter
+
+
+def lora_documents(scorer: Evaluator, spans: np.ndarray, chunk: int, rows: int, start: Adapter, stops=()) -> Adapter:
+    """Score documents (S, 2), `rows` at a time, with an AdamW step after each chunk of a document but its last. Returns
+    `start` with the mean of the A that they end with. `stops`: where chunks end, for a warm-up on empty documents."""
+    hp, window = scorer.hp, scorer.hp.eval_seq_len
+    spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
+    after = {name: torch.zeros_like(factor) for name, factor in start.items()}
+    for group in np.split(spans, range(rows, len(spans), rows)):
+        adapter = {name: factor.repeat(rows, 1, 1, 1).requires_grad_() for name, factor in start.items()}
+        factors = list(adapter.values())
+        adam = torch.optim.AdamW(factors, hp.ttt_lora_lr, (0.0, 0.99), weight_decay=hp.ttt_lora_wd, fused=True)
+        padded = np.pad(group, ((0, rows - len(group)), (0, 0)))  # spare rows score [0, 0)
+        begin, end = torch.from_numpy(padded.T.copy())[..., None].to(scorer.runtime.device)  # (rows, 1) each
+        lengths = np.ptp(group, axis=1)
+        for stop in stops or range(chunk, int(lengths[0]) + chunk, chunk):
+            width = min(window // part for part in LORA_PARTS if window // part >= min(stop, window))
+            first = max(0, stop - width)
+            position = begin + torch.arange(first, first + width, device=begin.device)
+            n = chunk if first else width  # a window from the document's start may read on behind `stop`, unscored
+            with contextlib.ExitStack() as afterwards:  # else a compiled backward would treat all weights, too
+                afterwards.callback(scorer.forward.requires_grad_, True)
+                forward = functools.partial(scorer.forward.requires_grad_(False), adapter=adapter)
+                nats, counts = scorer.batch(forward, position, n, begin + stop - chunk, end.minimum(begin + stop))
+            going, before = int((lengths > stop).sum()), int((lengths > stop - chunk).sum())
+            for name in [name for name in after if name.endswith(".a") and going < before]:
+                after[name] += adapter[name].detach()[going:before].sum(dim=0, keepdim=True) / len(spans)
+            if going or stops:
+                ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
+                adam.step()
+                adam.zero_grad()
+    return after
 
 
 # ---- Log and files ---------------------------------------------------------------------------------------------------
@@ -2158,16 +2210,17 @@ class Training:
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
         comm, report = self.runtime.comm, self.optimizer.report
-        self.model.qat = settings.qat
-        self.model.visits = self.hp.visits(settings.looping)
-        for rows in self.loader.batch(step).chunk(self.accumulation):
-            ids = rows.to(torch.int64)
-            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y) / (self.accumulation * comm.size)
-            loss.backward()
-            self.optimizer.accumulate()
-            report.loss.add_(loss.detach())
-        self.model.qat = False
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, self.model, "qat", False)
+            self.model.qat = settings.qat
+            self.model.visits = self.hp.visits(settings.looping)
+            for rows in self.loader.batch(step).chunk(self.accumulation):
+                ids = rows.to(torch.int64)
+                x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+                loss = self.forward(x, y) / (self.accumulation * comm.size)
+                loss.backward()
+                self.optimizer.accumulate()
+                report.loss.add_(loss.detach())
         report.seconds.fill_(self.clock.elapsed() if comm.rank == 0 else 0.0)
         report.stop.fill_(float(bool(self.signals)))
         summed = self.optimizer.step(settings.lr_scale, settings.momentum)
@@ -2223,8 +2276,11 @@ class Training:
             profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
         with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
             while not self.stopping:
+                due = hp.val_loss_every and step % hp.val_loss_every == 0
+                if due:
+                    self._settle(0)  # after a slow one of these steps no other may fit
                 done = step >= hp.iterations or self.clock.begins(step) >= self.clock.end(step)
-                if done or (hp.val_loss_every and step % hp.val_loss_every == 0):
+                if done or due:
                     self._settle(0)
                     self.clock.pause()
                     looping = schedule(hp, step, self.clock.begins(step), self.clock.end(step)).looping
@@ -2310,10 +2366,11 @@ class Training:
         for name in [kind.reads for kind in (*MATRICES, *TABLES) if kind.reads in weights]:
             width = weights[name][0].size(1)
             self.model.hessians[name] = torch.zeros(len(weights[name]), width, width, device=self.runtime.device)
-        for step in steps:
-            for rows in self.loader.batch(step).chunk(self.accumulation):
+        hessians = self.model.hessians
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(setattr, self.model, "hessians", {})
+            for rows in (rows for step in steps for rows in self.loader.batch(step).chunk(self.accumulation)):
                 self.model(rows[:, :-1].to(torch.int64))
-        hessians, self.model.hessians = self.model.hessians, {}
         for arrived in [self.runtime.comm.all_reduce(total) for total in hessians.values()]:
             arrived()
         self.runtime.synchronize()

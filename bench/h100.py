@@ -53,7 +53,6 @@ LOOKED_UP = {
     "cuTensorMapEncodeTiled",
 }
 CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
-CHALLENGE_DOCUMENTS = 50_000  # in it
 BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
 
 
@@ -321,7 +320,11 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         chunks = -(-CHALLENGE_TOKENS // facts["ttt_chunk"])
         total = chunks * (sum(parts.values()) - parts["windows"] / 2)
     elif options["work"] == "ttt_lora":
-        total = CHALLENGE_DOCUMENTS / ranks / facts["documents"] * sum(parts.values())
+        total = sum(times * parts[part] for part, times in facts["repeats"].items())
+        for part, times in facts["repeats"].items():
+            print(f"  {times:6d} x {1e3 * parts[part]:7.3f} ms: {part}")
+        operations = sum(launch["flops"] * facts["repeats"].get(launch["part"], 0) for launch in launches)
+        print(f"{operations / 1e15:.2f} PFLOP on rank 0", end=", ")
     else:
         return {}
     print(f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs")

@@ -1,6 +1,7 @@
 """Every target is scored exactly once with any windows, and the score is nats and bytes and nothing else."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -261,9 +262,12 @@ def test_progress_is_of_all_ranks(setting):
 TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
 
-def learner(setting, mode="sgd", **changes):
-    """(model, evaluator, lines that it logs) for test-time training."""
+def learner(setting, mode="sgd", targets=0, **changes):
+    """(model, evaluator, lines that it logs) for test-time training on the whole text or its first targets."""
     hp, runtime, val, model = several_documents(setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes)
+    if targets:
+        val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
+        val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
     lines = []
     return model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lines.append), lines
 
@@ -352,83 +356,229 @@ def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
     assert "the rest is scored with fixed weights" in lines[0]
 
 
-def untrained_adapter(hp, documents: int) -> train_gpt.Adapter:
-    """Low-rank changes that change nothing yet: random A, the same for all documents, and zero B."""
-    generator, adapter = torch.Generator().manual_seed(0), {}
-    for kind in [kind for kind in train_gpt.MATRICES if kind.name in ("k", "v", "out")]:
-        out, into = train_gpt.matrix_shape(kind, hp)
-        a = torch.randn(hp.num_layers, hp.ttt_lora_rank, into, generator=generator) / into**0.5
-        b = torch.zeros(documents, hp.num_layers, out, hp.ttt_lora_rank, requires_grad=True)
-        adapter[kind.name] = (a.repeat(documents, 1, 1, 1).requires_grad_(), b)
+def adapter_of(hp, documents: int, size=0.0) -> train_gpt.Adapter:
+    """The adapter that each of these documents begins with, plus random numbers of this size."""
+    generator, adapter = torch.Generator().manual_seed(3), {}
+    for name, factor in train_gpt.lora_adapter(hp, torch.device("cpu")).items():
+        copies = factor.repeat(documents, 1, 1, 1)
+        adapter[name] = (copies + size * torch.randn(copies.shape, generator=generator)).requires_grad_()
     return adapter
 
 
-def test_an_adapter_is_a_change_of_the_weights(one_rank):
-    """Each row of a batch has its own change: like a model whose matrices are W + B A."""
-    hp, runtime = one_rank()
+def changed_model(hp, attend, dense) -> train_gpt.GPT:
+    """A model whose matrices have these changes (L, out, in); "mlp" adds a product beside the MLP."""
+    model = made(hp, attend)
+    matrices, linear, read = model.matrices, model.linear, []
+
+    def changed_matrices():
+        found = matrices()
+        for name in ("k", "out", "tok_emb"):
+            found[name] = [w + change for w, change in zip(found[name], dense[name], strict=True)]
+        return found
+
+    def changed_linear(x, weights, layer, *names):
+        y = linear(x, weights, layer, *names)
+        if names == ("up",):
+            read[:] = [train_gpt.rms_norm(x)]
+        return y + read[0] @ dense["mlp"][layer].T if names == ("down",) else y
+
+    model.matrices, model.linear = changed_matrices, changed_linear
+    return model
+
+
+@pytest.mark.parametrize("n", [24, 5])
+def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
+    """Each row of a batch has its own change: like a model whose matrices are W + (alpha / rank) B A."""
+    hp, runtime = one_rank(TTT_LORA_RANK=6, TTT_LORA_ALPHA=9)
     model = made(hp, runtime.attend)
-    ids = torch.randint(1, hp.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, hp.vocab_size, (2, 25), generator=torch.Generator().manual_seed(0))
+    x, y = ids[:, :-1], ids[:, 25 - n :]
     with torch.no_grad():
-        plain = model(ids)
-        adapter = model.adapter = untrained_adapter(hp, 2)
-        torch.testing.assert_close(model(ids), plain)
-        for _, b in adapter.values():
-            b.normal_(generator=torch.Generator().manual_seed(3)).mul_(0.3)
-        together = model(ids)
+        plain = model(x, y, "none")
+        assert torch.equal(model(x, y, "none", adapter=adapter_of(hp, 2)), plain), "B is zero"
+        adapter = adapter_of(hp, 2, 0.2)
+        together = model(x, y, "none", adapter=adapter)
         for row in range(2):
-            twin = made(hp, runtime.attend)
-            for kind in [kind for kind in train_gpt.MATRICES if kind.name in adapter]:
-                a, b = (matrix[row] for matrix in adapter[kind.name])
-                # The forward folds the gain into the matrix; the change is added after it.
-                gain = getattr(twin, kind.gain)[..., None] if kind.gain else 1.0
-                scale = twin.layer_scale if kind.normed else 1.0
-                train_gpt.bank_part(getattr(twin, kind.bank), kind).add_(b @ a / gain / scale)
-            torch.testing.assert_close(together[row], twin(ids[row : row + 1])[0], rtol=1e-4, atol=1e-4)
-        assert (together - plain).abs().max() > 0.1
+            names = ("k", "out", "mlp", "tok_emb")
+            dense = {name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row] for name in names}
+            alone = changed_model(hp, runtime.attend, dense)(x[row : row + 1], y[row : row + 1], "none")
+            torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
+        for name in adapter:  # each of them matters
+            assert (model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]}) - together).abs().max() > 0.01
+
+
+def lora_documents(scorer, spans, rows=1, chunk=8, start=None) -> train_gpt.Adapter:
+    start = start or train_gpt.lora_adapter(scorer.hp, torch.device("cpu"))
+    return train_gpt.lora_documents(scorer, np.array(spans), chunk, rows, start)
 
 
 def test_low_rank_training_by_hand(setting):
     """One document: score a chunk, one AdamW step on its mean loss, score the next. No gradient sees another chunk."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     hp, tokens = scorer.hp, scorer.val.tokens.long()
-    train_gpt.lora_documents(model, scorer, np.array([[200, 221]]))
-    adapter = untrained_adapter(hp, 1)
-    factors = [factor for pair in adapter.values() for factor in pair]
-    adam = torch.optim.AdamW(factors, lr=0.02, betas=(0.9, 0.99), weight_decay=0.0)
-    model.adapter = adapter
-    for first, stop in ((200, 208), (208, 216), (216, 221)):
-        nats = model(tokens[200:stop][None], tokens[201 : stop + 1][None], "none")[0, first - 200 :]
+    after = lora_documents(scorer, [[200, 242]])
+    adapter = adapter_of(hp, 1)
+    adam = torch.optim.AdamW(adapter.values(), lr=0.02, betas=(0.0, 0.99), weight_decay=0.5)
+    for first in range(200, 242, 8):
+        stop = min(first + 8, 242)
+        begin = max(200, first + 8 - hp.eval_seq_len)  # windows of 32 tokens
+        nats = model(tokens[begin:stop][None], tokens[begin + 1 : stop + 1][None], "none", adapter=adapter)
+        nats = nats[0, first - begin :]
         torch.testing.assert_close(scorer.nats[first:stop], nats.detach(), rtol=1e-4, atol=1e-4)
-        adam.zero_grad()
-        nats.mean().backward()
-        adam.step()
-    assert (~scorer.nats[:-1].isnan()).sum() == 21
+        if stop < 242:
+            adam.zero_grad()
+            nats.mean().backward(inputs=list(adapter.values()))
+            adam.step()
+    assert (~scorer.nats[:-1].isnan()).sum() == 42
+    for name, factor in after.items():
+        expected = adapter[name].detach() if name.endswith(".a") else torch.zeros_like(factor)
+        torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_of_a_forward_change_nothing(setting):
+    """Documents side by side do not see each other, neither their text nor when the others end."""
+    spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
+    results = []
+    for rows in (1, 2, 3, 5):
+        _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
+        after = lora_documents(scorer, spans, rows)
+        results.append(torch.cat([scorer.nats[9:150], *(factor.flatten() for factor in after.values())]))
+        assert (~scorer.nats[:-1].isnan()).sum() == 141
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
+    """In the order of the stream, per queue and length of the chunk; B begins at zero."""
+    monkeypatch.setattr(train_gpt, "LORA_QUEUES", 2)
+    monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
+    monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((45, 4),))
+    model, scorer, _ = learner(setting, "lora", 1500, TTT_LORA_LR=0.02, MICRO_BATCH_TOKENS=64)
+    places = range(0, 1500, 30)
+    scorer.val.documents = np.array([place for place in places if place % 90 != 60])  # of 30 and 60 targets
+    adapt, calls = train_gpt.lora_documents, []
+
+    def noted(scorer, spans, chunk, rows, start):
+        end = adapt(scorer, spans, chunk, rows, start)
+        calls.append((spans, chunk, rows, start, end))
+        return end
+
+    monkeypatch.setattr(train_gpt, "lora_documents", noted)
+    train_gpt.ttt_lora(model, scorer)
+    fresh, last, batches = train_gpt.lora_adapter(scorer.hp, torch.device("cpu")), {}, {}
+    for spans, chunk, rows, start, end in calls:
+        lengths = spans[:, 1] - spans[:, 0]
+        assert ((lengths < 45) == (chunk == 4)).all() and rows <= 2 and len(spans) <= 2
+        queues = [queue for queue in last if queue[0] == chunk and last[queue][1] is start]
+        assert queues or all(torch.equal(start[name], fresh[name]) for name in fresh)
+        queue = queues[0] if queues else (chunk, len(last))
+        if queues:
+            assert last[queue][0] < spans[:, 0].min(), "documents of earlier batches come earlier in the stream"
+        for name in start:
+            moved = not torch.equal(end[name], start[name])
+            assert moved == (name.endswith(".a") and lengths.max() > chunk), "B stays zero"
+        last[queue] = (int(spans[:, 0].max()), end)
+        batches[queue] = batches.get(queue, 0) + 1
+    assert len(batches) == 4 and max(batches.values()) > 2, "two queues of each length"
+    scored = np.concatenate([spans for spans, *_ in calls])
+    assert np.array_equal(scored[np.argsort(scored[:, 0])], scorer.val.spans(True))
+
+
+def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
+    """The same losses bit for bit: queues, batches and rows do not depend on the ranks."""
+    monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
+    scores = []
+    for size in (1, 3):
+        together = torch.full((0,), math.nan)
+        for rank in range(size):
+            model, scorer, _ = learner(setting, "lora", 600, TTT_LORA_LR=0.02)
+            scorer.runtime = dataclasses.replace(scorer.runtime, comm=Comm(rank, size))
+            train_gpt.ttt_lora(model, scorer)
+            nats = scorer.nats[:-1]
+            together = nats if not rank else torch.where(nats.isnan(), together, nats)
+        scores.append(together)
+    assert not scores[0].isnan().any()
+    assert all(torch.equal(score, scores[0]) for score in scores[1:])
+
+
+def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
+    """It scores nothing, so all gradients are zero, and the weights stay. Afterwards nothing is compiled."""
+    monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)  # as compile_whole sets it
+    knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
+    model, scorer, _ = learner(setting, "lora", 400, **knobs)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
+    before, gradients, scored = weights_of(model), [], train_gpt.Evaluator.batch
+
+    def noted(self, forward, *rest):
+        nats, counts = scored(self, forward, *rest)
+        assert not isinstance(forward, functools.partial) or not counts.any(), "low-rank training scores a target"
+        return nats, counts
+
+    with monkeypatch.context() as patch:
+        step = lambda adam: gradients.extend(p.grad for group in adam.param_groups for p in group["params"])  # noqa: E731
+        patch.setattr(torch.optim.AdamW, "step", step)
+        patch.setattr(train_gpt.Evaluator, "batch", noted)
+        train_gpt.warm_up_evaluation(scorer.forward, scorer.val, scorer.hp, scorer.runtime)
+    assert gradients and not any(gradient.any() for gradient in gradients)
+    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
+    compiled = counter.frame_count
+    assert compiled > 5
+    train_gpt.ttt_lora(model, scorer)
+    assert counter.frame_count == compiled
+    eager, alone, _ = learner(setting, "lora", 400, **knobs)
+    train_gpt.ttt_lora(eager, alone)
+    torch.testing.assert_close(scorer.nats[:-1], alone.nats[:-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rank", [1, 3])
 def test_rank_of_the_change(setting, rank):
     """After two steps, the change of each matrix, B A, has the rank that was asked for."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02, TTT_LORA_RANK=rank)
-    adapters, take = [], scorer.take
-    scorer.take = lambda *arguments: adapters.append(model.adapter) or take(*arguments)
-    train_gpt.lora_documents(model, scorer, np.array([[200, 221]]))
-    assert len(adapters) == 3 and adapters[0].keys() == {"k", "v", "out"}
-    for a, b in adapters[-1].values():
-        change = (b @ a).detach()[0]
+    adapters, batch = [], scorer.batch
+    scorer.batch = lambda forward, *rest: adapters.append(forward.keywords["adapter"]) or batch(forward, *rest)
+    lora_documents(scorer, [[200, 221]])
+    assert len(adapters) == 3
+    for name in ("k", "out", "mlp", "tok_emb"):
+        change = (adapters[-1][f"{name}.b"] @ adapters[-1][f"{name}.a"]).detach()[0]
         assert (torch.linalg.matrix_rank(change, rtol=1e-5) == rank).all()
 
 
-def test_an_error_leaves_no_adapter_behind(setting):
-    model, scorer, _ = learner(setting, "lora")
+def test_documents_have_chunks_by_their_length(setting):
+    """Few targets: a short chunk, so that a step comes before the end. TTT_LORA_CHUNK limits all chunks."""
+    for chunk, expected in ((48, {48: (2000, math.inf), 24: (256, 2000), 8: (0, 256)}), (8, {8: (0, math.inf)})):
+        _, scorer, _ = learner(setting, "lora", EVAL_SEQ_LEN=64)
+        scorer.hp = dataclasses.replace(scorer.hp, ttt_lora_chunk=chunk)
+        ends = np.cumsum([255, 256, 1999, 2000, 1, 5000])
+        scorer.val.spans = lambda documents, ends=ends: np.stack((np.append(0, ends[:-1]), ends), axis=1)
+        rounds = train_gpt.lora_rounds(scorer)
+        assert [size for size, *_ in rounds] == list(expected)
+        for size, _, spans in rounds:
+            low, high = expected[size]
+            lengths = spans[:, 1] - spans[:, 0]
+            assert ((low <= lengths) & (lengths < high)).all()
+        assert sum(len(spans) for *_, spans in rounds) == 6
+
+
+def test_weights_have_gradients_again(setting):
+    """Low-rank training switches them off for its forward, and on again after an error, too."""
+    model, scorer, _ = learner(setting, "lora", 200)
+    train_gpt.ttt_lora(model, scorer)
+    assert all(parameter.requires_grad for parameter in model.parameters())
     model.attend = lambda q, k, v: 1 / 0
     with pytest.raises(ZeroDivisionError):
         train_gpt.ttt_lora(model, scorer)
-    assert not model.adapter
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("mode", TTT)
-def test_test_time_training_leaves_no_adapter_behind(setting, mode):
-    """A model that is used again must not keep the changes of the last document."""
-    model, scorer, _ = learner(setting, mode, TTT_CHUNK_TOKENS=64)
+def test_test_time_training_leaves_no_state_behind(setting, mode):
+    """A model that is used again must not keep changes or switches."""
+    model, scorer, _ = learner(setting, mode, 300, TTT_CHUNK_TOKENS=64)
     TTT[mode](model, scorer)
-    assert not model.adapter and not model.hessians and not model.qat
+    assert not model.hessians and not model.qat
+    if mode == "lora":
+        fresh = noise(made(scorer.hp, scorer.runtime.attend))
+        assert all(torch.equal(w, weights_of(model)[name]) for name, w in weights_of(fresh).items())

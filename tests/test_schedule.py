@@ -173,6 +173,49 @@ def test_the_learning_rate_ends_at_zero_when_the_clock_stops_the_run(base, in_fl
             assert settings[-1].lr_scale <= 2 / (share * len(ends)) and settings[-1].qat
 
 
+def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkeypatch):
+    """On a GPU its report is read at the validation. Then no step may follow: the margin exceeds what is left, and the
+    schedules would divide by a negative time."""
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0)
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run.loader.close()
+    run.clock.in_flight = 2
+    asked, steps = [], []
+
+    def step_of(step, settings):
+        steps.append(step)
+        return torch.tensor([1.0, 1.0 + step + 200 * (step >= 5), 0.0])
+
+    def noted(hp, step, seconds, end):
+        asked.append((seconds, end))
+        return schedule(hp, step, seconds, end)
+
+    run.train_step = step_of
+    monkeypatch.setattr(train_gpt, "schedule", noted)
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: train_gpt.Score(1.0, 1.0, 1, 1, 0.0))
+    run.train()
+    assert steps == list(range(7))
+    assert all(0 <= seconds < end for seconds, end in asked)
+
+
+@pytest.mark.parametrize("switch", ["qat", "hessians"])
+def test_an_error_resets_the_switches_of_the_model(one_rank, tmp_path, monkeypatch, switch):
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank()
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+
+    def interrupted(q, k, v):
+        assert getattr(run.model, switch)
+        raise KeyboardInterrupt
+
+    run.model.attend = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.calibrate(range(1)) if switch == "hessians" else run.train_step(0, train_gpt.StepSettings(1, 0.9, True, 32))
+    assert not run.model.qat and not run.model.hessians
+    run.loader.close()
+
+
 def averaging(model, hp) -> WeightAverage:
     """The average of the model's weights, which has no sample yet."""
     return WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp)

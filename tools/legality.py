@@ -12,6 +12,7 @@ C4  one pass from left to right, every target scored exactly once        order a
 all probes to all kinds of evaluation of a run. tools/check_record.py calls `suite` on a submission's script.
 """
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable
@@ -123,7 +124,10 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
         if hp.ttt_enabled and has_classes(script):
             getattr(script.ScoreFirst(own, evaluator, None), hp.ttt_mode)()
         elif hp.ttt_enabled:
-            {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
+            # One document after the other, each with what the one before learned: a short stream must show a leak.
+            sizes = {"LORA_LANES": 1, "LORA_BATCH": 1} if hands_on(script) else {}
+            with mock.patch.multiple(script, **sizes) if sizes else contextlib.nullcontext():
+                {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
         else:
             evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
         return evaluator.nats[:-1].double()
@@ -134,6 +138,11 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
 def has_classes(script: ModuleType) -> bool:
     """Whether test-time training is a class of the script, as in older records, instead of two functions."""
     return hasattr(script, "ScoreFirst")
+
+
+def hands_on(script: ModuleType) -> bool:
+    """Whether low-rank training hands something from document to document; in older records each begins afresh."""
+    return hasattr(script, "LORA_LANES")
 
 
 def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[tuple[str, list[int]]]:
@@ -228,7 +237,8 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate, targets: int = 300) ->
     boundary[[0, 25, 110, 210]] = True
     tokens[boundary] = script.BOS
     adapts_documents = hp.ttt_enabled and hp.ttt_mode == "lora"
-    number = documents_of(tokens, script.BOS)
+    # Where documents hand something on, the whole stream is one pass, else each of them.
+    number = [0] * targets if hands_on(script) else documents_of(tokens, script.BOS)
 
     def same_documents(changed: torch.Tensor) -> torch.Tensor:
         """Evaluate replaced tokens with the same document boundaries, as those decide which texts share a batch."""

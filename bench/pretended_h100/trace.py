@@ -7,6 +7,7 @@ FOLDER gets trace.json: facts about the run, Inductor's kernels with their bytes
 after two that compile and fill caches. `work` is "step", "eval", "ttt_sgd" or "ttt_lora".
 """
 
+import collections
 import ctypes
 import dataclasses
 import importlib.util
@@ -17,6 +18,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import sympy
@@ -35,7 +37,8 @@ from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 from torch.utils.flop_counter import flop_registry
 
 DRIVER = ctypes.CDLL(None)
-MEAN_DOCUMENT = 1240  # tokens, of the challenge's validation split
+CHALLENGE_TOKENS, CHALLENGE_DOCUMENTS = 62_021_846, 50_000  # of the challenge's validation split
+SPREAD = 0.93  # standard deviation of the logarithm of a document's length, of 301 documents of FineWeb
 MAX_OFFSETS = 1 << 14  # of one buffer that are enumerated
 
 
@@ -241,8 +244,11 @@ class Data:
         return self.batches.to(self.device, non_blocking=True)
 
     def spans(self, documents: bool) -> np.ndarray:
-        length = MEAN_DOCUMENT if documents else self.targets
-        return np.array([(begin, begin + length) for begin in range(0, self.targets, length)])
+        if not documents:
+            return np.array([(0, self.targets)])
+        parts = np.exp(SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS)).cumsum()
+        ends = np.rint(parts / parts[-1] * self.targets).astype(np.int64)
+        return np.stack((np.append(0, ends[:-1]), ends), axis=1)
 
 
 def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
@@ -303,11 +309,27 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     forward = script.compile_whole(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
+    counting = CountOperators()
 
-    def counted(*arguments):
-        note("part", "gradients")
-        with CountOperators():
-            found = gradients(*arguments)
+    def compiled(function):
+        """The function as a part of its own. The mode is left for it, as Dynamo compiles nothing within a mode."""
+
+        def call(*arguments, **named):
+            counting.__exit__(None, None, None)
+            note("part", "passes")
+            found = function(*arguments, **named)
+            note("part", "gradients")
+            counting.__enter__()
+            return found
+
+        return call
+
+    def counted(model, scorer, begin):
+        scorer.forward = compiled(forward)
+        with mock.patch.object(torch.autograd, "grad", compiled(torch.autograd.grad)), counting:
+            note("part", "gradients")
+            found = gradients(model, scorer, begin)
+        scorer.forward = forward
         note("part", "update")
         return found
 
@@ -322,20 +344,61 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 
 def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
-    """As many documents of mean length as fit side by side."""
+    """A chunk of each shape of window with its AdamW step, each a part of the log. options["repeats"] gets how often
+    rank 0 does each of them in the challenge's validation split."""
     model = build_model(script, hp, runtime)
-    chunks = -(-MEAN_DOCUMENT // hp.ttt_lora_chunk)
-    documents = max(1, runtime.micro_batch_tokens // (chunks * hp.ttt_lora_chunk))
-    options["documents"] = documents
-    val = Data(hp, runtime, documents * MEAN_DOCUMENT)
+    forward = script.compile_whole(model, runtime.compiled)
+    examples, options["repeats"] = chunks_of(script, hp, runtime, model)
+    scorer = script.Evaluator(forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride)
+    start = script.lora_adapter(hp, runtime.device)
+    step = torch.optim.AdamW.step
+
+    def counted(self) -> None:
+        note("part", f"{counted.part}, AdamW")
+        with CountOperators():
+            step(self)
+        note("part", "other")
 
     def work():
-        note("part", "documents")
-        scorer = script.Evaluator(model, val, hp, runtime, hp.eval_stride)
-        with CountOperators():
-            script.lora_documents(model, scorer, val.spans(True))
+        for counted.part, (rows, chunk, stop) in examples.items():
+            scorer.batch = part_of(scorer, counted.part)
+            with mock.patch.object(torch.optim.AdamW, "step", counted):
+                script.lora_documents(scorer, np.zeros((rows, 2), np.int64), chunk, rows, start, [stop])
 
     return work
+
+
+def part_of(scorer, part: str) -> Callable:
+    """The scorer's batch, which begins this part of the log."""
+
+    def batch(*arguments):
+        note("part", part)
+        return type(scorer).batch(scorer, *arguments)
+
+    return batch
+
+
+def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int, int]], dict[str, int]]:
+    """By name of the part: (documents side by side, targets, where they end) of the first chunk of each shape, and how
+    often rank 0 has this shape, by the script's own plan for documents like the challenge's."""
+    examples: dict[str, tuple[int, int, int]] = {}
+    repeats: dict[str, int] = collections.Counter()
+    window = hp.eval_seq_len
+
+    def planned(scorer, spans, chunk, rows, start):
+        for longest in np.sort(np.ptp(spans, axis=1))[::-1][::rows].tolist():  # of each group of `rows` documents
+            for stop in range(chunk, longest + chunk, chunk):
+                width = min(window // part for part in script.LORA_PARTS if window // part >= min(stop, window))
+                part = f"window of {width}" + f", last {chunk}" * (stop > window)
+                examples.setdefault(part, (rows, chunk, stop))
+                repeats[part] += 1
+                repeats[f"{part}, AdamW"] += 1
+        return start
+
+    with mock.patch.object(script, "lora_documents", planned):
+        data = Data(hp, runtime, CHALLENGE_TOKENS)
+        script.ttt_lora(model, script.Evaluator(model, data, hp, runtime, hp.eval_stride))
+    return examples, repeats
 
 
 WORK = {
@@ -392,7 +455,7 @@ def main() -> None:
         "window": hp.eval_seq_len,
         "stride": hp.eval_stride,
         "ttt_chunk": hp.ttt_chunk_tokens,
-        "documents": options.get("documents"),
+        "repeats": options.get("repeats"),
         "weights": sum(p.numel() for p in script.GPT(hp, attend, dtype).parameters()),
     }
     log = Path(os.environ["PRETENDED_H100_LOG"]).read_text().splitlines()
