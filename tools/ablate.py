@@ -64,7 +64,7 @@ BASE = {
 }
 # fmt: on
 RECORD_STEPS = 7000  # of #399 in 600 s
-WIDTH = 64  # of the record in small
+WIDTH = 48  # of the record in small
 MICRO = 16_384  # tokens per forward of the record in small
 
 
@@ -526,6 +526,8 @@ def main() -> None:
         run(variants, arguments)
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command continues")
 
 
 if __name__ == "__main__":
