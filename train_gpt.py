@@ -164,7 +164,8 @@ class Hyperparameters:
     muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients", choices=("quintic", "polar-express"))
     muon_eq: bool = knob(True, "normalise rows before Newton-Schulz (MuonEq-R); 0: as #399")
     muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
-    adam_wd: float = knob(0.04, "decoupled weight decay of all other parameters", low=0)
+    adam_wd: float = knob(0.04, "decoupled weight decay of embeddings and the bigram projection", low=0)
+    scalar_wd: float = knob(0.0, "decoupled weight decay of gains, gates and scales; #399: 0.04", low=0)
     beta1: float = knob(0.9, "decay of Adam's first moment", low=0, high=1)
     beta2: float = knob(0.95, "decay of Adam's second moment", low=0, high=1)
     adam_eps: float = knob(1e-8, "added to Adam's denominator", low=0)
@@ -609,8 +610,7 @@ class GPT(nn.Module):
             self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         self.smear_gate = nn.Parameter(torch.zeros(dim))
-        # Gates are stored as an offset from -1.5, so weight decay pulls towards the initial value.
-        self.skip_scale = nn.Parameter(torch.full((len(self.visits) // 2, dim), 0.0 if hp.skip_gates else 1.0))
+        self.skip_scale = nn.Parameter(torch.full((len(self.visits) // 2, dim), -1.5 if hp.skip_gates else 1.0))
         self.resid_mix = nn.Parameter(torch.tensor([1.0, 0.0])[None, :, None].repeat(layers, 1, dim))  # (L, 2, D)
         self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
         self.attn_scale = nn.Parameter(torch.ones(layers, dim))
@@ -652,7 +652,7 @@ class GPT(nn.Module):
         lane = None  # the second one, (B, T, D)
         skips = []
         half = len(self.visits) // 2
-        gates = (self.skip_scale - 1.5).sigmoid() if hp.skip_gates else self.skip_scale
+        gates = self.skip_scale.sigmoid() if hp.skip_gates else self.skip_scale
         for visit, layer in enumerate(self.visits):
             if visit >= half and skips:
                 x = (x + gates[visit - half] * skips.pop()).to(self.dtype)
@@ -1183,11 +1183,13 @@ class ParallelMuon:
         self.report = Report(*tail.unbind())  # () views, to be filled before `step`
         for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
             parameter.grad = view.view_as(parameter)  # backward accumulates in place, so gradients need no packing
-        groups = {rate: {"params": [], "lr": rate, "peak_lr": rate} for rate in (hp.tied_embed_lr, hp.scalar_lr)}
+        groups = {}
         for name, parameter in self.small.items():
-            groups[hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr]["params"].append(parameter)
-        settings = {"betas": (hp.beta1, hp.beta2), "eps": hp.adam_eps, "weight_decay": hp.adam_wd}
-        self.adam = torch.optim.AdamW(list(groups.values()), **settings, fused=True)
+            rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
+            decay = hp.adam_wd if name in [kind.name for kind in TABLES] else hp.scalar_wd
+            group = {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": decay}
+            groups.setdefault((rate, decay), group)["params"].append(parameter)
+        self.adam = torch.optim.AdamW(list(groups.values()), betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True)
         for parameter in self.small.values():  # what Adam creates at its first step, so a checkpoint can restore it
             moments = {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
             self.adam.state[parameter] = {"step": torch.zeros((), device=device), **moments}
@@ -1560,7 +1562,7 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
 # ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 5
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 6
 # Limits for a file from a stranger: bytes of its header, weights and rotary factors (some 20 bytes of memory each).
 MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps

@@ -48,7 +48,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     x = x0 = smeared
     skips, gates = [], p["skip_scale"]
     if hp.skip_gates:
-        gates = torch.sigmoid(gates - 1.5)
+        gates = torch.sigmoid(gates)
     order = list(range(hp.num_layers))
     for _ in range(hp.loop_visits - 1):
         last = hp.loop_first + hp.loop_layers

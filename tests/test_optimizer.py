@@ -133,7 +133,7 @@ def reference_steps(hp, weights, gradients, settings):
             lr = lr_scale * (hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr)
             first[name] = hp.beta1 * first.get(name, 0) + (1 - hp.beta1) * g
             second[name] = hp.beta2 * second.get(name, 0) + (1 - hp.beta2) * g * g
-            weight *= 1 - lr * hp.adam_wd
+            weight *= 1 - lr * (hp.adam_wd if name in ("tok_emb", "bigram_emb", "bigram_proj") else hp.scalar_wd)
             weight -= lr * (first[name] / (1 - hp.beta1**t)) / ((second[name] / (1 - hp.beta2**t)).sqrt() + hp.adam_eps)
     return weights
 
@@ -165,7 +165,9 @@ def gradients(hyperparameters):
     return found
 
 
-@pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express"}, {"MUON_EQ": 0}, {"GRAD_CLIP_NORM": 0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"MUON_COEFFS": "polar-express"}, {"MUON_EQ": 0}, {"GRAD_CLIP_NORM": 0}, {"SCALAR_WD": 1}]
+)
 def test_updates_are_the_formulas(hyperparameters, gradients, changes):
     """Faults B4 (clip) and B16 (each bank once per step). fp32 agrees to 1e-4 of an update."""
     hp, before, after = trained(hyperparameters, gradients, SETTINGS, **changes)
