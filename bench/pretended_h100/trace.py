@@ -310,16 +310,21 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
     counting = CountOperators()
+    inside = []
 
     def compiled(function):
         """The function as a part of its own. The mode is left for it, as Dynamo compiles nothing within a mode."""
 
         def call(*arguments, **named):
+            if inside:  # AOTAutograd calls torch.autograd.grad, too
+                return function(*arguments, **named)
+            inside.append(function)
             counting.__exit__(None, None, None)
             note("part", "passes")
             found = function(*arguments, **named)
             note("part", "gradients")
             counting.__enter__()
+            inside.clear()
             return found
 
         return call
