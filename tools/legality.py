@@ -125,7 +125,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
             getattr(script.ScoreFirst(own, evaluator, None), hp.ttt_mode)()
         elif hp.ttt_enabled:
             # One document after the other, each with what the one before learned: a short stream must show a leak.
-            sizes = {"LORA_LANES": 1, "LORA_BATCH": 1} if hands_on(script) else {}
+            sizes = {"LORA_QUEUES": 1, "LORA_BATCH": 1} if hands_on(script) else {}
             with mock.patch.multiple(script, **sizes) if sizes else contextlib.nullcontext():
                 {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
         else:
@@ -142,7 +142,7 @@ def has_classes(script: ModuleType) -> bool:
 
 def hands_on(script: ModuleType) -> bool:
     """Whether low-rank training hands something from document to document; in older records each begins afresh."""
-    return hasattr(script, "LORA_LANES")
+    return hasattr(script, "LORA_QUEUES")
 
 
 def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[tuple[str, list[int]]]:
