@@ -2281,20 +2281,17 @@ class Training:
                 due = hp.val_loss_every and step % hp.val_loss_every == 0
                 if due:
                     self._settle(0)  # after a slow one of these steps no other may fit
-                done = step >= hp.iterations or self.clock.begins(step) >= self.clock.end(step)
+                begins, end = self.clock.begins(step), self.clock.end(step)
+                done = step >= hp.iterations or begins >= end
+                settings = None if done else schedule(hp, step, begins, end)
                 if done or due:
                     self._settle(0)
                     self.clock.pause()
-                    looping = schedule(hp, step, self.clock.begins(step), self.clock.end(step)).looping
-                    self.model.visits = hp.visits(looping)
-                    score = evaluate(self.forward, self.val, hp, self.runtime, hp.eval_seq_len)
-                    result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
-                    more = f"eval_time:{1000 * score.seconds:.0f}ms"
-                    self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
+                    self.model.visits = hp.visits(done or settings.looping)
+                    self.validate(step)
                 if done:
                     break
                 self.clock.start()
-                settings = schedule(hp, step, self.clock.begins(step), self.clock.end(step))
                 values = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
                 copied = torch.cuda.current_stream().record_event() if self.runtime.device.type == "cuda" else None
                 self.in_flight.append((step, settings, values, copied))
@@ -2315,6 +2312,13 @@ class Training:
             seconds = self.clock.elapsed()
             line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
             self.log(line, event="stopping_early", step=step, train_seconds=seconds)
+
+    def validate(self, step: int) -> None:
+        """Log the score before this step."""
+        score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
+        more = f"eval_time:{1000 * score.seconds:.0f}ms"
+        self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint as this rank has them: the optimizer's, and the average as PARAMETER.average."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import made
+from conftest import PARTS, made
 from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 
@@ -197,6 +197,26 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end for seconds, end in asked)
+
+
+def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monkeypatch):
+    """Depth recurrence from the fourth of ten steps on. Export and the last score have it in any case."""
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(**{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0)
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    scored, trained = [], []
+    monkeypatch.setattr(
+        train_gpt, "evaluate", lambda *a: scored.append(run.model.visits) or train_gpt.Score(1, 1, 1, 1, 0)
+    )
+    forward = run.forward
+    run.forward = lambda *a: trained.append(run.model.visits) or forward(*a)
+    run.train()
+    run.loader.close()
+    assert [len(visits) for visits in scored] == [5, 5, 9, 9, 9, 9]
+    assert [len(visits) for visits in trained] == [5] * 4 + [9] * 6
+    run.model.visits = ()
+    run.finish()
+    assert run.model.visits == hp.visits()
 
 
 @pytest.mark.parametrize("switch", ["qat", "hessians"])
