@@ -67,8 +67,8 @@ def test_only_plain_forwards_are_fused(hyperparameters):
     model.hessians = {"up": torch.zeros(2, 32, 32)}
     assert torch.equal(model(ids), plain) and model.hessians["up"].norm() > 0
     model.hessians = {}
-    model.adapter = {"up": (torch.zeros(2, 2, 1, 32), torch.zeros(2, 2, 96, 1))}
-    assert torch.equal(model(ids), plain) and len(calls) == 2
+    adapter = {"mlp.a": torch.ones(2, 2, 1, 32), "mlp.b": torch.zeros(2, 2, 32, 1)}
+    assert torch.equal(model(ids, adapter=adapter), plain) and len(calls) == 2
 
 
 @pytest.mark.parametrize("fault, sentence", [("missing", "no kernel"), ("wrong", "differ from the plain form's")])
