@@ -642,7 +642,8 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, reduction="mean", adapter: Adapter | None = None):
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
-        "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values."""
+        "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values. An
+        `adapter` adds its low-rank products to those of the matrices."""
         hp = self.hp
         weights = self.matrices()
         for name, factor in (adapter or {}).items():
