@@ -12,6 +12,7 @@ Knobs are environment variables (python train_gpt.py --help lists them) and over
 DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
 NPROC=2 ./run.sh     number of processes under torchrun (default: the number of GPUs, or 1)
 DEMO_SECONDS=30      training seconds of the demonstration (default 150)
+DEMO_SIZE=small      its model, small or large (default: by the speed of this machine)
 SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
 GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these values with every seed
 TEXT
@@ -129,18 +130,20 @@ record() {  # on GPUs
     train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
 }
 
-demonstration() {  # on a CPU: a model of 4 million parameters on text that is on every machine
-    local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data
+demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that is on every machine
+    local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data size chosen
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
     "$PYTHON" data/demo_corpus.py "$data"
+    size=$("$PYTHON" tools/demo_size.py)
+    chosen=${size##*$'\n'}
+    echo "$chosen"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
     knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model"
     knobs MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
-    knobs NUM_LAYERS=6 MODEL_DIM=256 NUM_HEADS=4 NUM_KV_HEADS=2 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4
-    knobs TRAIN_SEQ_LEN=512 EVAL_SEQ_LEN=512 TRAIN_BATCH_TOKENS=4096
-    # For a few hundred steps: shorter averages and momentum warm-up, warmdown as a fraction, no extra graphs.
-    knobs ITERATIONS=2000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
+    knobs ${size%%$'\n'*}
+    # For some hundred steps: shorter averages and momentum warm-up, warmdown as a fraction, no extra graphs.
+    knobs ITERATIONS=20000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
     knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 SHORT_SEQ_PARTS=1 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
     if [ "$nproc" -gt 1 ]; then
         local threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
@@ -151,7 +154,7 @@ demonstration() {  # on a CPU: a model of 4 million parameters on text that is o
     fi
     if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
     "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
-    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz"  # ends with the scores
+    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz" --note "$chosen"  # ends with the scores
 }
 
 case "${1:-}" in

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import train_gpt
 from conftest import ROOT, TINY, run
@@ -12,6 +13,7 @@ from conftest import ROOT, TINY, run
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
 import demo_corpus
+import demo_size
 import report
 
 
@@ -87,6 +89,23 @@ def demonstrated(built, tmp_path_factory):
     result = run([ROOT / "train_gpt.py"], {k: str(v) for k, v in knobs.items()}, folder)
     assert result.returncode == 0, result.stderr
     return built[0], folder
+
+
+@pytest.mark.parametrize("speed, name", [(1e12, "large"), (5e11, "large"), (4.9e11, "small"), (1e9, "small")])
+def test_the_demonstration_fits_the_machine(speed, name, monkeypatch):
+    """Knobs of both sizes are valid, DEMO_SIZE overrides the measured speed, and the sentence says why."""
+    monkeypatch.setattr(demo_size, "product_speed", lambda dtype: speed)
+    chosen, sentence = demo_size.choose("")
+    assert chosen == name and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
+    for fixed in demo_size.SIZES:
+        assert demo_size.choose(fixed)[0] == fixed and "DEMO_SIZE" in demo_size.choose(fixed)[1]
+        train_gpt.Hyperparameters.from_env({knob: str(value) for knob, value in demo_size.SIZES[fixed].items()})
+    with pytest.raises(train_gpt.UserError, match="DEMO_SIZE=huge is not one of small, large"):
+        demo_size.choose("huge")
+
+
+def test_speed_of_matrix_products_is_positive():
+    assert demo_size.product_speed(torch.float32, seconds=0.0) > 0
 
 
 def test_report(demonstrated):

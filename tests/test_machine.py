@@ -67,6 +67,7 @@ class Machine:
         for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
+        (self.repository / "tools" / "demo_size.py").write_text("print('NUM_LAYERS=2\\nran tools/demo_size.py')")
         self.python(self.root / "bin" / "python3")
         self.nvidia_smi("No devices were found")
         self.torch(folder / "fresh", "2.13.0")
@@ -121,7 +122,7 @@ def pins(name):
 
 
 PINS = pins("requirements.txt")
-TRAINING = "ran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
+TRAINING = "ran data/demo_corpus.py\nran tools/demo_size.py\nran train_gpt.py\nran tools/report.py\n"
 
 
 def test_a_complete_python_is_used_as_it_is(machine):
