@@ -106,7 +106,7 @@ def kernel_bytes(kernel: TritonKernel) -> int:
     count = 0
     for i, name in enumerate(arguments):
         if name in accesses:
-            total = V.graph.sizevars.size_hint(V.graph.get_numel(name))
+            total = int(V.graph.get_numel(name))  # all shapes are static
             touched = footprint(accesses[name], total)
             count += touched * V.graph.get_dtype(name).itemsize * (2 if i < in_place else 1)
     return count
