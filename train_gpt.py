@@ -701,7 +701,7 @@ class GPT(nn.Module):
         return found
 
     def linear(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, *names: str) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by these matrices of the layer, joined. Only FUSED_MLP multiplies elsewhere."""
+        """x (B, T, in) -> (B, T, out) by these matrices of the layer, joined. Only FUSED_MLP has its own products."""
         if names[0] in self.hessians:
             rows = (rms_norm(x) if names[0] == "up" else x).flatten(0, -2).float()  # the factor comes afterwards
             matmul = torch.backends.cuda.matmul
@@ -1315,7 +1315,7 @@ class StepSettings(NamedTuple):
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
     """The settings of step number `step`, which begins `seconds` into a run whose steps begin before `end`, if not 0.
-    Progress is the used fraction of ITERATIONS or of that time, the larger one; the warmdown ends at 0."""
+    Progress is the used fraction of ITERATIONS or of that time, the larger one; the warmdown ends at MIN_LR."""
     steps = max(hp.iterations, 1)
     used = seconds / end if end else 0.0
     progress = max(step / steps, used)
