@@ -504,10 +504,10 @@ def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
     assert all(torch.equal(score, scores[0]) for score in scores[1:])
 
 
+@torch._dynamo.config.patch(recompile_limit=32)  # as compile_whole sets it; monkeypatch would delete it afterwards
 def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
     """It scores nothing, so all gradients are zero, and the weights stay. Afterwards nothing is compiled."""
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 32)  # as compile_whole sets it
     knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
     model, scorer, _ = learner(setting, "lora", 400, **knobs)
     torch._dynamo.reset()
