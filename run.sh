@@ -11,7 +11,7 @@ usage() {
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
 DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
 NPROC=2 ./run.sh     number of processes under torchrun (default: the number of GPUs, or 1)
-DEMO_SECONDS=30      training seconds of the demonstration (default 150)
+DEMO_SECONDS=30      training seconds of the demonstration (default: 150 or 200, by its model)
 DEMO_SIZE=small      its model, small or large (default: by the speed of this machine)
 SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
 GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these values with every seed
@@ -140,11 +140,11 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
     echo "$chosen"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
     knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model"
-    knobs MAX_WALLCLOCK_SECONDS="${DEMO_SECONDS:-150}"
+    if [ -n "${DEMO_SECONDS:-}" ]; then knobs MAX_WALLCLOCK_SECONDS="$DEMO_SECONDS"; fi
     knobs ${size%%$'\n'*}
     # For some hundred steps: shorter averages and momentum warm-up, warmdown as a fraction, no extra graphs.
     knobs ITERATIONS=20000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
-    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 SHORT_SEQ_PARTS=1 WARMUP_STEPS=2 VAL_LOSS_EVERY=100 TRAIN_LOG_EVERY=20
+    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 SHORT_SEQ_PARTS=1 WARMUP_STEPS=2 VAL_LOSS_EVERY=200 TRAIN_LOG_EVERY=10
     if [ "$nproc" -gt 1 ]; then
         local threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"

@@ -98,6 +98,7 @@ def writing(path: str | Path) -> contextlib.AbstractContextManager:
 # ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
 # The artifact stores the knobs of "model" and "evaluation"; those of "evaluation" and "run" may change on resume.
 ROLES = ("training", "model", "evaluation", "run")
+COMPILE = ("auto", "0", "1", "train")
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")  # of attention, in the order in which a GPU tries them
 PLAIN_ATTENTION = 128  # up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128
 SMALL_HEAD = 32  # up to this width of a head torch's CPU kernel is twice as fast in fp32 as in bf16 (without AMX)
@@ -211,7 +212,7 @@ class Hyperparameters:
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "torch.compile; auto: not on a CPU without g++", "run", choices=("auto", "0", "1"))
+    compile: str = knob("auto", "auto: not on a CPU without g++; train: as auto, only training", "run", choices=COMPILE)
     fused_mlp: bool = knob(False, "the MLP's activation inside its matrix products, by a Triton kernel", "run")
 
     @classmethod
@@ -896,7 +897,7 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
         "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
         "triton": not on_gpu or find_spec("triton") is not None,
     }
-    missing = ", ".join(name for name, found in needs.items() if not found) if wanted == "auto" else ""
+    missing = ", ".join(name for name, found in needs.items() if not found) if wanted in ("auto", "train") else ""
     require(not on_gpu or not missing, f"torch.compile needs {missing}: install it, or set COMPILE=0, which is slow")
     return wanted != "0" and not missing, [f"not compiled, which is slower: {missing} is missing"] * bool(missing)
 
@@ -1753,7 +1754,7 @@ class Evaluator:
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
-        self.log = log or (lambda text: None)
+        self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.started = self.reported = time.perf_counter()
@@ -1766,12 +1767,14 @@ class Evaluator:
         """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits for the device."""
         self.nats.scatter_(0, target.masked_fill(~counts, self.val.targets).flatten(), nats.flatten().float())
         self.count += counts.sum()
-        if time.perf_counter() - self.reported > 10:
+        if time.perf_counter() - self.reported > (2 if sys.stdout.isatty() else 10):
             self.reported = time.perf_counter()
             bpb = self.result(complete=False).bits_per_byte
             done = self.done()
             eta = (self.reported - self.started) * (1 / done - 1)
-            self.log(f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s")
+            bar = (f"evaluation: bpb {bpb:.4f}, {eta:.0f} s left", done)
+            line = f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
+            self.log(line, bar=bar)
 
     def done(self) -> float:
         """The scored fraction, assuming that all ranks are as fast as this one."""
@@ -2008,13 +2011,29 @@ class Log:
             busy = f"RUN_ID={self.name}: another run is writing {paths[0]}"
             with explaining(busy, BlockingIOError, advice="wait or set another"):
                 fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when this process ends
+        self.bar = None
+        if comm.rank == 0 and sys.stdout.isatty() and find_spec("tqdm"):
+            from tqdm import tqdm
 
-    def __call__(self, line: str, event: str = "", console: bool = True, **fields) -> None:
-        """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began, **fields}."""
+            layout = "{desc} {percentage:.0f}% |{bar}|"
+            self.bar = tqdm(total=1, bar_format=layout, dynamic_ncols=True, leave=False, file=sys.stdout)
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields) -> None:
+        """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began, **fields}. In a
+        terminal a progress bar replaces a line with a `bar` of (text, fraction done)."""
         if not self.files:
             return
-        if console:
-            print(line, flush=True)
+        if bar and self.bar is not None:
+            text, self.bar.n = bar
+            self.bar.set_description_str(text)
+        elif console:
+            (print if self.bar is None else self.bar.write)(line)
+            sys.stdout.flush()
         with writing(self.files[0].name):
             self.files[0].write(line + "\n")
             if event:
@@ -2201,6 +2220,8 @@ class Training:
         self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = self.model.initialise(hp.seed)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
+        self.eval_forward = self.model if hp.compile == "train" else self.forward
+        self.bpb = ""  # of the last validation, for the progress bar
         self.optimizer = ParallelMuon(self.model, weights, hp, runtime.comm, self.accumulation > 1, runtime.compiled)
         self.average = WeightAverage(self.optimizer.owned, hp)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
@@ -2253,11 +2274,12 @@ class Training:
         for step, settings in enumerate(kinds):
             if step in (0, hp.warmup_steps - 1) or settings is not whole:  # compiling takes minutes the first time
                 kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)} looping:{int(settings.looping)}"
-                self.log(f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}")
+                line = f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}"
+                self.log(line, bar=("compiling" if self.runtime.compiled else "warm-up", step / len(kinds)))
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
         for looping in range(1 + (hp.loop_visits > 1)):
             self.model.visits = hp.visits(bool(looping))
-            warm_up_evaluation(self.forward, self.val, hp, self.runtime)
+            warm_up_evaluation(self.eval_forward, self.val, hp, self.runtime)
         torch._foreach_copy_(list(self.tensors().values()), list(before.values()))
         self.optimizer.sync_replicas()
         self.average.samples = 0
@@ -2316,7 +2338,8 @@ class Training:
 
     def validate(self, step: int) -> None:
         """Log the score before this step."""
-        score = evaluate(self.forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        score = evaluate(self.eval_forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        self.bpb = f"bpb {score.bits_per_byte:.4f}, "
         result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
         more = f"eval_time:{1000 * score.seconds:.0f}ms"
         self._progress("val", step, result, more, val_loss=score.nats, val_bpb=score.bits_per_byte)
@@ -2405,6 +2428,10 @@ class Training:
                 rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
                 more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
                 fields = {"train_loss": report.loss, "tokens_per_second": rate, **settings._asdict()}
+                state = (
+                    f"training: step {step}, loss {report.loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, {eta:.0f} s left"
+                )
+                fields["bar"] = (state, min(1, max(step / hp.iterations, seconds / self.clock.cap)))
                 self._progress("train", step, f"train_loss:{report.loss:.4f}", more, **fields)
 
     def _not_finite(self, step: int, loss: float) -> str:
@@ -2473,14 +2500,13 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     blob, hp = read_artifact(path, environ)
     with reading_artifact(path):
         weights = load_artifact(blob)
-    with Runtime.start(hp) as runtime:
-        log = Log(hp, runtime.comm)
+    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
         trained = log.files and "\n  EVAL_ONLY=\n" in Path(log.files[0].name).read_text(encoding="utf-8")
         require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
         log.header(hp, runtime)
         val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        forward = compile_whole(model.to(runtime.device), runtime.compiled)
+        forward = compile_whole(model.to(runtime.device), runtime.compiled and hp.compile != "train")
         warm_up_evaluation(forward, val, hp, runtime)
         score_artifact(model, forward, val, hp, runtime, log)
 
@@ -2491,9 +2517,8 @@ def train_and_score(hp: Hyperparameters) -> None:
     missing = " ".join(package for package, needed in needs.items() if needed and not find_spec(package))
     require(not missing, f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {missing}: pip install {missing}")
     outline(hp)  # an artifact that nothing can load is refused before the training
-    with Runtime.start(hp) as runtime:
-        log = Log(hp, runtime.comm)  # its lock also guards the checkpoints
-        path, state, tensors, notes = find_checkpoint(hp, runtime.comm)
+    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+        path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # the log's lock also guards them
         log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
         run = Training(hp, runtime, log, val)
@@ -2510,14 +2535,14 @@ def train_and_score(hp: Hyperparameters) -> None:
         if runtime.device.type == "cuda":
             peak = f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
         log(f"peak_memory: {peak}\nexporting {averaged}")
-        before = evaluate(run.forward, val, hp, runtime, hp.eval_seq_len)
+        before = evaluate(run.eval_forward, val, hp, runtime, hp.eval_seq_len)
         seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail alike
         before.log(log, "final_average_exact")
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
         blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training})
         run.model.load_state_dict(load_artifact(blob))
-        score_artifact(run.model, run.forward, val, hp, runtime, log)
+        score_artifact(run.model, run.eval_forward, val, hp, runtime, log)
         run.checkpoints.written.result()
         check_limits(total, seconds, hp)
 

@@ -239,7 +239,14 @@ def test_progress_line(setting, monkeypatch):
     hp, runtime, val = setting()
     seconds, lines = iter(range(0, 10**6, 11)), []
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(seconds))
-    evaluate(lambda ids, targets, reduction: torch.full(targets.shape, 2.0), val, hp, runtime, 8, lines.append)
+    evaluate(
+        lambda ids, targets, reduction: torch.full(targets.shape, 2.0),
+        val,
+        hp,
+        runtime,
+        8,
+        lambda line, **_: lines.append(line),
+    )
     form = r"evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s"
     shares = [float(re.fullmatch(form, line).group(1)) for line in lines]
     assert shares == sorted(shares) and len(shares) > 3 and shares[-1] == 100.0
@@ -269,7 +276,11 @@ def learner(setting, mode="sgd", targets=0, **changes):
         val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
         val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
     lines = []
-    return model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lines.append), lines
+    return (
+        model,
+        train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)),
+        lines,
+    )
 
 
 @pytest.mark.parametrize("epochs, momentum", [(3, 0.9), (2, 0.5)])

@@ -113,12 +113,29 @@ def test_report(demonstrated):
     command = [ROOT / "tools" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"]
     result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     assert result.returncode == 0, result.stderr
-    rows = {row[0]: row[1] for row in report.table(report.read_events(folder / "logs" / "demo.jsonl"), data)}
+    history = report.read_events(folder / "logs" / "demo.jsonl")
+    events = {event["event"]: event for event in history}
+    rows = {row[0]: row[1] for row in report.table(events, data)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
     assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
     assert "a sample, begun with 'def __init__(self,'" in result.stdout
-    scores = zip(result.stdout.splitlines()[-5:], list(rows.items())[-5:], strict=True)
+    printed, _, curve = result.stdout.partition("\n\ntraining loss")
+    assert curve.count("*") > 1
+    scores = zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True)
     assert all(line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores)
+
+
+def test_loss_curve():
+    """A line that falls from 3 to 1 is drawn from the upper left to the lower right; equal losses are one row."""
+    events = [{"event": "train", "step": step, "train_loss": 3 - 2 * (step - 1) / 99} for step in range(1, 101)]
+    title, *rows, axis, steps = report.curve(events, width=10, height=5)
+    assert [row.partition("|")[2].find("*") for row in rows] == [0, 2, 4, 6, 8]
+    assert (
+        rows[0].startswith("    2.91 |") and rows[-1].startswith("    1.09 |") and steps.split() == ["step", "1", "100"]
+    )
+    flat = report.curve([event | {"train_loss": 2.0} for event in events], width=10, height=5)
+    assert "".join(flat).count("*") == 10 and flat[1].endswith("|" + "*" * 10)
+    assert report.curve(events[:2]) == []
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 
 from conftest import ROOT
 
-NAMES = ("numpy", "sentencepiece", "constriction", "safetensors")
+NAMES = ("numpy", "sentencepiece", "constriction", "safetensors", "tqdm")
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the file `system` names.
 # Its pip writes the pinned packages there, or fails if the file `managed` exists. Every installation is noted.

@@ -1,5 +1,7 @@
 """The script as a user starts it: the whole run, its log, its artifact, and every error as one sentence."""
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -493,3 +495,18 @@ def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys)
     out, err = capsys.readouterr()
     assert exit_.value.code == 1 and "final_int6_sliding_window_exact" in out
     assert "over the limit of 50000" in err.strip().splitlines()[-1] and "set TARGET_BYTES=50000" in err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypatch, terminal):
+    """There a bar replaces the lines of progress; the log file has all lines either way."""
+    screen = io.StringIO()
+    screen.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdout", screen)
+    with contextlib.closing(train_gpt.Log(hyperparameters(RUN_ID="bar"), train_gpt.Comm(), tmp_path)) as log:
+        log("step:20 train_loss:3", bar=("training: step 20", 0.25))
+        log("a result")
+    shown = screen.getvalue()
+    assert ("training: step 20 25% |" in shown) == terminal and ("step:20 train_loss:3\n" in shown) != terminal
+    assert "a result\n" in shown and (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
+    assert not terminal or shown.endswith("\r"), "the bar is removed"

@@ -1,6 +1,7 @@
 """Schedules are pure functions of progress, a run never exceeds its cap, and averages are the formulas."""
 
 import copy
+import dataclasses
 import math
 import random
 
@@ -276,3 +277,13 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
     before = model.qo_bank.detach().clone()
     assert averaging(model, hp).apply() == "the last weights"
     assert torch.equal(before, model.qo_bank)
+
+
+@pytest.mark.parametrize("wanted", ["1", "train"])
+def test_evaluation_is_compiled_unless_only_training_is(one_rank, tmp_path, monkeypatch, wanted):
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(COMPILE=wanted)
+    run = train_gpt.Training(hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None)
+    run.loader.close()
+    assert run.forward is not run.model
+    assert run.eval_forward is (run.forward if wanted == "1" else run.model)

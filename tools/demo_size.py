@@ -26,11 +26,11 @@ from train_gpt import UserError
 SIZES = {
     "small": {
         "NUM_LAYERS": 4, "MODEL_DIM": 128, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 2, "TRAIN_SEQ_LEN": 256,
-        "EVAL_SEQ_LEN": 256, "TRAIN_BATCH_TOKENS": 2048,
+        "EVAL_SEQ_LEN": 256, "TRAIN_BATCH_TOKENS": 2048, "COMPILE": 0, "MAX_WALLCLOCK_SECONDS": 200,
     },
     "large": {
         "NUM_LAYERS": 6, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 4, "TRAIN_SEQ_LEN": 512,
-        "EVAL_SEQ_LEN": 512, "TRAIN_BATCH_TOKENS": 4096,
+        "EVAL_SEQ_LEN": 512, "TRAIN_BATCH_TOKENS": 4096, "COMPILE": "train", "MAX_WALLCLOCK_SECONDS": 150,
     },
 }
 # fmt: on

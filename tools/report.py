@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Print some sampled text, then the results of a demonstration run beside simpler ways to code the same text.
+"""Print some sampled text, a demonstration's results beside simpler ways to code the same text, and its loss curve.
 
 python tools/report.py demo_data logs/demo.jsonl final_model.int6.xz
 """
@@ -24,10 +24,10 @@ from train_gpt import UserError
 PROMPT = "def __init__(self,"
 
 
-def read_events(path: Path) -> dict[str, dict]:
-    """The last event of each kind in a run's log of JSON lines."""
+def read_events(path: Path) -> list[dict]:
+    """The events of a run's log of JSON lines."""
     try:
-        return {event["event"]: event for event in map(json.loads, path.read_text().splitlines())}
+        return [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run") from error
 
@@ -61,6 +61,27 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     ]
 
 
+def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
+    """Lines that draw the training loss against the step, each column the mean over its steps; none for two steps."""
+    steps, losses = np.array([(e["step"], e["train_loss"]) for e in events if e["event"] == "train"]).reshape(-1, 2).T
+    if len(steps) < 3:
+        return []
+    column = ((steps - 1) * width / steps[-1]).astype(int)
+    means = {int(c): losses[column == c].mean() for c in np.unique(column)}
+    low, high = min(means.values()), max(means.values())
+    rows = [[" "] * width for _ in range(height)]
+    for c, mean in means.items():
+        rows[round((high - mean) / max(high - low, 1e-9) * (height - 1))][c] = "*"
+    labels = [f"{high:.2f}", *[""] * (height - 2), f"{low:.2f}"]
+    lines = [f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)]
+    return [
+        "training loss, nats per token:",
+        *lines,
+        f"{'':8} +{'-' * width}",
+        f"{'step':>8}  1{steps[-1]:>{width - 1}.0f}",
+    ]
+
+
 @torch.no_grad()
 def sample(artifact: str, tokenizer: Path, length: int, temperature: float = 0.8, seed: int = 1) -> str:
     """PROMPT continued by the artifact's model with `length` tokens."""
@@ -88,7 +109,8 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence about the run")
     arguments = parser.parse_args()
     try:
-        events = read_events(arguments.log)
+        history = read_events(arguments.log)
+        events = {event["event"]: event for event in history}  # the last of each kind
         rows = table(events, arguments.data)
         with train_gpt.reading_artifact(arguments.artifact):
             text = sample(arguments.artifact, arguments.data / "tokenizer.model", arguments.tokens)
@@ -104,6 +126,7 @@ def main() -> None:
         print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
         for method, bits, remark in rows:
             print(f"  {method:34}{bits:8.4f}  {remark}")
+        print("", *curve(history), sep="\n")
     except UserError as error:
         sys.exit(f"error: {error}")
 
