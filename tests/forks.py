@@ -24,6 +24,7 @@ import sys
 
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_LOGS", "TORCHINDUCTOR_")
 FIXED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+FOLLOWED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # as -B and -u
 LARGEST = 150_000  # bytes of a request, which is one packet
 
 
@@ -40,7 +41,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def fits(rest: list[str]) -> bool:
     """Whether a fork does what a new Python would do."""
-    special = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_START)}
+    special = {n: value for n, value in os.environ.items() if n.startswith(READ_AT_START) and n not in FOLLOWED}
     known = bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
     return known and special.items() <= FIXED.items() and not any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
 
@@ -170,8 +171,8 @@ def become(request: tuple, streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.dont_write_bytecode = "-B" in options
-    sys.stdout.reconfigure(write_through="-u" in options)
+    sys.dont_write_bytecode = "-B" in options or FOLLOWED[0] in environ
+    sys.stdout.reconfigure(write_through="-u" in options or FOLLOWED[1] in environ)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

@@ -31,7 +31,7 @@ def digest(model) -> str:
 
 def clocks(run: train_gpt.Training, folder: Path) -> None:
     rank, readings = run.runtime.comm.rank, itertools.count(1)
-    time.perf_counter = lambda: next(readings) * 0.3 * (1 + 0.5 * rank)
+    time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
     (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
 
