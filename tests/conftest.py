@@ -14,6 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import forks  # noqa: E402
 import train_gpt  # noqa: E402
 
 VOCAB = 400
@@ -22,7 +23,7 @@ VOCAB = 400
 TINY = {
     "VOCAB_SIZE": VOCAB, "NUM_LAYERS": 3, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "ROPE_DIMS": 4,
     "XSA_LAST_N": 2, "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "TRAIN_SEQ_LEN": 32, "TRAIN_BATCH_TOKENS": 768,
-    "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8, "VAL_BATCH_SIZE": 256, "ITERATIONS": 12, "WARMDOWN_ITERS": 4,
+    "EVAL_SEQ_LEN": 32, "EVAL_STRIDE": 8, "VAL_BATCH_SIZE": 1024, "ITERATIONS": 12, "WARMDOWN_ITERS": 4,
     "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0,
     "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
 }
@@ -66,7 +67,7 @@ def data(tmp_path_factory) -> Path:
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     documents = [[train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)]
-    held_out, kept = documents[::8], [d for i, d in enumerate(documents) if i % 8]
+    held_out, kept = documents[::20], [d for i, d in enumerate(documents) if i % 20]
     for split, docs in (("train", kept), ("val", held_out)):
         tokens = np.concatenate(docs)
         middle = len(tokens) // 2 + 5  # unequal shards; the first ends inside a document
@@ -143,16 +144,19 @@ def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
     return model
 
 
-def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1) -> subprocess.Popen:
-    """Start `arguments` (a script and its arguments) as a user would, with python or, on several ranks, torchrun."""
+def start(
+    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, fresh: bool = False
+) -> subprocess.Popen:
+    """Start `arguments` (a script and its arguments) as a user would, with python or, on several ranks, torchrun.
+    `fresh`: with a new Python, not with a fork that has torch already (tests/forks.py)."""
     passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     base = {name: value for name, value in os.environ.items() if name in passed}
-    launcher = [sys.executable]
+    launcher = [sys.executable if fresh else forks.python()]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
         [*launcher, *map(str, arguments)],
-        env={**base, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", **environment},
+        env={**base, **forks.FIXED, **environment},
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -163,10 +167,10 @@ def start(arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 
 
 
 def run(
-    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, timeout: float = 600
+    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, fresh: bool = False, timeout: float = 600
 ) -> subprocess.CompletedProcess:
     """`start`, then wait for the end."""
-    process = start(arguments, environment, cwd, ranks)
+    process = start(arguments, environment, cwd, ranks, fresh)
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -179,7 +183,7 @@ def run(
 def script(tmp_path, env):
     """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and the given changes."""
 
-    def go(ranks: int = 1, arguments: tuple = (), timeout: float = 600, **changes) -> subprocess.CompletedProcess:
-        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, timeout)
+    def go(ranks: int = 1, arguments: tuple = (), fresh: bool = False, **changes) -> subprocess.CompletedProcess:
+        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, fresh)
 
     return go

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import forks
 import train_gpt
 from conftest import ROOT
 from hub import Hub
@@ -62,7 +63,7 @@ def command(hub, tmp_path):
 
     def start(*arguments, **changes) -> subprocess.Popen:
         hub.requests.clear()
-        line = [sys.executable, ROOT / "data" / "download_fineweb.py", "--target", tmp_path / "data", *arguments]
+        line = [forks.python(), ROOT / "data" / "download_fineweb.py", "--target", tmp_path / "data", *arguments]
         return subprocess.Popen(
             list(map(str, line)),
             env={**environment, **changes},

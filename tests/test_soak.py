@@ -61,7 +61,7 @@ def survive(env, tmp_path):
     def go(name: str, ranks: int, longest: float, kills: int, moments: random.Random) -> int:
         done = 0
         while True:
-            process = start([ROOT / "train_gpt.py"], env(**KNOBS, RUN_ID=name), tmp_path, ranks)
+            process = start([ROOT / "train_gpt.py"], env(**KNOBS, RUN_ID=name), tmp_path, ranks, fresh=True)
             timeout = moments.uniform(0, longest) if done < kills else None
             try:
                 error = process.communicate(timeout=timeout)[1]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+import forks
 import train_gpt
 from conftest import ROOT, write_shard
 from train_gpt import BOS, CASE_OPERATORS, UserError
@@ -483,7 +484,7 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
 
 def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, ROOT / "data" / "tokenize_text.py", *map(str, arguments)],
+        [forks.python(), ROOT / "data" / "tokenize_text.py", *map(str, arguments)],
         input=stdin,
         capture_output=True,
         text=True,
@@ -633,7 +634,7 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     (out / "fineweb_train_000007.bin").rename(out / "fineweb_val_000001.bin")
     val.unlink()
     assert "val_000000.bin is in manifest.json but does not exist" in "; ".join(inspect_shards.inspect(out, None, 1))
-    result = subprocess.run([sys.executable, ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True)
+    result = subprocess.run([forks.python(), ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True)
     assert result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
 
 
@@ -648,7 +649,7 @@ def first_document(path: Path) -> list[int]:
 
 
 def test_inspection_of_nothing(tmp_path):
-    command = [sys.executable, ROOT / "data" / "inspect_shards.py", tmp_path]
+    command = [forks.python(), ROOT / "data" / "inspect_shards.py", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and f"{tmp_path} has no fineweb_train_*.bin" in result.stderr
 

@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 import torch
 
+import forks
 import train_gpt
 from conftest import ROOT, TINY, run, start
 
@@ -32,7 +33,7 @@ import runs
 import sweep
 from train_gpt import UserError
 
-SWEEP = [ROOT / "tools" / "sweep.py", "--", sys.executable, ROOT / "train_gpt.py"]
+SWEEP = [ROOT / "tools" / "sweep.py", "--", forks.python(), ROOT / "train_gpt.py"]
 CHECK = ROOT / "tools" / "check_record.py"
 
 
@@ -54,7 +55,7 @@ def knobs(data):
 def swept(knobs, tmp_path_factory):
     """A finished sweep of two learning rates with two seeds: (folder, its output)."""
     folder = tmp_path_factory.mktemp("sweep")
-    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder, timeout=300)
+    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
     assert result.returncode == 0, result.stderr
     return folder, result.stdout
 
@@ -149,7 +150,9 @@ def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, knobs, tmp_path):
     for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
         path.unlink()
     endless = [*SWEEP[:2], sys.executable, "-c", "import time; print('it runs', flush=True); time.sleep(60)"]
-    process = start(endless, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder)
+    process = start(
+        endless, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder, fresh=True
+    )
     said = ""
     while "it runs" not in said:
         said += process.stdout.readline()
@@ -403,7 +406,7 @@ def made(swept, tmp_path):
 
 def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     """(exit status, lines by verdict) of check_record.py."""
-    result = run([CHECK, folder, *options], {}, folder.parent, timeout=300)
+    result = run([CHECK, folder, *options], {}, folder.parent)
     assert "Traceback" not in result.stderr, result.stderr
     lines = {
         status: [line for line in result.stdout.splitlines() if line.startswith(status)]
@@ -743,7 +746,7 @@ def ablate_twice(knobs, tmp_path):
 
     def go(options: list, variants: list):
         command = [ABLATE, *options, "--steps", 6, "--folder", tmp_path / "a", *variants]
-        first, second = (run(command, environment, tmp_path, timeout=300) for _ in range(2))
+        first, second = (run(command, environment, tmp_path) for _ in range(2))
         assert first.returncode == second.returncode == 0, first.stderr
         assert "== " not in second.stdout and first.stdout.endswith(second.stdout)
         return first, second

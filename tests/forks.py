@@ -1,0 +1,264 @@
+"""A Python that starts with torch imported: in 0.1 s of CPU, where the imports of a run take 4 s.
+
+A server, one for each process of pytest, imports the slow modules and waits. `python()` returns the path of a program
+that takes the arguments of python (-B, -u, SCRIPT ..., -c CODE ..., -m MODULE ...) and runs them in a fork of the
+server, with their own folder, environment, standard streams, signals and exit status. The fork's sys.executable is that
+program, so torchrun and the tools start their processes in the same way.
+
+    program  -- arguments, folder, environment, streams -->  server  -- fork -->  script
+             -- signals -->
+             <-- exit status --
+
+What Python, OpenMP and torch read when they start is fixed in a fork. The program becomes an ordinary Python if its
+environment sets such a variable otherwise, for other options of Python, and if it inherits more than three open files.
+All forks of a server share the seed of str.__hash__, so tests of equal runs start some of them without it.
+"""
+
+import contextlib
+import functools
+import marshal
+import os
+import signal
+import socket
+import sys
+
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_LOGS", "TORCHINDUCTOR_")
+FIXED = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+FOLLOWED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # as -B and -u
+LARGEST = 150_000  # bytes of a request, which is one packet
+
+
+# The program. It needs no package and imports little.
+
+
+def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The options among these arguments of Python that a fork can follow, and the rest."""
+    count = 0
+    while arguments[count:] and arguments[count] in ("-B", "-u"):
+        count += 1
+    return arguments[:count], arguments[count:]
+
+
+def fits(rest: list[str]) -> bool:
+    """Whether a fork does what a new Python would do."""
+    special = {n: value for n, value in os.environ.items() if n.startswith(READ_AT_START) and n not in FOLLOWED}
+    known = bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
+    return known and special.items() <= FIXED.items() and not any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
+
+
+def ask(program: str, interpreter: str, arguments: list[str]) -> None:
+    """Have the arguments run in a fork, and end as it ends."""
+    options, rest = split(arguments)
+    if not fits(rest):
+        os.execv(interpreter, [interpreter, *arguments])
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(f"{program}.socket")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: server.send(bytes([number])))
+    request = (program, options, rest, os.getcwd(), dict(os.environ))
+    socket.send_fds(server, [marshal.dumps(request)], [0, 1, 2])
+    status = int(server.recv(16) or 1)
+    if status < 0:  # killed by a signal
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+# The server
+
+
+def preload() -> None:
+    """Import what runs, torchrun and tools import. Forks have the modules, but they would not have threads."""
+    import gc
+    from importlib import import_module
+
+    for module in ("constriction", "safetensors.torch", "sentencepiece", "torch._dynamo", "torch.distributed.run"):
+        import_module(module)
+    del sys.modules["torch.distributed.run"]  # -m imports it again, and would warn
+    assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
+    gc.collect()
+    gc.freeze()  # collections in a fork would copy every page
+
+
+@functools.cache
+def compiled(path: str, changed: int):
+    """The code of a script. Compiling train_gpt.py takes 0.3 s."""
+    with open(path, "rb") as file:
+        return compile(file.read(), path, "exec")
+
+
+class Server:
+    """Forks for each client until standard input ends."""
+
+    def __init__(self, listener: socket.socket):
+        import selectors
+
+        self.selector = selectors.DefaultSelector()
+        self.watch = functools.partial(self.selector.register, events=selectors.EVENT_READ)
+        self.clients = {}  # of the processes that run
+        self.watch(0, data=self.stop)
+        self.watch(listener, data=self.accept)
+
+    def run(self) -> tuple:
+        """Returns in forks only: the request and its streams."""
+        while True:
+            for key, _ in self.selector.select():
+                found = key.data(key.fileobj)
+                if found:
+                    return found
+
+    def accept(self, listener: socket.socket) -> tuple | None:
+        client, _ = listener.accept()
+        message, streams, _, _ = socket.recv_fds(client, LARGEST, 3)
+        _, _, arguments, folder, _ = request = marshal.loads(message)
+        with contextlib.suppress(Exception):  # what is no script fails in the fork
+            path = os.path.join(folder, arguments[0])
+            compiled(path, os.stat(path).st_mtime_ns)
+        process = os.fork()
+        if process == 0:
+            client.close()
+            self.leave()
+            return request, streams
+        for stream in streams:
+            os.close(stream)
+        self.clients[process] = client
+        self.watch(client, data=functools.partial(self.pass_signal, process))
+        self.watch(os.pidfd_open(process), data=functools.partial(self.report, process))
+
+    def leave(self) -> None:
+        """Close the server's files, in a fork."""
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            elif key.fd:
+                os.close(key.fd)
+        self.selector.close()
+
+    def pass_signal(self, process: int, client: socket.socket) -> None:
+        """A client that is gone was killed, so its process is killed, too."""
+        if process in self.clients:
+            number = client.recv(1)
+            os.kill(process, number[0] if number else signal.SIGKILL)
+            if not number:
+                self.selector.unregister(client)
+
+    def report(self, process: int, ended: int) -> None:
+        _, status = os.waitpid(process, 0)
+        client = self.clients.pop(process)
+        with contextlib.suppress(OSError):  # the client is gone
+            client.send(str(os.waitstatus_to_exitcode(status)).encode())
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(client)
+        self.selector.unregister(ended)
+        client.close()
+        os.close(ended)
+
+    def stop(self, _) -> None:
+        for process in self.clients:
+            os.kill(process, signal.SIGKILL)
+        os._exit(0)
+
+
+# The fork
+
+
+def become(request: tuple, streams: list[int]) -> None:
+    """Be the Python that the client asked for, and run its arguments."""
+    import types
+
+    sys.executable, options, arguments, folder, environ = request
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.dont_write_bytecode = "-B" in options or FOLLOWED[0] in environ
+    sys.stdout.reconfigure(write_through="-u" in options or FOLLOWED[1] in environ)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if arguments[0] == "-m":
+        import runpy
+
+        sys.argv, sys.path[0] = arguments[1:], folder
+        return runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if arguments[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        code = compile(arguments[1], "<string>", "exec")
+    else:
+        path = os.path.join(folder, arguments[0])
+        sys.argv, sys.path[0], main.__file__ = arguments, os.path.dirname(os.path.realpath(path)), path
+        code = compiled(path, os.stat(path).st_mtime_ns)
+    exec(code, vars(main))
+
+
+def finish(act, *arguments) -> None:
+    """Call this and end as Python does, but leave all memory to the system: to free it takes 1 s after a fork."""
+    import atexit
+    import threading
+
+    status = 0
+    try:
+        act(*arguments)
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+# The test process
+
+
+@functools.cache
+def python() -> str:
+    """The path of the program. It starts the server, which ends with this process. Only Linux can fork safely with
+    torch loaded; elsewhere this is sys.executable."""
+    import atexit
+    import pathlib
+    import shutil
+    import subprocess
+    import tempfile
+
+    if sys.platform != "linux":
+        return sys.executable
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="forks"))
+    program = folder / "python"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" ask "$0" "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"{program}.socket")
+        listener.listen(100)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)}
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno())],
+            env=environ | FIXED,
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C reaches it through its clients
+        )
+
+    def end() -> None:
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return str(program)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "ask":
+        ask(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        preload()
+        finish(become, *Server(socket.socket(fileno=int(sys.argv[2]))).run())
