@@ -11,13 +11,15 @@ in three 3-D "parameter banks", with Parallel Muon (arXiv:2511.07464), and score
 Data flow, in the order of the sections below:
 
     shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
-      banks (R, a, b), padded to W*r rows: reduce-scatter -> (r, a, b) -> momentum -> Newton-Schulz -> fp32 master rows
-      -> all-gather in the compute dtype;  other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
+      banks (R, a, b), padded to S*r rows: reduce-scatter in the node -> (r, a, b) -> all-reduce over the nodes ->
+      momentum -> Newton-Schulz -> fp32 master rows -> all-gather in the node, in the compute dtype
+      other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
     EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
-Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary, L layers, W ranks,
-R rows of a bank, r rows of a bank that one rank owns. "#399" is pull request 399 of the challenge's repository."""
+Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary, L layers, W ranks, S
+ranks of a node, R rows of a bank, r rows of a bank that one rank owns. "#399" is pull request 399 of the challenge's
+repository."""
 
 import argparse
 import contextlib
@@ -57,6 +59,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
@@ -208,6 +211,7 @@ class Hyperparameters:
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; or a checkpoint file", "run")
     skip_nonfinite: int = knob(0, "skip up to N non-finite steps before aborting", "run", low=0)
+    shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
@@ -770,22 +774,40 @@ class GPT(nn.Module):
 
 # ---- Runtime: rank, device, dtype, compiler and attention kernel, each decided once and logged -----------------------
 class Comm:
-    """The collectives of W ranks; at W = 1 they copy or do nothing. Each starts the work and returns the function that
-    waits for it. Reductions are sums: the loss is divided by the global number of micro-batches beforehand."""
+    """The collectives of a group of ranks; in a group of one they copy or do nothing. Each starts the work and returns
+    the function that waits for it; on a GPU the stream waits, not the host. Reductions are sums: the loss is divided by
+    the global number of micro-batches beforehand."""
 
-    def __init__(self, rank: int = 0, size: int = 1):
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
+        self.rank, self.size, self.group = rank, size, group
+        self.shard = self  # the ranks that divide the rows of the banks among them
+        self.replicate = self if size == 1 else Comm()  # the ranks that own the same rows
+
+    def split(self, shard_ranks: int, device: torch.device) -> "Comm":
+        """All ranks again, on a mesh: `shard_ranks` consecutive ranks, such as a node's, divide the rows of the banks
+        (hybrid sharding, arXiv:2304.11277). Blocks."""
+        replicas, rest = divmod(self.size, shard_ranks)
+        wrong = f"SHARD_RANKS={shard_ranks} (default: LOCAL_WORLD_SIZE) does not divide the {self.size} ranks"
+        require(rest == 0, f"{wrong}: set a divisor of {self.size}")
+        whole = Comm(self.rank, self.size)
+        if replicas > 1:
+            names, shape = ("replicate", "shard"), (replicas, shard_ranks)
+            mesh = self._named(init_device_mesh, device.type, shape, mesh_dim_names=names)
+            replica, place = divmod(self.rank, shard_ranks)
+            whole.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
+            whole.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
+        return whole
 
     def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Sum `tensor` over the ranks, in place."""
         return self._start(dist.all_reduce, tensor)
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
-        """Sum `full` (W*r, ...) over the ranks; this rank's rows arrive in `shard`. torch 2.13 has a new name."""
+        """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`. torch 2.13 has a new name."""
         return self._start(getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor), shard, full)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
-        """Collect every rank's `shard` (r, ...) in `full` (W*r, ...)."""
+        """Collect every rank's `shard` (r, ...) in `full` (S*r, ...)."""
         return self._start(getattr(dist, "all_gather_single", dist.all_gather_into_tensor), full, shard)
 
     def share(self, value):
@@ -800,11 +822,11 @@ class Comm:
             if source and source[0].data_ptr() != out.data_ptr():  # shards may be views of the whole
                 out.copy_(source[0])
             return lambda: None
-        work = self._named(collective, out, *source, async_op=True)
+        work = self._named(collective, out, *source, group=self.group, async_op=True)
         return lambda: self._named(work.wait)
 
     def _named(self, call: Callable, *arguments, **options):
-        lost = f"rank {self.rank} lost a collective operation: another rank has died or cannot be reached"
+        lost = f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot be reached"
         with explaining(lost, RuntimeError, advice="look at the first rank that reported an error, then start again"):
             return call(*arguments, **options)
 
@@ -836,6 +858,8 @@ class Runtime:
             require(not restarts, "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it")
             backend, gpu = ("nccl", device) if on_gpu else ("gloo", None)
             dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+        comm = comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size; rank 0 decides
         if not on_gpu:
             # Unless glibc keeps freed memory, its pages fault again in every step, which cost more than the arithmetic.
             with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -851,6 +875,7 @@ class Runtime:
         # Not in a `finally`: a barrier would wait for dead ranks. A group that stays can abort the process at exit.
         if comm.size > 1:
             comm._named(dist.barrier)
+            comm.shard.group = comm.replicate.group = None  # what is referred to keeps its threads
             dist.destroy_process_group()
 
     def synchronize(self) -> None:
@@ -864,7 +889,8 @@ class Runtime:
         cpu = f"CPU {cpu}, {torch.get_num_threads()} threads"
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else cpu
         kernels = f"compute_dtype:{str(self.dtype)[6:]} attention:{self.attention} compile:{int(self.compiled)}"
-        return f"runtime: ranks:{self.comm.size} device:{name} {kernels}"
+        mesh = f"{self.comm.replicate.size}x{self.comm.shard.size}"
+        return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {kernels}"
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -1129,7 +1155,7 @@ def muon_update(shard: "BankShard", clip: Tensor, momentum: Tensor, rate: Tensor
 
 class BankShard:
     """One bank under Parallel Muon. Every rank holds the whole bank and its gradient in the compute dtype, in buffers
-    padded to W*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
+    padded to S*r rows. The owner of r rows also holds their fp32 weights and momentum. No collective needs a copy."""
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
         bank = getattr(model, name)
@@ -1174,7 +1200,7 @@ class ParallelMuon:
         self.comm = comm
         device = model.tok_emb.device
         largest_first = sorted(BANKS, key=lambda bank: -weights[bank].numel())
-        self.banks = {bank: BankShard(bank, model, weights[bank], comm, accumulate) for bank in largest_first}
+        self.banks = {bank: BankShard(bank, model, weights[bank], comm.shard, accumulate) for bank in largest_first}
         self.small = {name: parameter for name, parameter in model.named_parameters() if name not in BANKS}
         self.owned = {name: shard.master for name, shard in self.banks.items()}  # fp32 weights that this rank updates
         assert not any(name.endswith("_bank") for name in self.small), "a bank is missing in the table of matrices"
@@ -1224,26 +1250,33 @@ class ParallelMuon:
         return report
 
     def reduce_gradients(self) -> None:
-        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by reduce-scatter."""
+        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by a reduce-scatter and an
+        all-reduce of the owned rows over the replicas, which overlaps with the next bank's reduce-scatter."""
         arrivals = [self.comm.all_reduce(self.flat)]
+        scattered = []
         for shard in self.banks.values():
             if shard.comm_buffer is not shard.grad_sum:
                 shard.comm_buffer.copy_(shard.grad_sum)
-            arrivals.append(self.comm.reduce_scatter(shard.grad_shard, shard.comm_buffer))
+            scattered.append((shard, self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)))
+        for shard, arrived in scattered:
+            arrived()  # NCCL orders the next collective, of another group, after what this stream has waited for
+            arrivals.append(self.comm.replicate.all_reduce(shard.grad_shard))
         for arrived in arrivals:
             arrived()
 
     def gradient_norm(self) -> Tensor:
-        """Norm () of the reduced gradient, by one scalar all-reduce."""
+        """Norm () of the reduced gradient. The squares are gathered and not reduced, because reductions in two groups
+        may round differently, and replicas would drift apart."""
         norms = [torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()]
-        square = torch.stack([norm.square() for norm in norms]).sum()
-        self.comm.all_reduce(square)()
-        return (square + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
+        mine = torch.stack([norm.square() for norm in norms])
+        squares = mine.new_empty(self.comm.shard.size * len(mine))
+        self.comm.shard.all_gather(squares, mine)()
+        return (squares.sum() + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
     def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
         """Muon on the owned rows; starts the all-gather of everyone's."""
         self.muon_update(shard, clip, momentum, rate, self.hp)
-        self.gathers.append(self.comm.all_gather(shard.padded, shard.owned_rows))
+        self.gathers.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
         """Adam on the small parameters, equal on all ranks by determinism, while the all-gathers are in flight."""
@@ -1261,7 +1294,7 @@ class ParallelMuon:
         """Give every rank the owners' bank rows after a change outside `step`."""
         for shard in self.banks.values():
             shard.owned_rows.copy_(shard.master)
-            self.comm.all_gather(shard.padded, shard.owned_rows)()
+            self.comm.shard.all_gather(shard.padded, shard.owned_rows)()
 
     def weights(self) -> dict[str, Tensor]:
         """All weights in fp32, collected from their owners."""
@@ -1278,10 +1311,10 @@ class ParallelMuon:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks must call this."""
         shard = self.banks.get(name.partition(".")[0])
-        if shard is None or self.comm.size == 1:
+        if shard is None or self.comm.shard.size == 1:
             return tensor
         full = torch.empty_like(shard.padded, dtype=tensor.dtype)
-        self.comm.all_gather(full, tensor)()
+        self.comm.shard.all_gather(full, tensor)()
         return full[: shard.rows]
 
     def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
@@ -2565,6 +2598,9 @@ def main() -> None:
     except KeyboardInterrupt:
         status, sentence = 130, "interrupted by Ctrl-C; what was finished until then is in the log"
     print(f"error: {sentence}", file=sys.stderr, flush=True)
+    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that shuts down
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)
 
 

@@ -1,4 +1,5 @@
-"""1 to 4 ranks over gloo, with the real collectives: the same mathematics, and replicas equal bit for bit."""
+"""1 to 4 ranks over gloo, on one node or several, with the real collectives: the same mathematics, and replicas equal
+bit for bit."""
 
 import os
 import re
@@ -34,11 +35,13 @@ def one_rank_found(tmp_path_factory, data):
     return torch.load(folder / "found1.pt")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_ranks_agree_with_one_rank(ranks, env, tmp_path, one_rank_found):
-    """Faults B4, B17. After 5 fp32 steps, sums in another order differ by about 1e-5 of the update. A clip by each
-    rank's own gradient changed it by 24 to 37 %."""
-    ranks_run("steps", tmp_path, env(**SHAPE), ranks)
+@pytest.mark.parametrize("ranks, node", [(2, 2), (3, 3), (4, 4), (2, 1), (4, 2), (4, 1)])
+def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
+    """Faults B4, B17, on one node of all ranks and on several smaller ones. After 5 fp32 steps, sums in another order
+    differ by about 1e-5 of the update. A clip by each rank's own gradient changed it by 24 to 37 %. All ranks have the
+    same state bit for bit, each from the owners in its own node."""
+    ranks_run("steps", tmp_path, env(**SHAPE, SHARD_RANKS=node), ranks)
+    assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}) == 1
     found = torch.load(tmp_path / f"found{ranks}.pt")
     initial = weights_of(made(Hyperparameters.from_env(env(**SHAPE)), seed=1337))
     for kind in ("weights", "averages"):
@@ -88,26 +91,28 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("local", [1, 2])
 def test_two_nodes(local, env, tmp_path):
-    """`torchrun --nnodes=2` with two agents on one machine. Both succeed; only the first has a log and an artifact."""
+    """`torchrun --nnodes=2` with two agents on one machine. Both succeed; only the first has a log and an artifact. The
+    ranks of a node share the rows of the banks."""
     agents, port = [], free_port()
     for node in range(2):
         folder = tmp_path / f"node{node}"
         folder.mkdir()
         launch = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={local}", f"--node_rank={node}"]
-        launch += ["--master_addr=127.0.0.1", f"--master_port={port}", ROOT / "train_gpt.py"]
+        launch += [f"--rdzv_endpoint=127.0.0.1:{port}", ROOT / "train_gpt.py"]
         agents.append(start(launch, env(RUN_ID="nodes"), folder))
     results = [agent.communicate(timeout=600) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], results
-    assert f"ranks:{2 * local} " in results[0][0] and "final_int6_sliding_window_exact" in results[0][0]
+    assert f"ranks:{2 * local} mesh:2x{local} " in results[0][0] and "final_int6_sliding_window_exact" in results[0][0]
     assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.int6.xz"}
     assert not list((tmp_path / "node1").iterdir()) and "final" not in results[1][0]
 
 
-def test_death_of_a_rank_ends_the_others_with_a_sentence(env, tmp_path):
-    """Without a launcher that would end the others: rank 0 itself notices, reports it and stops."""
-    common = env(ITERATIONS=100000, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=2)
+@pytest.mark.parametrize("size, node", [(2, 2), (4, 2)])
+def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, env, tmp_path):
+    """Without a launcher that would end the others: every rank of every node notices, reports it and stops."""
+    common = env(ITERATIONS=100000, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=size, SHARD_RANKS=node)
     ranks = []
-    for rank in range(2):
+    for rank in range(size):
         folder = tmp_path / str(rank)
         folder.mkdir()
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "RUN_ID": "run"}
@@ -116,12 +121,24 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(env, tmp_path):
     while not (log.exists() and "\nstep:3/" in log.read_text()):
         assert time.monotonic() < deadline and ranks[0].poll() is None
         time.sleep(0.1)
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    _, err = ranks[0].communicate(timeout=600)
-    ranks[1].communicate()
-    assert ranks[0].returncode == 1
-    assert err.strip().splitlines()[-1].startswith("error: rank 0 lost a collective operation: another rank has died")
-    assert "Traceback" not in err
+    os.kill(ranks[-1].pid, signal.SIGKILL)
+    errors = [process.communicate(timeout=600)[1] for process in ranks]
+    for rank, err in enumerate(errors[:-1]):
+        assert ranks[rank].returncode == 1, err
+        lost = f"error: rank {rank} lost a collective operation: another rank has died"
+        assert err.strip().splitlines()[-1].startswith(lost)
+        assert "Traceback" not in err
+
+
+def test_ranks_that_do_not_fill_the_mesh_are_an_error(hyperparameters):
+    wrong = r"SHARD_RANKS=3 \(default: LOCAL_WORLD_SIZE\) does not divide the 8 ranks: set a divisor of 8"
+    with pytest.raises(train_gpt.UserError, match=wrong):
+        train_gpt.Comm(0, 8).split(3, torch.device("cpu"))
+    with (
+        pytest.raises(train_gpt.UserError, match="SHARD_RANKS=2 .* 1 ranks: set a divisor of 1"),
+        train_gpt.Runtime.start(hyperparameters(SHARD_RANKS=2)),
+    ):
+        pass
 
 
 def test_torchrun_fails_when_a_rank_fails(env, tmp_path):

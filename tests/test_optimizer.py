@@ -301,6 +301,7 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     advance(optimizer, 1.0, 0.9)
     banks = [getattr(model, name) for name in optimizer.banks]
     assert [full.data_ptr() for full in scattered] == [bank.grad.data_ptr() for bank in banks]
+    gathered = [full for full in gathered if full.dim() == 3]  # without the squares of the gradient norm
     assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
 
 

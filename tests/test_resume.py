@@ -170,11 +170,12 @@ def test_other_numbers_of_ranks_resume(undisturbed, knobs, tmp_path):
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
-    """Two ranks write one file of whole banks without padding. 1, 2 and 4 ranks restore it bit for bit. 5 layers make
-    banks of 10 rows, which 4 ranks pad."""
+@pytest.mark.parametrize("writers, node", [(2, 2), (4, 2)])
+def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, env, tmp_path):
+    """Two ranks, or two nodes of two ranks, write one file of whole banks without padding. 1, 2 and 4 ranks, on nodes
+    of 1, 2 and 4, restore it bit for bit. 5 layers make banks of 10 rows, which a node of 4 ranks pads."""
     changes = {"NUM_LAYERS": 5, "CHECKPOINT_EVERY": 100, "RUN_ID": "r"}
-    written = run([WORKER, "checkpoint", tmp_path], env(**changes), tmp_path, ranks=2)
+    written = run([WORKER, "checkpoint", tmp_path], env(**changes, SHARD_RANKS=node), tmp_path, writers)
     assert written.returncode == 0, written.stderr
     assert kept(tmp_path) == [2]
     metadata, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
@@ -190,8 +191,9 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
     assert not tensors, "nothing else is stored"
     _, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
     digests = set()
-    for ranks in (1, 2, 4):
-        restored = run([WORKER, "restore", tmp_path], env(**changes, RESUME="auto"), tmp_path, ranks)
+    for ranks, node in ((1, 1), (2, 2), (4, 4), (4, 2), (4, 1)):
+        environment = env(**changes, RESUME="auto", SHARD_RANKS=node)
+        restored = run([WORKER, "restore", tmp_path], environment, tmp_path, ranks)
         assert restored.returncode == 0, restored.stderr
         for rank in range(ranks):
             found = torch.load(tmp_path / f"restored{rank}-of-{ranks}.pt")
@@ -199,7 +201,7 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
             assert all(torch.equal(found[name], tensors[name]) for name in tensors), (ranks, rank)
             digests.add((tmp_path / f"digest{rank}-of-{ranks}").read_text())
     assert len(digests) == 1, "the weights that the forward reads are equal on all ranks"
-    for rank in range(2):
+    for rank in range(writers):
         saved = torch.load(tmp_path / f"saved{rank}.pt")
         assert all(torch.equal(saved[name], tensors[name]) for name in tensors), "the state when it was saved"
 

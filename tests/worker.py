@@ -1,6 +1,7 @@
 """Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
 
-steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians
+steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians; each rank saves a
+            digest of all state, collected from its node
 clocks      updates under a clock that advances with every reading, at another speed on each rank; each rank saves a
             digest of its weights
 checkpoint  2 updates and a checkpoint; each rank saves its state
@@ -24,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
 
 
-def digest(model) -> str:
-    """The sha256 of all weights, in hexadecimal."""
-    return hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())).hexdigest()
+def digest(tensors) -> str:
+    """The sha256 of these tensors, in hexadecimal."""
+    return hashlib.sha256(b"".join(t.detach().float().numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def clocks(run: train_gpt.Training, folder: Path) -> None:
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
-    (folder / f"digest{rank}").write_text(f"{digest(run.model)} {run.clock.step} {run.clock.seconds}")
+    (folder / f"digest{rank}").write_text(f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}")
 
 
 def updates(run: train_gpt.Training, count: int) -> None:
@@ -44,6 +45,8 @@ def updates(run: train_gpt.Training, count: int) -> None:
 def steps(run: train_gpt.Training, folder: Path) -> None:
     updates(run, 5)
     weights = run.optimizer.weights()  # collective: all ranks call it
+    state = digest([*run.model.parameters(), *gathered(run).values()])
+    (folder / f"digest{run.runtime.comm.rank}").write_text(state)
     _, hessians = run.finish()
     averages = run.optimizer.weights()
     if run.runtime.comm.rank == 0:
@@ -52,7 +55,7 @@ def steps(run: train_gpt.Training, folder: Path) -> None:
 
 
 def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
-    """All state, whole. Collective."""
+    """All state, whole, from the ranks that share the rows with this one. Collective."""
     return {name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()}
 
 
@@ -68,7 +71,7 @@ def restore(run: train_gpt.Training, folder: Path) -> None:
     run.restore(path, state, tensors)
     comm = run.runtime.comm
     torch.save(gathered(run), folder / f"restored{comm.rank}-of-{comm.size}.pt")
-    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model))
+    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
 
 
 def apart(folder: Path) -> None:
