@@ -24,7 +24,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 # NAME==VERSION" as pinned. Fails if $PYTHON has no supported torch.
 packages() {
     "$PYTHON" - "$1" 2>/dev/null <<'PYTHON_CODE'
-import contextlib
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -41,11 +40,11 @@ def pins(path):
 assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]
 for pin in pins(sys.argv[1]):
     name = pin.partition("==")[0]
-    if not find_spec(name):
-        print("install", pin)
-    else:
-        with contextlib.suppress(PackageNotFoundError):
-            print("keep", f"{name}=={version(name)}")
+    try:
+        print("keep", f"{name}=={version(name)}")
+    except PackageNotFoundError:
+        if not find_spec(name):
+            print("install", pin)
 PYTHON_CODE
 }
 
@@ -166,7 +165,7 @@ case "${1:-}" in
     test)
         set_up requirements-dev.txt
         export OMP_WAIT_POLICY=PASSIVE
-        exec "$PYTHON" -m pytest -q "${@:2}"
+        exec "$PYTHON" -m pytest -q -n auto --maxprocesses 8 "${@:2}"
         ;;
     setup)
         set_up requirements-dev.txt

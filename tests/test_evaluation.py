@@ -333,7 +333,7 @@ def test_chunks_are_slices_of_the_windows(setting, documents):
 
 def test_sgd_compiles_two_shapes(setting):
     """The gradients use the compiled forward: full batches of 2 sequences and the rest, 1. Scores stay the same."""
-    knobs = {"TTT_CHUNK_TOKENS": 160, "MICRO_BATCH_TOKENS": 64, "TTT_LR": 0.05}
+    knobs = {"TTT_CHUNK_TOKENS": 160, "MICRO_BATCH_TOKENS": 64, "TTT_LR": 0.05, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
     scores = []
     for compiled in (False, True):
         model, scorer, _ = learner(setting, **knobs)
@@ -446,8 +446,10 @@ def test_low_rank_training_by_hand(setting):
         torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_rows_of_a_forward_change_nothing(setting):
-    """Documents side by side do not see each other, neither their text nor when the others end."""
+def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
+    """Documents side by side do not see each other, neither their text nor when the others end. A larger epsilon keeps
+    Adam from making a whole step of a gradient that is zero but for rounding."""
+    monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-4))
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []
     for rows in (1, 2, 3, 5):

@@ -443,15 +443,16 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
         train_gpt.read_artifact(str(path), {})
 
 
-def test_mutations_are_refused_with_a_sentence():
-    """10,000 damaged and forged files, most with a correct checksum: no crash, no hang, no large allocation."""
-    command = [sys.executable, ROOT / "tests" / "fuzz_artifact.py", "10000"]
+@pytest.mark.parametrize("files", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_mutations_are_refused_with_a_sentence(files):
+    """Damaged and forged files, most with a correct checksum: no crash, no hang, no large allocation."""
+    command = [sys.executable, ROOT / "tests" / "fuzz_artifact.py", str(files)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
-    assert found["files"] == 10000 and found["refused"] + found["loaded"] == 10000
-    assert found["slowest_seconds"] < 2 and found["peak_growth_mib"] < 200
-    assert found["refused"] > 5000 and found["loaded"] > 100, "some mutations are harmless, such as other codes"
+    assert found["files"] == files and found["refused"] + found["loaded"] == files
+    assert found["slowest_cpu_seconds"] < 2 and found["peak_growth_mib"] < 200
+    assert found["refused"] > files / 2 and found["loaded"] > files / 100, "some are harmless, such as other codes"
     assert len(found["sentences"]) > 15, "mutations reach every check"
 
 

@@ -293,7 +293,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     """Fault B1: in #399 the switch reaches no bank, and the compiled graph does not see it."""
     model = random_model(hyperparameters())
     ids = documents(model.hp)
-    forward = torch.compile(model, dynamic=False, fullgraph=True) if compiled else model
+    forward = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True) if compiled else model
     plain = forward(ids[:, :-1], ids[:, 1:], "none")
     model.qat = True
     rounded = forward(ids[:, :-1], ids[:, 1:], "none")

@@ -510,7 +510,10 @@ def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch, co
 def as_record(text: str) -> str:
     """The log as if from the challenge's machine."""
     return re.sub(
-        r"^runtime: ranks:1 device:.*?(?= compute)", "runtime: ranks:8 device:NVIDIA H100 80GB HBM3", text, flags=re.M
+        r"^runtime: ranks:1 (.*?) device:.*?(?= compute)",
+        r"runtime: ranks:8 \1 device:NVIDIA H100 80GB HBM3",
+        text,
+        flags=re.M,
     )
 
 
