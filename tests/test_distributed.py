@@ -52,6 +52,12 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
         assert expected.norm() > 0 and (found["hessians"][name] - expected).norm() < 1e-4 * expected.norm(), name
 
 
+def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
+    """Each node updates its own copy of a row. Replicas that started from other weights would never agree again."""
+    ranks_run("rounding", tmp_path, env(**SHAPE, SHARD_RANKS=2), 4)
+    assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(4)}) == 1
+
+
 @pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
     """Fault B5: in #399 each rank takes the learning rate from its own clock, and replicas drift apart."""
