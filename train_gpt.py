@@ -2251,7 +2251,8 @@ class Training:
         fitting = max(1, runtime.micro_batch_tokens // hp.train_seq_len)
         self.accumulation = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
         self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
-        weights = self.model.initialise(hp.seed)
+        weights = runtime.comm.share(self.model.initialise(hp.seed))  # another node's CPU may round differently
+        self.model.load_state_dict(weights)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.eval_forward = self.model if hp.compile == "train" else self.forward
         self.bpb = ""  # of the last validation, for the progress bar

@@ -1,16 +1,23 @@
 #!/usr/bin/env python3
-"""A model of the time of a step on W ranks; --check puts real runs of 1, 2 and 4 gloo ranks beside it.
+"""A model, not a measurement, of a training step on W ranks; --check puts real runs of 1, 2 and 4 gloo ranks beside it.
 
+    python bench/scaling.py --plot bench/scaling.png     # 1 to 1,024 H100s
+    python bench/scaling.py --network 1.6                # the same with 1.6 GB/s per GPU between the nodes
     python bench/scaling.py --check
 
-A step is forward and backward of the rank's tokens, then the update without overlap: all-reduce of the small gradients,
-reduce-scatter and all-gather of each bank, Newton-Schulz of ceil(R / W) rows per bank. A collective of n bytes takes
-alpha * hops + n * passes * (W - 1) / W / beta seconds: 1 pass for reduce-scatter and all-gather, 2 for all-reduce;
-2 log2(W) hops for a tree (NCCL), passes * (W - 1) for a ring (gloo). --check fits alpha, beta and the work to this
-machine. The figures of the H100s are not measured. The last line is JSON.
+Bytes are counted. The real optimizer takes a step as one of W ranks of torch's fake process group, on tensors without
+storage, and every collective is noted. Time is modelled: forward and backward of the rank's tokens, then the update
+without any overlap, that is Newton-Schulz of the owned rows and all collectives in turn. A collective of n bytes takes
+
+    passes * (alpha * hops + n * (W - 1) / W / beta) seconds
+
+with 2 passes for an all-reduce and 1 for a reduce-scatter or all-gather, and log2(W) hops for a tree (NCCL) or W - 1
+for a ring (gloo). A group with k ranks in each of several nodes has k network cards per node. Stragglers and jitter,
+which grow with W, are not modelled. The last line is JSON.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -19,52 +26,235 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 from common import SMALL, run
-from train_gpt import BANKS, GPT, Hyperparameters
+from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 MODEL = {**SMALL, "TRAIN_BATCH_TOKENS": "8192", "COMPILE": "0"}
-# Nodes of 8 GPUs with NVLink and a 400 Gb/s network card per GPU: alpha and beta within and between nodes. All figures
-# are assumed, but 72.3 ms for 98,304 tokens are published. `floor` is launches and small parameters.
-H100 = {"token": 72.3e-3 / 98_304, "flops": 400e12, "floor": 0.6e-3, "alpha": (8e-6, 20e-6), "beta": (325e9, 40e9)}
 FIT_BYTES = (1024, 4 << 20)  # the all-reduces to which alpha and beta are fitted
+PASSES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+AIM = 0.95  # of one rank's speed, at 1,024 ranks with 98,304 tokens each
+SHARE = 98_304  # tokens of a rank in weak scaling: an eighth of the record's batch
+WORLDS = [2**n for n in range(11)]
+WAYS: dict[str, Callable[[int], int]] = {  # SHARD_RANKS by the number of ranks
+    "DDP (SHARD_RANKS=1)": lambda ranks: 1,  # every rank gets the sum of all gradients and updates all rows
+    "SHARD_RANKS=W": lambda ranks: ranks,
+    "SHARD_RANKS=8": lambda ranks: min(8, ranks),
+}
 
 
-def collective(machine: dict, nbytes: float, passes: int, ranks: int) -> float:
-    """Seconds of a collective: on a tree if the machine has nodes, else on a ring."""
-    nodes = len(machine["alpha"]) > 1
-    far = int(nodes and ranks > 8)
-    hops = 2 * math.log2(ranks) if nodes else passes * (ranks - 1)
-    return machine["alpha"][far] * hops + nbytes * passes * (ranks - 1) / ranks / machine["beta"][far]
+class Machine(NamedTuple):
+    """What the model assumes."""
+
+    token: float  # seconds of forward and backward
+    flops: float  # per second, of Newton-Schulz
+    floor: float  # seconds of the update that do not depend on the number of ranks: launches, Adam, averaging
+    node: int  # ranks of a node
+    alpha: tuple[float, float]  # seconds of a hop, within a node and between nodes
+    beta: tuple[float, float]  # bytes per second of a rank, the same
+    tree: bool
 
 
-def modelled(hp: Hyperparameters, machine: dict, ranks: int, tokens: float) -> dict[str, float]:
-    """Seconds of the parts of a step with this many tokens per rank. Banks travel in bf16, the rest in fp32."""
-    with torch.device("meta"):
-        small = sum(p.numel() for p in GPT(hp, None, torch.float32).parameters())
-    work = communication = 0.0
-    for rows, height, width in (train_gpt.bank_shape(bank, hp) for bank in BANKS):
-        own = math.ceil(rows / ranks)  # the bank is padded to ranks * own rows
-        short, long = sorted((height, width))
-        work += own * hp.muon_backend_steps * 2 * (2 * short * short * long + short**3)
-        communication += 2 * collective(machine, 2 * ranks * own * height * width, 1, ranks)
-        small -= rows * height * width
-    communication += collective(machine, 4 * small, 2, ranks)
-    update = machine["floor"] + work / machine["flops"] + communication
-    return {"passes": tokens * machine["token"], "update": update, "communication": communication}
+# Forward and backward of 98,304 tokens in 72.3 ms are published for one GPU (#399). All other figures are assumed.
+H100 = Machine(72.3e-3 / SHARE, 400e12, 0.6e-3, 8, (8e-6, 20e-6), (325e9, 40e9), True)
 
 
-def seconds(comm: train_gpt.Comm, function: Callable) -> float:
+class Call(NamedTuple):
+    """One collective, as one rank sees it."""
+
+    kind: str
+    group: str  # all, shard or replicate
+    ranks: tuple[int, ...]  # of the group
+    nbytes: int  # of the whole buffer
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank of a ring sends."""
+        return PASSES[self.kind] * self.nbytes * (len(self.ranks) - 1) / len(self.ranks)
+
+    def seconds(self, machine: Machine) -> float:
+        """The collective's time by the formula above."""
+        near = sum(rank // machine.node == self.ranks[0] // machine.node for rank in self.ranks)
+        nodes = len(self.ranks) / near
+        hops = (math.log2(near), math.log2(nodes)) if machine.tree else (len(self.ranks) - 1, 0)
+        latency = sum(alpha * count for alpha, count in zip(machine.alpha, hops, strict=True))
+        inside, between = machine.beta
+        rate = inside if nodes == 1 else min(inside, near * between)
+        return PASSES[self.kind] * latency + self.sent / rate
+
+
+class Step(NamedTuple):
+    """What one rank does in an update."""
+
+    calls: list[Call]
+    owned: list[tuple[int, int, int]]  # rows, height and width of its part of each bank
+    iterations: int  # of Newton-Schulz
+
+    def modelled(self, machine: Machine, tokens: float) -> dict[str, float]:
+        """Seconds of the parts of a step with this many tokens per rank."""
+        work = 0
+        for rows, *matrix in self.owned:
+            short, long = sorted(matrix)
+            work += rows * self.iterations * 2 * (2 * short * short * long + short**3)
+        communication = sum(call.seconds(machine) for call in self.calls)
+        update = machine.floor + work / machine.flops + communication
+        return {"passes": tokens * machine.token, "update": update, "communication": communication}
+
+
+# ---- Bytes, counted --------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
+    """One of `ranks` ranks in torch's fake process group, whose collectives accept every call and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield Comm(rank, ranks).split(shard_ranks, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def count(hp: Hyperparameters, ranks: int, shard_ranks: int, dtype=torch.bfloat16, rank: int = 0) -> Step:
+    """A step of the real optimizer as one of `ranks` ranks, with every collective that it starts."""
+    calls: list[Call] = []
+    start = Comm._start
+
+    def noted(comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor) -> Callable[[], None]:
+        if comm.size > 1:
+            kind = next(kind for kind in PASSES if collective.__name__.startswith(kind))
+            members = tuple(dist.get_process_group_ranks(comm.group or dist.group.WORLD))
+            inner = "shard" if comm is whole.shard else "replicate"
+            group = "all" if len(members) == ranks else inner
+            calls.append(Call(kind, group, members, max(tensor.nbytes for tensor in (out, *source))))
+        return start(comm, collective, out, *source)
+
+    with pretended(rank, ranks, shard_ranks) as whole, torch.device("meta"), mock.patch.object(Comm, "_start", noted):
+        weights = {bank: torch.empty(train_gpt.bank_shape(bank, hp)) for bank in BANKS}
+        optimizer = ParallelMuon(GPT(hp, None, dtype), weights, hp, whole)
+        optimizer.step(lr_scale=1.0, momentum=0.9)
+        optimizer.finish()
+    return Step(calls, [tuple(shard.master.shape) for shard in optimizer.banks.values()], hp.muon_backend_steps)
+
+
+# ---- Curves ----------------------------------------------------------------------------------------------------------
+def sequences(hp: Hyperparameters, ranks: int) -> int:
+    """Sequences of each rank in a batch of TRAIN_BATCH_TOKENS; 0 where train_gpt.py refuses, because a rank would get
+    less than one or some would get more than others."""
+    each, rest = divmod(hp.train_batch_tokens // hp.train_seq_len, ranks)
+    return 0 if rest else each
+
+
+def curves(machine: Machine) -> dict[str, list[dict]]:
+    """The rows of both curves: weak scaling, and a batch of a fixed size."""
+    hp = Hyperparameters()
+    worlds = sorted({*WORLDS, hp.train_batch_tokens // hp.train_seq_len})  # also the most ranks that share the batch
+    found: dict[str, list[dict]] = {"weak": [], "fixed": []}
+    alone = count(hp, 1, 1)
+    for ranks in worlds:
+        steps = {way: count(hp, ranks, shard_ranks(ranks)) for way, shard_ranks in WAYS.items()}
+        tokens = {"weak": SHARE * (ranks in WORLDS), "fixed": sequences(hp, ranks) * hp.train_seq_len}
+        for kind, batch in (("weak", SHARE), ("fixed", hp.train_batch_tokens)):
+            if tokens[kind]:
+                rates = (sum_up(steps[way], alone, machine, tokens[kind], batch) for way in WAYS)
+                found[kind].append({"ranks": ranks, "tokens": tokens[kind], **dict(zip(WAYS, rates, strict=True))})
+    return found
+
+
+def sum_up(step: Step, alone: Step, machine: Machine, tokens: int, batch: int) -> dict[str, float]:
+    """A step in figures. `speed` is a rank's, relative to a single rank that takes the step with `batch` tokens."""
+    parts = step.modelled(machine, tokens)
+    single = alone.modelled(machine, batch)
+    total = parts["passes"] + parts["update"]
+    return {
+        "sent_bytes": sum(call.sent for call in step.calls),
+        "communication_ms": 1000 * parts["communication"],
+        "step_ms": 1000 * total,
+        "speed": tokens / total / (batch / (single["passes"] + single["update"])),
+    }
+
+
+def print_calls(ranks: int, way: str) -> list[dict]:
+    """The collectives of a step, counted."""
+    print(f"\ncounted, {way}, {ranks:,} ranks")
+    print(f"  {'':15} {'group':12}{'ranks':>8}{'calls':>8}{'bytes':>16}{'sent by a rank':>18}")
+    sums: dict[tuple, list[Call]] = {}
+    for call in count(Hyperparameters(), ranks, WAYS[way](ranks)).calls:
+        sums.setdefault((call.kind, call.group, len(call.ranks)), []).append(call)
+    rows = []
+    for (kind, group, size), calls in sums.items():
+        nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent for call in calls)
+        print(f"  {kind:15} {group:12}{size:8,}{len(calls):8}{nbytes:16,}{sent:18,.0f}")
+        rows.append({"kind": kind, "group": group, "ranks": size, "calls": len(calls), "bytes": nbytes, "sent": sent})
+    return rows
+
+
+def print_curve(title: str, rows: list[dict]) -> None:
+    """Print bytes that a rank sends, step and relative speed of a rank, for each way."""
+    print(f"\nmodelled, {title}\n{'':16}" + "".join(f"{way:>32}" for way in WAYS))
+    print(f"{'ranks':>6}{'tokens':>10}" + f"{'MB sent':>12}{'step ms':>10}{'speed':>10}" * len(WAYS))
+    for row in rows:
+        figures = "".join(
+            f"{row[way]['sent_bytes'] / 1e6:12,.1f}{row[way]['step_ms']:10.2f}{row[way]['speed']:10.3f}" for way in WAYS
+        )
+        print(f"{row['ranks']:6,}{row['tokens']:10,}{figures}")
+
+
+def assumptions(machine: Machine) -> str:
+    """What the times rest on, in words."""
+    near, far = (1e6 * alpha for alpha in machine.alpha)
+    inside, between = (beta / 1e9 for beta in machine.beta)
+    return (
+        f"Assumed: {1e3 * SHARE * machine.token:.1f} ms for forward and backward of {SHARE:,} tokens, proportional to "
+        f"tokens;\n{machine.flops / 1e12:.0f} TFLOP/s in Newton-Schulz, {1e3 * machine.floor:.1f} ms for the rest of "
+        f"the update; no overlap; no stragglers;\nnodes of {machine.node} GPUs; within a node {near:.0f} us per hop "
+        f"and {inside:.0f} GB/s per GPU, between nodes {far:.0f} us and {between:g} GB/s."
+    )
+
+
+def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
+    """Both curves, as speed per rank against the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    hp = Hyperparameters()
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
+    titles = {"weak": f"weak scaling: {SHARE:,} tokens per rank", "fixed": f"{hp.train_batch_tokens:,} tokens in all"}
+    for axis, (kind, title) in zip(axes, titles.items(), strict=True):
+        ranks = [row["ranks"] for row in found[kind]]
+        for way, marker in zip(WAYS, "sxo", strict=True):
+            axis.plot(ranks, [row[way]["speed"] for row in found[kind]], marker=marker, ms=4, lw=1.4, label=way)
+        axis.set_xscale("log", base=2)
+        axis.set(title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280), xticks=WORLDS, xticklabels=WORLDS)
+        axis.grid(alpha=0.3)
+    axes[0].axhline(AIM, ls="--", lw=1, color="gray", label=f"aim at 1,024 ranks: {AIM}")
+    axes[0].set(ylabel="speed per rank, one rank = 1", ylim=(min(0.75, axes[0].get_ylim()[0]), 1.02))
+    axes[1].set_ylim(0, 1.05)
+    axes[0].legend(frameon=False, loc="lower left")
+    most = found["fixed"][-1]["ranks"]
+    axes[1].axvspan(most, 1280, color="gray", alpha=0.15, lw=0)
+    note = f"under one sequence of {hp.train_seq_len:,}\nper rank: refused"
+    axes[1].text((most * 1280) ** 0.5, 0.5, note, rotation=90, ha="center", va="center", fontsize=8)
+    figure.suptitle("Modelled, not measured: bytes counted, times assumed", fontsize=11)
+    figure.supxlabel(assumptions(machine), fontsize=7.5)
+    figure.savefig(output, dpi=110)
+
+
+# ---- Real runs -------------------------------------------------------------------------------------------------------
+def seconds(comm: Comm, function: Callable) -> float:
     """Seconds of a call that all ranks begin together."""
     if comm.size > 1:
-        torch.distributed.barrier()
+        dist.barrier()
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
@@ -74,7 +264,7 @@ def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
     """Time steps and collectives as one of the ranks. Rank 0 writes the medians to `out`."""
     with train_gpt.Runtime.start(hp) as runtime:
         comm, model = runtime.comm, GPT(hp, runtime.attend, runtime.dtype)
-        optimizer = train_gpt.ParallelMuon(model, model.initialise(0), hp, comm)
+        optimizer = ParallelMuon(model, model.initialise(0), hp, comm)
         shape = (hp.train_batch_tokens // hp.train_seq_len // comm.size, hp.train_seq_len + 1)
         ids = torch.randint(hp.vocab_size, shape)
         found = {"passes": [], "update": [], **{str(nbytes): [] for nbytes in FIT_BYTES}}
@@ -88,61 +278,74 @@ def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
             out.write_text(json.dumps({name: statistics.median(times[2:]) for name, times in found.items()}))
 
 
-def run_ranks(ranks: int, rounds: int) -> dict[str, float]:
+def run_ranks(ranks: int, shard_ranks: int, rounds: int) -> dict[str, float]:
     """`measure` on this many gloo ranks with one thread each."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DEVICE": "cpu"}
+    environment["SHARD_RANKS"] = str(shard_ranks)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
         subprocess.run([*launcher, __file__, f"--measure={out}", f"--rounds={rounds}"], check=True, env=environment)
         return json.loads(out.read_text())
 
 
-def check(worlds: list[int], rounds: int) -> list[dict]:
+def check(rounds: int) -> list[dict]:
     """Print gloo runs beside the model, which is fitted to the runs of 1 and 2 ranks."""
-    hp, rows = Hyperparameters.from_env({**MODEL, **os.environ}), []
-    measured = {ranks: run_ranks(ranks, rounds) for ranks in worlds}
-    small, large = (measured[2][str(nbytes)] for nbytes in FIT_BYTES)  # 2 hops each
+    hp = Hyperparameters.from_env({**MODEL, **os.environ})
+    dtype = train_gpt.choose_dtype(hp.compute_dtype, torch.device("cpu"))
+    meshes = [(1, 1), (2, 2), (4, 4), (4, 2)]  # ranks, SHARD_RANKS
+    measured = {mesh: run_ranks(*mesh, rounds) for mesh in meshes}
+    small, large = (measured[2, 2][str(nbytes)] for nbytes in FIT_BYTES)  # 2 hops each
     alpha, beta = small / 2, FIT_BYTES[1] / max(1e-9, large - small)
-    machine = {"token": 0.0, "flops": 1.0, "floor": 0.0, "alpha": (alpha,), "beta": (beta,)}
-    machine["flops"] = modelled(hp, machine, 1, 0)["update"] / measured[1]["update"]
+    machine = Machine(0.0, 1.0, 0.0, max(ranks for ranks, _ in meshes), (alpha, 0.0), (beta, 0.0), tree=False)
+    machine = machine._replace(flops=count(hp, 1, 1, dtype).modelled(machine, 0)["update"] / measured[1, 1]["update"])
     print(f"{hp.train_batch_tokens} tokens per step, alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s")
-    print(f"{'ms':18}{'passes':>10}{'update':>10}{'step':>10}")
-    for ranks in worlds:
+    print(f"{'ms':26}{'passes':>10}{'update':>10}{'step':>10}")
+    rows = []
+    for ranks, shard_ranks in meshes:
         # Two ranks share the memory, so a token takes them longer; ranks beyond the cores take turns.
         turns, fitted = max(1, ranks / os.cpu_count()), min(ranks, 2)
-        token = turns * fitted * measured[fitted]["passes"] / hp.train_batch_tokens
-        own = machine | {"token": token, "flops": machine["flops"] / turns}
-        model = modelled(hp, own, ranks, hp.train_batch_tokens / ranks)
-        for label, parts in (("measured", measured[ranks]), ("model", model)):
+        token = turns * fitted * measured[fitted, fitted]["passes"] / hp.train_batch_tokens
+        own = machine._replace(token=token, flops=machine.flops / turns)
+        model = count(hp, ranks, shard_ranks, dtype).modelled(own, hp.train_batch_tokens / ranks)
+        for label, parts in (("measured", measured[ranks, shard_ranks]), ("model", model)):
             times = [1000 * parts["passes"], 1000 * parts["update"]]
-            print(f"{ranks} ranks {label:10}" + "".join(f"{value:10.2f}" for value in (*times, sum(times))))
-            rows.append({"ranks": ranks, "what": label, "passes_ms": times[0], "update_ms": times[1]})
-    return rows
-
-
-def curve(tokens: int = 98_304) -> list[dict]:
-    """Print the model for 1 to 1024 H100s with this many tokens per rank."""
-    print(f"\n{'H100s (assumed)':>16}{'step ms':>12}{'comm. ms':>12}{'Mtok/s':>12}")
-    rows = []
-    for ranks in (2**n for n in range(11)):
-        parts = modelled(Hyperparameters(), H100, ranks, tokens)
-        step = parts["passes"] + parts["update"]
-        print(f"{ranks:16}{1000 * step:12.2f}{1000 * parts['communication']:12.2f}{tokens * ranks / step / 1e6:12.2f}")
-        rows.append({"ranks": ranks, "step_ms": 1000 * step, "communication_ms": 1000 * parts["communication"]})
+            name = f"{ranks} ranks as {ranks // shard_ranks}x{shard_ranks} {label}"
+            print(f"{name:26}" + "".join(f"{value:10.2f}" for value in (*times, sum(times))))
+            mesh = {"ranks": ranks, "shard_ranks": shard_ranks}
+            rows.append({**mesh, "what": label, "passes_ms": times[0], "update_ms": times[1]})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
+    parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
+    parser.add_argument("--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3")
+    parser.add_argument("--plot", type=Path, help="draw both curves to this file")
     parser.add_argument("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         return measure(Hyperparameters.from_env({**MODEL, **os.environ}), arguments.rounds, arguments.measure)
-    checked = check([1, 2, 4], arguments.rounds) if arguments.check else []
-    print(json.dumps({"bench": "scaling", "check": checked, "model": curve()}))
+    machine = H100
+    if arguments.network:
+        machine = machine._replace(beta=(machine.beta[0], 1e9 * arguments.network))
+    if arguments.latency:
+        machine = machine._replace(alpha=(machine.alpha[0], 1e-6 * arguments.latency))
+    if arguments.passes:
+        machine = machine._replace(token=1e-3 * arguments.passes / SHARE)
+    checked = check(arguments.rounds) if arguments.check else []
+    counted = {way: print_calls(WORLDS[-1], way) for way in WAYS}
+    found = curves(machine)
+    print_curve(f"weak scaling, {SHARE:,} tokens per rank", found["weak"])
+    print_curve(f"{Hyperparameters().train_batch_tokens:,} tokens in all", found["fixed"])
+    print(f"\n{assumptions(machine)}")
+    if arguments.plot:
+        with train_gpt.writing(arguments.plot):
+            draw(found, machine, arguments.plot)
+    print(json.dumps({"bench": "scaling", "modelled": found, "counted": counted, "check": checked}))
 
 
 if __name__ == "__main__":

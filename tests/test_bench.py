@@ -1,8 +1,11 @@
 """bench/: what its programs compute beside times."""
 
+import collections
 import importlib.util
 import json
+import math
 import sys
+import types
 
 import pytest
 import sympy
@@ -49,15 +52,100 @@ def test_peak_of_a_cpu_is_unknown():
 def test_the_model_of_a_step():
     """One rank does not communicate, and the update of W ranks has 1 / W of the work where W divides the rows."""
     hp = Hyperparameters(num_layers=8)  # 16 rows per bank
-    machine = {"token": 1e-6, "flops": 1e12, "floor": 0.0, "alpha": (0.0,), "beta": (float("inf"),)}
-    one, sixteen = (scaling.modelled(hp, machine, ranks, 1000) for ranks in (1, 16))
+    machine = scaling.Machine(1e-6, 1e12, 0.0, 8, (0.0, 0.0), (math.inf, math.inf), tree=True)
+    one, sixteen = (scaling.count(hp, ranks, ranks).modelled(machine, 1000) for ranks in (1, 16))
     assert one["communication"] == 0
     assert one["passes"] == pytest.approx(1e-3)
     assert sixteen["update"] == pytest.approx(one["update"] / 16)
-    ring = machine | {"alpha": (2.0,), "beta": (4.0,)}
-    assert scaling.collective(ring, 40, 2, 4) == 2 * 6 + 40 * 2 * 3 / 4 / 4
-    tree = machine | {"alpha": (2.0, 5.0), "beta": (4.0, 8.0)}
-    assert scaling.collective(tree, 40, 1, 16) == 5 * 8 + 40 * 15 / 16 / 8
+
+
+def test_the_model_of_a_collective():
+    """A ring, and trees within a node, over nodes with all ranks of each, and over nodes with one rank of each."""
+    machine = scaling.Machine(0.0, 1.0, 0.0, 8, (2.0, 5.0), (20.0, 4.0), tree=True)
+    ring = machine._replace(tree=False)
+    assert scaling.Call("all_reduce", "all", tuple(range(4)), 40).seconds(ring) == 2 * (2 * 3 + 40 * 3 / 4 / 20)
+    assert scaling.Call("all_gather", "all", tuple(range(8)), 40).seconds(machine) == 2 * 3 + 40 * 7 / 8 / 20
+    over = scaling.Call("all_gather", "all", tuple(range(16)), 40)
+    assert over.seconds(machine) == 2 * 3 + 5 + 40 * 15 / 16 / 20  # eight cards are faster than the links of the node
+    assert over.seconds(machine._replace(beta=(20.0, 1.0))) == 2 * 3 + 5 + 40 * 15 / 16 / 8
+    assert scaling.Call("all_reduce", "replicate", (1, 9), 40).seconds(machine) == 2 * (5 + 40 / 2 / 4)
+
+
+def totals(step):
+    """Bytes of the buffers by kind and group."""
+    sums = collections.Counter()
+    for call in step.calls:
+        sums[call.kind, call.group] += call.nbytes
+    return dict(sums)
+
+
+MATRICES = (
+    512 * 512 + 256 * 512 + 1536 * 512
+)  # weights in a row of each of the record's three banks, which have 22 rows
+SMALL = 4 * (26_829_913 - 22 * MATRICES + 3)  # bytes of the gradients outside the banks and of the report, in fp32
+NORMS = 3 * 4  # bytes: the squared norm of a rank's part of each bank
+
+
+@pytest.mark.parametrize("ranks, rows", [(8, 24), (64, 64), (1024, 1024)])
+def test_bytes_of_one_shard_group(ranks, rows):
+    """Banks are padded to a multiple of the ranks, so traffic grows with them."""
+    step = scaling.count(Hyperparameters(), ranks, ranks)
+    gathered = 2 * rows * MATRICES + ranks * NORMS
+    expected = {("all_reduce", "all"): SMALL, ("reduce_scatter", "all"): 2 * rows * MATRICES}
+    assert totals(step) == expected | {("all_gather", "all"): gathered}
+    sent = (ranks - 1) / ranks * (2 * SMALL + 2 * rows * MATRICES + gathered)
+    assert sum(call.sent for call in step.calls) == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("ranks, rank", [(16, 9), (1024, 0), (1024, 1023)])
+def test_bytes_of_hybrid_sharding(ranks, rank):
+    """Within a node as on one node; between nodes an eighth of each bank, and the small gradients. Every rank sends as
+    many."""
+    step = scaling.count(Hyperparameters(), ranks, 8, rank=rank)
+    bank = 2 * 24 * MATRICES
+    expected = {("all_reduce", "all"): SMALL, ("reduce_scatter", "shard"): bank}
+    assert totals(step) == expected | {("all_reduce", "replicate"): bank / 8, ("all_gather", "shard"): bank + 8 * NORMS}
+    node = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
+    members = {"all": tuple(range(ranks)), "shard": node, "replicate": tuple(range(rank % 8, ranks, 8))}
+    assert {call.group: call.ranks for call in step.calls} == members
+
+
+def test_bytes_of_ddp():
+    """With SHARD_RANKS=1 every rank gets the sum of all gradients, without padding, and updates all rows."""
+    step = scaling.count(Hyperparameters(), 16, 1)
+    assert totals(step) == {("all_reduce", "all"): SMALL + 2 * 22 * MATRICES}
+    assert all(rows == 22 for rows, *_ in step.owned)
+
+
+def test_weak_scaling_reaches_its_aim():
+    """Modelled: 1,024 ranks keep 0.95 of one rank's speed if nodes share the rows, but not as one shard group."""
+    hp = Hyperparameters()
+    alone = scaling.count(hp, 1, 1)
+    steps = [scaling.count(hp, 1024, shard_ranks) for shard_ranks in (8, 1024)]
+    hybrid, flat = (scaling.sum_up(step, alone, scaling.H100, scaling.SHARE, scaling.SHARE)["speed"] for step in steps)
+    assert flat < scaling.AIM < hybrid < 1
+
+
+def test_ranks_that_cannot_share_a_batch(data):
+    """The model leaves out the ranks that the loader refuses."""
+    hp = Hyperparameters.from_env({"DATA_PATH": str(data), **{name: str(value) for name, value in TINY.items()}})
+    assert [scaling.sequences(hp, ranks) for ranks in (1, 8, 24)] == [24, 3, 1]
+    for ranks in (16, 48):  # 1.5 and 0.5 sequences per rank
+        assert scaling.sequences(hp, ranks) == 0
+        runtime = types.SimpleNamespace(comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"))
+        with pytest.raises(train_gpt.UserError, match=f"so {ranks} ranks cannot share its sequences evenly"):
+            train_gpt.TrainingLoader(hp, runtime)
+
+
+def test_curves_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(scaling, "WORLDS", [1, 16])
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "--plot", str(tmp_path / "s.png"), "--network", "1.6"])
+    scaling.main()
+    out = capsys.readouterr().out
+    assert "between nodes 20 us and 1.6 GB/s" in out and (tmp_path / "s.png").stat().st_size > 10_000
+    found = json.loads(out.splitlines()[-1])["modelled"]
+    assert [row["ranks"] for row in found["weak"]] == [1, 16]
+    assert [(row["ranks"], row["tokens"]) for row in found["fixed"]] == [(1, 786_432), (16, 49_152), (384, 2048)]
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])

@@ -52,6 +52,12 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
         assert expected.norm() > 0 and (found["hessians"][name] - expected).norm() < 1e-4 * expected.norm(), name
 
 
+def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
+    """Each node updates its own copy of a row. Replicas that started from other weights would never agree again."""
+    ranks_run("rounding", tmp_path, env(**SHAPE, SHARD_RANKS=2), 4)
+    assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(4)}) == 1
+
+
 @pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "float32"), (2, "bfloat16"), (3, "bfloat16")])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
     """Fault B5: in #399 each rank takes the learning rate from its own clock, and replicas drift apart."""
@@ -89,27 +95,49 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-@pytest.mark.parametrize("local", [1, 2])
-def test_two_nodes(local, env, tmp_path):
-    """`torchrun --nnodes=2` with two agents on one machine. Both succeed; only the first has a log and an artifact. The
-    ranks of a node share the rows of the banks."""
+def two_nodes(command, local, environment, folder, timeout):
+    """`torchrun --nnodes=2` with two agents on one machine, each in a folder of its own. Returns [(status, stdout,
+    stderr)], after at most `timeout` seconds."""
     agents, port = [], free_port()
     for node in range(2):
-        folder = tmp_path / f"node{node}"
-        folder.mkdir()
+        (folder / f"node{node}").mkdir()
         launch = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={local}", f"--node_rank={node}"]
-        launch += [f"--rdzv_endpoint=127.0.0.1:{port}", ROOT / "train_gpt.py"]
-        agents.append(start(launch, env(RUN_ID="nodes"), folder))
-    results = [agent.communicate(timeout=600) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], results
-    assert f"ranks:{2 * local} mesh:2x{local} " in results[0][0] and "final_int6_sliding_window_exact" in results[0][0]
+        launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *command]
+        agents.append(start(launch, environment, folder / f"node{node}"))
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [agent.communicate(timeout=max(0, deadline - time.monotonic())) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # an agent ends its ranks
+    return [(agent.returncode, *output) for agent, output in zip(agents, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("local", [1, 2])
+def test_two_nodes(local, env, tmp_path):
+    """Both succeed; only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
+    first, second = two_nodes([ROOT / "train_gpt.py"], local, env(RUN_ID="nodes"), tmp_path, timeout=600)
+    assert first[0] == second[0] == 0, (first, second)
+    assert f"ranks:{2 * local} mesh:2x{local} " in first[1] and "final_int6_sliding_window_exact" in first[1]
     assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.int6.xz"}
-    assert not list((tmp_path / "node1").iterdir()) and "final" not in results[1][0]
+    assert not list((tmp_path / "node1").iterdir()) and "final" not in second[1]
 
 
-@pytest.mark.parametrize("size, node", [(2, 2), (4, 2)])
-def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, env, tmp_path):
-    """Without a launcher that would end the others: every rank of every node notices, reports it and stops."""
+@pytest.mark.parametrize("victim", [1, 3])
+def test_death_of_a_rank_ends_both_nodes(victim, env, tmp_path):
+    """Of the first node or of the last: its agent ends the other ranks of the node, and those of the other node notice.
+    Both agents end within a minute."""
+    command = [ROOT / "tests" / "faults.py", "kill", 3, victim]
+    agents = two_nodes(command, 2, env(ITERATIONS=100000), tmp_path, timeout=60)
+    assert all(status != 0 for status, *_ in agents), agents
+    assert (tmp_path / f"node{victim // 2}" / "killed").exists()
+    assert "lost a collective operation: another rank has died" in agents[1 - victim // 2][2]
+
+
+@pytest.mark.parametrize("size, node, victim", [(2, 2, 1), (4, 2, 0), (4, 2, 1), (4, 2, 3)])
+def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env, tmp_path):
+    """Without a launcher that would end the others: every rank of every node notices within a minute, reports it and
+    stops, whether the dead rank was of the first node or of the last. Rank 0 also served the process group's store."""
     common = env(ITERATIONS=100000, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=size, SHARD_RANKS=node)
     ranks = []
     for rank in range(size):
@@ -121,9 +149,15 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, env, tmp_pa
     while not (log.exists() and "\nstep:3/" in log.read_text()):
         assert time.monotonic() < deadline and ranks[0].poll() is None
         time.sleep(0.1)
-    os.kill(ranks[-1].pid, signal.SIGKILL)
-    errors = [process.communicate(timeout=600)[1] for process in ranks]
-    for rank, err in enumerate(errors[:-1]):
+    os.kill(ranks[victim].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    try:
+        errors = [process.communicate(timeout=max(0, deadline - time.monotonic()))[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for rank in set(range(size)) - {victim}:
+        err = errors[rank]
         assert ranks[rank].returncode == 1, err
         lost = f"error: rank {rank} lost a collective operation: another rank has died"
         assert err.strip().splitlines()[-1].startswith(lost)

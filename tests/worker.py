@@ -2,6 +2,7 @@
 
 steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians; each rank saves a
             digest of all state, collected from its node
+rounding    the same with initial weights that differ in the last bits between the ranks
 clocks      updates under a clock that advances with every reading, at another speed on each rank; each rank saves a
             digest of its weights
 checkpoint  2 updates and a checkpoint; each rank saves its state
@@ -54,6 +55,19 @@ def steps(run: train_gpt.Training, folder: Path) -> None:
         torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
 
 
+def unequal_start() -> None:
+    """Let every rank compute other initial weights, as if its CPU rounded differently."""
+    initialise = train_gpt.GPT.initialise
+
+    def rounded(model, seed):
+        factor = 1 + int(os.environ["RANK"]) * 1e-6
+        weights = {name: weight * factor for name, weight in initialise(model, seed).items()}
+        model.load_state_dict(weights)
+        return weights
+
+    train_gpt.GPT.initialise = rounded
+
+
 def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
     return {name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()}
@@ -92,7 +106,9 @@ def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     if mode in ("apart", "late"):
         return {"apart": apart, "late": late}[mode](folder)
-    act = {"steps": steps, "clocks": clocks, "checkpoint": checkpoint, "restore": restore}[mode]
+    if mode == "rounding":
+        unequal_start()
+    act = {"steps": steps, "rounding": steps, "clocks": clocks, "checkpoint": checkpoint, "restore": restore}[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log, val = train_gpt.Log(hp, runtime.comm, folder), train_gpt.Validation(hp, runtime.device)
