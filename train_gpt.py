@@ -2322,18 +2322,21 @@ class Training:
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
+    def profiler(self) -> contextlib.AbstractContextManager:
+        """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser (ui.perfetto.dev)."""
+        if not self.hp.profile:
+            return contextlib.nullcontext()
+        handler = torch.profiler.tensorboard_trace_handler(self.hp.profile, f"rank{self.runtime.comm.rank}")
+        window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
+        return torch.profiler.profile(schedule=window, on_trace_ready=handler)
+
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end, with validations in between, for which the clock pauses."""
         hp = self.hp
         first = step = self.clock.step + 1
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
-        profile = contextlib.nullcontext()
-        if hp.profile:  # of steps 4 to 8; the trace opens in a browser (ui.perfetto.dev)
-            handler = torch.profiler.tensorboard_trace_handler(hp.profile, f"rank{self.runtime.comm.rank}")
-            window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
-            profile = torch.profiler.profile(schedule=window, on_trace_ready=handler)
-        with stop_signals(bool(hp.checkpoint_every)) as self.signals, profile:
+        with stop_signals(bool(hp.checkpoint_every)) as self.signals, self.profiler() as profile:
             while not self.stopping:
                 due = hp.val_loss_every and step % hp.val_loss_every == 0
                 if due:
