@@ -26,7 +26,7 @@ from train_gpt import UserError
 SIZES = {
     "small": {
         "NUM_LAYERS": 4, "MODEL_DIM": 128, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 2, "TRAIN_SEQ_LEN": 256,
-        "EVAL_SEQ_LEN": 256, "TRAIN_BATCH_TOKENS": 2048, "COMPILE": 0, "MAX_WALLCLOCK_SECONDS": 200,
+        "EVAL_SEQ_LEN": 256, "TRAIN_BATCH_TOKENS": 2048, "COMPILE": 0, "MAX_WALLCLOCK_SECONDS": 230,
     },
     "large": {
         "NUM_LAYERS": 6, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 4, "TRAIN_SEQ_LEN": 512,
