@@ -20,6 +20,22 @@ TEXT
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
+# Ctrl-C ends a run with a sentence of its own, and everything else with this one.
+interrupted() {
+    if [ -n "${helper:-}" ]; then kill "$helper" 2>/dev/null || true; fi
+    echo "error: interrupted by Ctrl-C; start again to go on" >&2
+    exit 130
+}
+trap interrupted INT
+
+# Run a command that Ctrl-C ends without a traceback: bash lets it ignore SIGINT in the background, and kills it.
+quietly() {
+    "$@" &
+    helper=$!
+    wait "$helper"
+    helper=""
+}
+
 # For each package of a requirements file: "keep NAME==VERSION" if $PYTHON has it, whatever its version, else "install
 # NAME==VERSION" as pinned. Fails if $PYTHON has no supported torch.
 packages() {
@@ -111,11 +127,13 @@ count_gpus() {  # to train on, as gpus
 }
 
 train() {  # python with these options: one run, or a sweep if SEEDS or GRID is set
+    trap - INT
     if [ -n "${SEEDS:-}${GRID:-}" ]; then
         "$PYTHON" tools/sweep.py -- "$PYTHON" "$@" train_gpt.py
     else
         "$PYTHON" "$@" train_gpt.py
     fi
+    trap interrupted INT
 }
 
 record() {  # on GPUs
@@ -133,8 +151,8 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
     local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data size chosen
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
-    "$PYTHON" data/demo_corpus.py "$data"
-    size=$("$PYTHON" tools/demo_size.py)
+    quietly "$PYTHON" data/demo_corpus.py "$data"
+    size=$(trap 'kill "$helper"; exit 130' INT && quietly "$PYTHON" tools/demo_size.py)  # a subshell has no trap
     chosen=${size##*$'\n'}
     echo "$chosen"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
@@ -152,8 +170,10 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
         train
     fi
     if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
-    "$PYTHON" -c "import matplotlib" 2>/dev/null && "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
-    "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz" --note "$chosen"  # ends with the scores
+    if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
+        quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
+    fi
+    quietly "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz" --note "$chosen"  # ends with the scores
 }
 
 case "${1:-}" in

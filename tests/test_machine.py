@@ -4,6 +4,7 @@ import ast
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -96,11 +97,22 @@ class Machine:
         path.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{text}'\nexit {status}\n")
         path.chmod(0o755)
 
-    def run(self, *arguments, **environment):
+    def start(self, *arguments, start_new_session=False, **environment):
         found = {"PATH": f"{self.root / 'bin'}:{os.defpath}", "INSTALLED": str(self.installed)}
         found["TORCH"] = str(self.root.parent / "fresh" / "torch")
-        command = [self.repository / "run.sh", *arguments]
-        return subprocess.run(command, env={**found, **environment}, capture_output=True, text=True)
+        return subprocess.Popen(
+            [self.repository / "run.sh", *arguments],
+            env={**found, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=start_new_session,
+        )
+
+    def run(self, *arguments, **environment):
+        process = self.start(*arguments, **environment)
+        out, error = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
     def installations(self):
         text = self.installed.read_text() if self.installed.exists() else ""
@@ -185,6 +197,29 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
     assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
     first, second = [line for line in machine.installations() if not line.startswith("constraint")]
     assert first == "machine ensurepip" and second.startswith("machine install ") and PINS["constriction"] in second
+
+
+@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_size.py", "tools/report.py"])
+def test_ctrl_c_is_one_sentence(machine, name):
+    """As in a terminal, all processes of the group get SIGINT. Python would print a traceback."""
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    slow = "import sys, time; print('waits', file=sys.stderr, flush=True); time.sleep(60)"
+    (machine.repository / name).write_text(slow)
+    process = machine.start(start_new_session=True)
+    assert process.stderr.readline() == "waits\n"
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and error == "error: interrupted by Ctrl-C; start again to go on\n"
+
+
+@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_size.py"])
+def test_a_failure_before_the_training_ends_the_demonstration(machine, name):
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    (machine.repository / name).write_text("import sys; sys.exit('error: no text')")
+    result = machine.run()
+    assert result.returncode == 1 and result.stderr == "error: no text\n" and "train_gpt" not in result.stdout
 
 
 @pytest.mark.parametrize("version", ["", "2.8.0", "1.13.1"])
