@@ -30,10 +30,13 @@ trap interrupted INT
 
 # Run a command that Ctrl-C ends without a traceback: bash lets it ignore SIGINT in the background, and kills it.
 quietly() {
+    if [ "$BASH_SUBSHELL" -gt 0 ]; then trap 'kill "$helper"; exit 130' INT; fi  # it does not inherit the trap
     "$@" &
     helper=$!
-    wait "$helper"
+    local status=0
+    wait "$helper" || status=$?
     helper=""
+    return $status
 }
 
 # For each package of a requirements file: "keep NAME==VERSION" if $PYTHON has it, whatever its version, else "install
@@ -116,7 +119,7 @@ count_gpus() {  # to train on, as gpus
     if [ "${DEVICE:-}" = cpu ]; then return; fi
     # device_count() asks the driver's library, which answers even if the driver is too old for torch's CUDA.
     local code="import torch; print(torch.cuda.is_available() * torch.cuda.device_count())"
-    gpus=$("$PYTHON" -c "$code")
+    gpus=$(quietly "$PYTHON" -c "$code")
     if [ "$gpus" = 0 ] && grep -q "^GPU [0-9]*:" <<<"$(nvidia-smi -L 2>/dev/null)"; then
         code="import torch; print(f'torch {torch.__version__}', f'(CUDA {torch.version.cuda or None})')"
         echo "error: nvidia-smi lists GPUs, but $("$PYTHON" -c "$code") of $PYTHON sees" \
@@ -152,7 +155,7 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
     quietly "$PYTHON" data/demo_corpus.py "$data"
-    size=$(trap 'kill "$helper"; exit 130' INT && quietly "$PYTHON" tools/demo_size.py)  # a subshell has no trap
+    size=$(quietly "$PYTHON" tools/demo_size.py)
     chosen=${size##*$'\n'}
     echo "$chosen"
     knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
