@@ -21,7 +21,8 @@ import train_gpt
 from train_gpt import UserError
 
 # Tried for 150 s, one seed each: the large one on 2 cores with AMX (some 350 steps), both on 2 cores without it, where
-# the large one took 143 steps and ended level with xz. The small one was not tried with AMX.
+# the large one took 143 steps and ended level with xz. The small one was not tried with AMX. Compiling the small one
+# takes a minute of the five that a newcomer waits, and its steps do not make up for it (bench/README.md).
 # fmt: off
 SIZES = {
     "small": {
