@@ -188,7 +188,7 @@ case "${1:-}" in
     test)
         set_up requirements-dev.txt
         export OMP_WAIT_POLICY=PASSIVE
-        exec "$PYTHON" -m pytest -q -n auto --maxprocesses 8 "${@:2}"
+        exec "$PYTHON" -m pytest -q -n auto --maxprocesses 8 --dist worksteal "${@:2}"
         ;;
     setup)
         set_up requirements-dev.txt

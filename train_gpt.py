@@ -2079,9 +2079,9 @@ class Log:
             file.truncate(0)
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
-        packages = [name for name in ("torch", "numpy", "sentencepiece", "constriction") if find_spec(name)]
+        packages = [name for name in ("numpy", "sentencepiece", "constriction") if find_spec(name)]
         found = ", ".join(f"{name} {version(name)}" for name in packages)
-        versions = f"python {platform.python_version()}, {found}, cuda {torch.version.cuda}"
+        versions = f"python {platform.python_version()}, torch {torch.__version__}, {found}, cuda {torch.version.cuda}"
         fields = {"versions": versions, "runtime": runtime.describe()}
         source = "" if resumed else SOURCE.decode() + "\n" + "=" * 100 + "\n"
         self(f"{source}started: {started}\nhyperparameters (* differs from the default)\n{settings}", console=False)

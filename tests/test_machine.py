@@ -107,6 +107,7 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=start_new_session,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
         )
 
     def run(self, *arguments, **environment):
