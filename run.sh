@@ -188,7 +188,9 @@ case "${1:-}" in
     test)
         set_up requirements-dev.txt
         export OMP_WAIT_POLICY=PASSIVE
-        exec "$PYTHON" -m pytest -q -n auto --maxprocesses 8 --dist worksteal "${@:2}"
+        # One process more than cores, as tests often wait for what they start.
+        processes=$(($(getconf _NPROCESSORS_ONLN) + 1))
+        exec "$PYTHON" -m pytest -q -n "$processes" --maxprocesses 8 --dist worksteal "${@:2}"
         ;;
     setup)
         set_up requirements-dev.txt

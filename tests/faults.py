@@ -24,6 +24,7 @@ def strike(fault: str, run: train_gpt.Training) -> None:
     """Cause the fault."""
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
+        run.checkpoints.written.result()  # tests/test_soak.py kills while files are written
         os.kill(os.getpid(), signal.SIGKILL)
     if fault in ("term", "int", "late"):
         os.kill(os.getpid(), signal.SIGINT if fault == "int" else signal.SIGTERM)
