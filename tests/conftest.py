@@ -1,9 +1,11 @@
 """Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the script as users do."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +179,26 @@ def run(
         process.kill()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The processes whose working folder is `folder` or below it."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if Path(os.readlink(path)).is_relative_to(folder):
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.fixture
+def nothing_is_left_running(tmp_path):
+    """After each test its processes end by themselves."""
+    yield
+    deadline = time.monotonic() + 60
+    while processes_in(tmp_path):
+        assert time.monotonic() < deadline, processes_in(tmp_path)
+        time.sleep(0.1)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """No run is lost: checkpoints, resuming from them, and the faults that a rented machine can have."""
 
-import contextlib
 import json
 import os
 import re
@@ -19,6 +18,8 @@ import torch
 import train_gpt
 from conftest import PARTS, ROOT, TINY, VOCAB, made, run, start, variables, write_shard
 from train_gpt import Comm, StepSettings, UserError, knobs_with
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
 FAULTS = Path(__file__).with_name("faults.py")
 KNOBS = {
@@ -78,26 +79,6 @@ def undisturbed(knobs, tmp_path_factory):
     result = faulty("none", 0, knobs, folder)
     assert result.returncode == 0, result.stderr
     return folder
-
-
-def processes_in(folder: Path) -> list[str]:
-    """The processes whose working folder is `folder` or below it."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if Path(os.readlink(path)).is_relative_to(folder):
-                found.append(path.parent.name)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_running(tmp_path):
-    """After each test its processes end by themselves."""
-    yield
-    deadline = time.monotonic() + 60
-    while processes_in(tmp_path):
-        assert time.monotonic() < deadline, processes_in(tmp_path)
-        time.sleep(0.1)
 
 
 @pytest.fixture
