@@ -133,11 +133,11 @@ def test_spans_need_no_values_from_the_device(elsewhere):
 def test_test_time_training(elsewhere, monkeypatch):
     # torch refuses to begin a fused AdamW on this device, whose kernel exists.
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *arguments: None)
-    run = elsewhere(TTT_ENABLED=1, TTT_CHUNK_TOKENS=512, TTT_LORA_CHUNK=8)
+    run = elsewhere(TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1)
     scorer = silent_evaluator(run)
     assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
     start = train_gpt.lora_adapter(run.hp, META)
-    assert on_device(*train_gpt.lora_documents(scorer, run.val.spans(True)[:5], 8, 2, start).values())
+    assert on_device(*train_gpt.lora_documents(scorer, run.val.spans(True)[:3], 24, 2, start).values())
     assert on_device(scorer.nats, scorer.count)
     run.loader.close()
 

@@ -336,7 +336,7 @@ def test_sgd_compiles_two_shapes(setting):
     knobs = {"TTT_CHUNK_TOKENS": 160, "MICRO_BATCH_TOKENS": 64, "TTT_LR": 0.05, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
     scores = []
     for compiled in (False, True):
-        model, scorer, _ = learner(setting, **knobs)
+        model, scorer, _ = learner(setting, "sgd", 450, **knobs)
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         if compiled:

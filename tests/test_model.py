@@ -426,6 +426,7 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, hyp
             train_gpt.choose_attention(*choice)
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_not_mixed_up(tmp_path):
     """torch's cache on disk does not distinguish kernels: it answered with the graph of the one that was compiled
     first, whatever ATTENTION said."""

@@ -203,10 +203,13 @@ def test_up_and_down_have_updates_of_their_own_shape(hyperparameters):
 
 
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
-def test_the_compiled_update_is_the_update(hyperparameters, changes):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_compiled_update_is_the_update(hyperparameters, backend, changes, monkeypatch):
     """Compiled and eager updates agree in fp32, and settings that change every step do not compile another graph."""
     hp, model, eager = prepared(hyperparameters, **changes)
     twin = made(hp)
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=backend, **rest))
     compiled = ParallelMuon(twin, weights_of(model), hp, Comm(), compiled=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -471,7 +471,7 @@ SERIALIZED = r"Serialized model [^:]+"
 
 
 @pytest.mark.parametrize("comments", [False, True])
-def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch, comments):
+def test_the_packed_script_that_ran_is_submitted(made, comments):
     source = (ROOT / "train_gpt.py").read_bytes()
     source = source if comments else pack_code.without_comments(source)
     packed = pack_code.pack(source)
@@ -482,6 +482,12 @@ def test_the_packed_script_that_ran_is_submitted(made, tmp_path, monkeypatch, co
     status, lines = checked(folder)
     assert status == 0, lines
     assert any(f"is the script that the logs show: packed, {len(packed):,} bytes" in line for line in lines["ok"])
+
+
+def test_a_packed_script_and_its_source_belong_together(made, tmp_path, monkeypatch):
+    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
+    packed = pack_code.pack(source)
+    folder = made(change=counted(len(packed), source))
     for name, content, part in (
         ("train_gpt.readable.py", source + b"x", "train_gpt.readable.py is not its source"),
         ("train_gpt.py", source, f"it has {len(source)} bytes, the code that ran {len(packed)}"),
