@@ -260,7 +260,7 @@ def test_the_wall_clock_includes_the_time_before_the_stop(knobs, tmp_path):
     assert result.returncode == 0, result.stderr
     before = float(re.search(r"^resumed: step:\d+ train_time:(\d+)ms", result.stdout, re.M)[1])
     after = float(re.search(r"^stopping_early: wallclock_cap train_time:(\d+)ms", result.stdout, re.M)[1])
-    assert 1000 <= before < after <= 3000
+    assert 1000 <= before < after < 3000 + before / 2, "3000 + before, if the time before did not count"
     timed = r"^step:(\d+)/\d+ train_loss:\S+ train_time:(\d+)ms"
     log = (tmp_path / "logs" / "r.txt").read_text()
     steps = [tuple(map(int, pair)) for pair in re.findall(timed, log, re.M)]
