@@ -188,6 +188,7 @@ class Hyperparameters:
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
+    eval_mode: str = knob("sliding", "windows, or one banded pass", "run", choices=("sliding", "banded"))
     eval_documents: bool = knob(False, "score each document alone instead of the packed stream", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
@@ -626,7 +627,8 @@ class GPT(nn.Module):
             self.lane_mix = nn.Parameter(torch.tensor([1.1, 1.0, 1.0]).repeat(hp.lanes_last_n, 2, 1))
         rotated = hp.rope_dims or hp.head_dim
         frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-        angle = torch.arange(max(hp.train_seq_len, hp.eval_seq_len), dtype=torch.float64)[:, None, None] * frequency
+        longest = max(hp.train_seq_len, hp.eval_seq_len * (BAND_BLOCK if hp.eval_mode == "banded" else 1))
+        angle = torch.arange(longest, dtype=torch.float64)[:, None, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), of any T
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, layers + 1).float() if hp.ln_scale else torch.ones(layers)
@@ -645,10 +647,11 @@ class GPT(nn.Module):
         self.load_state_dict(weights)
         return weights
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None, reduction="mean", adapter: Adapter | None = None):
+    def forward(self, ids: Tensor, targets=None, reduction="mean", adapter: Adapter | None = None, band: int = 0):
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats: their mean () or, with
         "none", each (B, n). Only these n positions pass through head and last layer, apart from keys and values. An
-        `adapter` adds its low-rank products to those of the matrices."""
+        `adapter` adds its low-rank products to those of the matrices. With a `band`, a position attends to itself and
+        the band - 1 before it; then T - n is 0 or at least the band."""
         hp = self.hp
         weights = self.matrices()
         for name, factor in (adapter or {}).items():
@@ -666,11 +669,11 @@ class GPT(nn.Module):
             last = targets is not None and visit == len(self.visits) - 1
             first = ids.size(1) - targets.size(1) if last else 0
             if layer < hp.num_layers - hp.lanes_last_n:
-                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first)
+                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first, band)
                 x = x + self.mlp(x, weights, layer)
             else:
                 lanes = [old[:, first:] for old in (x, x if lane is None else lane)]
-                attended = self.attention(rms_norm(mixed), weights, layer, first)
+                attended = self.attention(rms_norm(mixed), weights, layer, first, band)
                 change = self.mlp(lanes[1], weights, layer)
                 mix = self.lane_mix[layer - hp.num_layers]  # (2, 3)
                 lanes = [m[0] * old + m[1] * attended + m[2] * change for m, old in zip(mix, lanes, strict=True)]
@@ -739,7 +742,7 @@ class GPT(nn.Module):
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int = 0) -> Tensor:
+    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first=0, band=0) -> Tensor:
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
         hp = self.hp
         time = x.size(1)
@@ -754,7 +757,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[:time], self.sin[:time]
         q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
-        y = (attend_last if first else self.attend)(q, k, v)
+        y = self.attend(q, k, v, band) if band else (attend_last if first else self.attend)(q, k, v)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -940,14 +943,36 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
-def attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E)."""
+def visible(q: Tensor, k: Tensor, band: int) -> Tensor:
+    """Whether the last n of T positions see each of the T, (n, T): itself and all, or band - 1, positions before it."""
     n, time = q.size(1), k.size(1)  # torch's kernels align the causal mask with the first position
+    causal = torch.ones(n, time, dtype=torch.bool, device=q.device).tril(time - n)
+    return causal.triu(time - n - band + 1) if band else causal
+
+
+def attend_last(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E)."""
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
-    future = torch.ones(n, time, dtype=torch.bool, device=q.device).triu(time - n + 1)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1).to(v.dtype)
+    weights = scores.masked_fill(~visible(q, k, band), -math.inf).softmax(dim=-1).to(v.dtype)
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
+
+
+def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int) -> Tensor:
+    """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the keys that a chunk
+    sees. `attend` gets a band if it needs a mask."""
+    batch, n, time = q.size(0), q.size(1), k.size(1)
+    assert n == time or time - n >= band
+    whole = n if n < time else max(0, n - band)  # queries that see a whole band; the others are at the start
+    y = [attend(q[:, : n - whole], k[:, : n - whole], v[:, : n - whole])] if whole < n else []
+    if whole:
+        chunk = max(1, band // 4)  # the fastest of W/4, W/2 and W on a CPU
+        spare = -whole % chunk
+        q = F.pad(q[:, n - whole :], (0, 0, 0, 0, 0, spare)).unflatten(1, (-1, chunk)).flatten(0, 1)
+        seen = (F.pad(t[:, time - whole - band :], (0, 0, 0, 0, 0, spare)) for t in (k, v))
+        k, v = (t.unfold(1, band + chunk, chunk).permute(0, 1, 4, 2, 3).flatten(0, 1) for t in seen)
+        y.append(attend(q, k, v, band).unflatten(0, (batch, -1)).flatten(1, 2)[:, :whole])
+    return torch.cat(y, dim=1)
 
 
 @torch.enable_grad()
@@ -962,7 +987,10 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             attend = load_attention(name)
             shapes = [(2, time, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
             inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
-            compile_whole(attend, compiled and on_gpu)(*inputs).float().sum().backward()
+            probe = compile_whole(attend, compiled and on_gpu)
+            probe(*inputs).float().sum().backward()
+            if hp.eval_mode == "banded":
+                probe(*inputs, time // 2)
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
             refused.append(f"attention {name} skipped: {reason(error)}")
@@ -977,8 +1005,9 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
         require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
 
-        def attend_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = flash_attn_func(q, k, v, causal=True)
+        def attend_fa3(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+            limits = {"window_size": (band - 1, 0)} if band else {}
+            out = flash_attn_func(q, k, v, causal=True, **limits)  # aligned with the last positions
             return out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
 
         return attend_fa3
@@ -986,19 +1015,24 @@ def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     for kernel in ("cudnn", "flash", "mem_efficient", "math"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
-    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if name == "flash" and q.device.type == "cpu" and q.size(1) <= PLAIN_ATTENTION:
-            return attend_last(q, k, v)
+    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+        short = q.device.type == "cpu" and q.size(1) <= PLAIN_ATTENTION
+        if name == "flash" and (q.is_cuda if band else short):  # a GPU's kernel takes no mask
+            return attend_last(q, k, v, band)
+        mask = visible(q, k, band) if band else None
         dtype = q.dtype
         if dtype == torch.bfloat16 and q.device.type == "cpu" and q.size(-1) <= SMALL_HEAD:
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
         if name == "mem_efficient":  # has no grouped-query form
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
-        return out.transpose(1, 2).to(dtype)
+        options = {"attn_mask": mask, "is_causal": not band, "enable_gqa": q.size(1) != k.size(1)}
+        return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).to(dtype)
 
-    return attend_sdpa
+    def attend_any(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+        return attend_chunks(attend_sdpa, q, k, v, band) if band else attend_sdpa(q, k, v)
+
+    return attend_any
 
 
 # ---- Fused MLP: the activation and its derivative inside matrix products, by a Triton kernel -------------------------
@@ -1745,7 +1779,11 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     return explaining(f"artifact {path} cannot be used", Exception, advice="if truncated or altered, copy it again")
 
 
-# ---- Evaluation: one evaluator for plain and sliding windows ---------------------------------------------------------
+# ---- Evaluation: one evaluator for plain windows, sliding windows and the banded pass --------------------------------
+BAND_BLOCK = 16  # a banded pass reads blocks of this many EVAL_SEQ_LEN ...
+BAND_OVERLAP = 2  # ... whose first ones are context that the block before has scored
+
+
 class Score(NamedTuple):
     """A result over the validation stream, or over the scored part of it."""
 
@@ -1783,18 +1821,26 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
 
 class Evaluator:
     """Scores windows of the validation stream; each rank takes an equal part, in full batches of few shapes, which are
-    compiled once. `nats` (n + 1,) holds the loss of each target that it has scored, else NaN; the last is spare."""
+    compiled once. `nats` (n + 1,) holds the loss of each target that it has scored, else NaN; the last is spare.
+
+    Stride 0 means a banded pass: the windows are long blocks, in which each position attends to itself and the
+    EVAL_SEQ_LEN - 1 before it, so every target has that context for about one forward."""
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
-        self.forward, self.val, self.hp, self.runtime, self.stride = forward, val, hp, runtime, stride
+        self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
+        self.window, self.stride = hp.eval_seq_len, stride
+        if not stride:
+            self.forward = functools.partial(forward, band=self.window)
+            self.stride = (BAND_BLOCK - BAND_OVERLAP) * self.window
+            self.window *= BAND_BLOCK
         self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.started = self.reported = time.perf_counter()
 
     def windows(self) -> np.ndarray:
-        """The windows (3, N) of EVAL_SEQ_LEN tokens over the packed stream or, with EVAL_DOCUMENTS, each document."""
-        return plan_windows(self.val.spans(self.hp.eval_documents), self.hp.eval_seq_len, self.stride)
+        """The windows or blocks (3, N) over the packed stream or, with EVAL_DOCUMENTS, each document."""
+        return plan_windows(self.val.spans(self.hp.eval_documents), self.window, self.stride)
 
     def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
         """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits for the device."""
@@ -1819,8 +1865,8 @@ class Evaluator:
         comm = self.runtime.comm
         start, scored, stop = windows
         ends = self.stride * (scored > start)  # 0: the whole window is scored
-        widths = np.full(len(ends), self.hp.eval_seq_len)
-        for narrower in self.hp.eval_seq_len // np.array((2, 4, 8)):  # documents shorter than a window
+        widths = np.full(len(ends), self.window)
+        for narrower in self.window // 2 ** np.arange(1, 4 if self.window == self.hp.eval_seq_len else 8):  # documents
             widths[(stop - start <= narrower) & (ends == 0) & (narrower >= 64)] = narrower
         for width, n in sorted(set(zip(widths.tolist(), ends.tolist(), strict=True)), key=lambda s: (-s[0], s[1])):
             members = np.flatnonzero((widths == width) & (ends == n))
@@ -1862,7 +1908,8 @@ class Evaluator:
 
 
 def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
-    """Score every target of the validation stream once, with windows `stride` apart; EVAL_SEQ_LEN: without overlap."""
+    """Score every target of the validation stream once, with windows `stride` apart; EVAL_SEQ_LEN: without overlap; 0:
+    in a banded pass."""
     scorer = Evaluator(forward, val, hp, runtime, stride, log)
     scorer.score(scorer.windows())
     return scorer.result()
@@ -1870,10 +1917,10 @@ def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: R
 
 def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime) -> None:
     """Score a window of each shape on each rank, so that nothing compiles while an evaluation is timed."""
-    for stride in (hp.eval_seq_len, hp.eval_stride):
+    for stride in (hp.eval_seq_len, hp.eval_stride) + (0,) * (hp.eval_mode == "banded"):
         scorer = Evaluator(forward, val, hp, runtime, stride)
         start, scored, stop = windows = scorer.windows()
-        shape = 2 * np.ceil(np.log2((stop - start) / hp.eval_seq_len)) + (scored > start)
+        shape = 2 * np.ceil(np.log2((stop - start) / scorer.window)) + (scored > start)
         scorer.score(windows[:, np.repeat(np.unique(shape, return_index=True)[1], runtime.comm.size)])
     if hp.ttt_enabled and hp.ttt_mode == "lora":
         for chunk, rows, spans in lora_rounds(scorer):
@@ -2375,7 +2422,8 @@ class Training:
 
     def validate(self, step: int) -> None:
         """Log the score before this step."""
-        score = evaluate(self.eval_forward, self.val, self.hp, self.runtime, self.hp.eval_seq_len)
+        stride = 0 if self.hp.eval_mode == "banded" else self.hp.eval_seq_len
+        score = evaluate(self.eval_forward, self.val, self.hp, self.runtime, stride)
         self.bpb = f"bpb {score.bits_per_byte:.4f}, "
         result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
         more = f"eval_time:{1000 * score.seconds:.0f}ms"
@@ -2487,9 +2535,13 @@ class Training:
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """Log the final scores: disjoint and sliding windows, test-time training; on Ctrl-C, what was scored until then."""
-    for name in ["roundtrip", "sliding_window"] + [f"ttt_{hp.ttt_mode}"] * hp.ttt_enabled:
-        scorer = Evaluator(forward, val, hp, runtime, hp.eval_seq_len if name == "roundtrip" else hp.eval_stride, log)
+    """Log the final scores: disjoint windows, sliding ones or a banded pass, test-time training; on Ctrl-C, what was
+    scored until then."""
+    strides = {"roundtrip": hp.eval_seq_len}
+    strides |= {"banded": 0} if hp.eval_mode == "banded" else {"sliding_window": hp.eval_stride}
+    strides |= {f"ttt_{hp.ttt_mode}": hp.eval_stride} if hp.ttt_enabled else {}
+    for name, stride in strides.items():
+        scorer = Evaluator(forward, val, hp, runtime, stride, log)
         try:
             if name.startswith("ttt"):
                 {"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode](model, scorer)

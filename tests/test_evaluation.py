@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import math
 import re
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ def setting(one_rank):
     return make
 
 
-@pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 1), (32, 31), (48, 7)])
+@pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 1), (32, 31), (48, 7), (4, 0)])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("targets", [48, 49, 111, 240])
 def test_every_target_is_scored_once(setting, window, stride, size, targets):
@@ -33,7 +35,7 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
     The model is replaced by a function whose loss at target j is one bit of j. Eight such sums show whether a target is
     missing or counted twice.
     """
-    hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride)
+    hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window)
     val.tokens, val.nbytes = torch.arange(targets + 1, dtype=torch.int32), torch.ones(targets, dtype=torch.int16)
     val.targets = val.total_bytes = targets
     for bit in range(8):
@@ -41,7 +43,8 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
         for rank in range(size):
             shared = dataclasses.replace(runtime, comm=OneRank(rank, size))
             with pytest.raises(OneRank.Caught) as caught:
-                evaluate(lambda x, y, reduction, bit=bit: ((y - 1) >> bit & 1).float(), val, hp, shared, stride)
+                bits = lambda x, y, bit=bit, **_: ((y - 1) >> bit & 1).float()  # noqa: E731
+                evaluate(bits, val, hp, shared, stride)
             total += caught.value.args[0][0].item()
         assert total == sum(j >> bit & 1 for j in range(targets))
 
@@ -179,6 +182,12 @@ def several_documents(setting, **changes):
     return hp, runtime, val, noise(made(hp, runtime.attend))
 
 
+def shorten(val, targets):
+    """Keep only the first targets of the stream."""
+    val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
+    val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
+
+
 @pytest.mark.parametrize("stride", [32, 8])
 def test_documents_are_scored_as_if_each_were_alone(setting, stride):
     hp, runtime, val, model = several_documents(setting, EVAL_DOCUMENTS=1, EVAL_STRIDE=stride)
@@ -263,6 +272,148 @@ def test_progress_is_of_all_ranks(setting):
         assert evaluator.done() == pytest.approx(done, abs=0.01)
 
 
+# The banded pass
+
+
+def masked(q, k, v, band=0):
+    """Attention with a mask over all positions, the reference."""
+    return train_gpt.attend_last(q, k, v, band)
+
+
+def one_long_pass(model, hp, tokens) -> torch.Tensor:
+    """Losses of all targets (n,) by one forward of the whole stream with a mask."""
+    long = dataclasses.replace(hp, eval_mode="sliding", eval_seq_len=len(tokens), eval_stride=1)
+    reference = made(long, masked)
+    reference.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", band=hp.eval_seq_len)[0]
+
+
+def banded(setting, **changes):
+    """(hyperparameters, runtime, four blocks of validation text with several documents, random model of two layers)."""
+    knobs = {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "NUM_LAYERS": 2}
+    hp, runtime, val, model = several_documents(setting, **knobs | changes)
+    shorten(val, 450)
+    return hp, runtime, val, model
+
+
+@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"ATTN_GATE": 1, "LANES_LAST_N": 1}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_banded_pass_is_one_long_pass(setting, changes, size):
+    """Two layers reach back by 2 (W - 1) positions and the previous token: the overlap of blocks. Any ranks agree."""
+    found = []
+    for rank in range(size):
+        hp, runtime, val, model = banded(setting, **changes)
+        shared = dataclasses.replace(runtime, comm=Comm(rank, size))
+        scorer = train_gpt.Evaluator(model, val, hp, shared, 0)
+        scorer.score(scorer.windows())
+        found.append(scorer.nats[:-1])
+    assert (sum((~nats.isnan()).long() for nats in found) == 1).all()
+    together = sum(nats.nan_to_num(0) for nats in found)
+    torch.testing.assert_close(together, one_long_pass(model, hp, val.tokens), rtol=1e-5, atol=1e-5)
+    plain = train_gpt.Evaluator(model, val, hp, runtime, 8)
+    plain.score(plain.windows())
+    assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
+
+
+def test_what_the_overlap_of_blocks_leaves_out(setting):
+    """With more layers than the overlap has bands, the first targets of a block lose a little, and only those."""
+    hp, runtime, val, model = banded(setting, NUM_LAYERS=4)
+    scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
+    scorer.score(scorer.windows())
+    lost = (scorer.nats[:-1] - one_long_pass(model, hp, val.tokens)).abs()
+    _, scored, stop = scorer.windows()
+    for first, end in zip(scored[1:], stop[1:], strict=True):
+        assert (lost[first + 16 : end] < 1e-5).all()
+    assert 1e-5 < lost.max() < 0.3 and lost.mean() < 0.01
+
+
+@pytest.mark.parametrize("band", [1, 5, 8, 64])
+@pytest.mark.parametrize("n, time", [(40, 40), (37, 37), (5, 5), (24, 88), (3, 88)])
+@pytest.mark.parametrize("name", ["flash", "math"])
+def test_banded_attention_in_chunks(band, n, time, name):
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, n, 4, 8, generator=generator)
+    k, v = torch.randn(2, 2, time, 2, 8, generator=generator)
+    expected = masked(q, k, v, band)
+    torch.testing.assert_close(train_gpt.load_attention(name)(q, k, v, band), expected, rtol=1e-5, atol=1e-6)
+    visible = torch.tensor([[0 <= i - j < band for j in range(time)] for i in range(time - n, time)])
+    scores = torch.einsum("bnhe,bthe->bhnt", q, k.repeat_interleave(2, dim=2)) / 8**0.5
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    direct = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
+    torch.testing.assert_close(expected, direct, rtol=1e-5, atol=1e-6)
+
+
+def test_window_of_flash_attention_3(monkeypatch):
+    """Its window counts the positions before the query, and it aligns the last query with the last key."""
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+        before, after = window_size
+        assert causal and after in (0, -1)
+        return masked(q, k, v, before + 1), None
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    attend = train_gpt.load_attention("fa3")
+    q, k, v = torch.randn(1, 20, 4, 8), torch.randn(1, 30, 2, 8), torch.randn(1, 30, 2, 8)
+    assert torch.equal(attend(q, k, v, 7), masked(q, k, v, 7))
+    assert torch.equal(attend(q, k, v), masked(q, k, v))
+
+
+def test_a_kernel_without_a_band_is_skipped(one_rank, monkeypatch):
+    load = train_gpt.load_attention
+    without = lambda name: load(name) if name == "math" else lambda q, k, v: load(name)(q, k, v)  # noqa: E731
+    monkeypatch.setattr(train_gpt, "load_attention", without)
+    assert one_rank()[1].attention == "flash"
+    _, runtime = one_rank(EVAL_MODE="banded")
+    assert runtime.attention == "math" and "attention flash skipped" in runtime.notes[0]
+
+
+def test_banded_documents_are_scored_as_if_each_were_alone(setting):
+    hp, runtime, val, model = banded(setting, EVAL_DOCUMENTS=1)
+    shapes, forward = set(), model.forward
+    model.forward = lambda ids, *rest, **more: shapes.add(ids.size(1)) or forward(ids, *rest, **more)
+    scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
+    scorer.score(scorer.windows())
+    assert shapes == {128, 64}, "a document of up to 64 tokens takes half a block"
+    for begin, end in val.spans(True):
+        alone = one_long_pass(model, hp, val.tokens[begin : end + 1])
+        torch.testing.assert_close(scorer.nats[begin:end], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_the_warm_up_compiles_the_shapes_of_a_banded_pass(setting):
+    hp, runtime, val, model = banded(setting)
+    shapes, forward = [], model.forward
+
+    def noted(ids, targets, reduction="mean", **rest):
+        shapes.append((ids.shape, targets.shape, *rest.items()))
+        return forward(ids, targets, reduction, **rest)
+
+    train_gpt.warm_up_evaluation(noted, val, hp, runtime)
+    warm = set(shapes)
+    shapes.clear()
+    evaluate(noted, val, hp, runtime, 0)
+    assert set(shapes) <= warm and ("band", 8) in shapes[0]
+
+
+def test_the_mode_of_a_run(script):
+    """The banded score replaces the sliding one, also in the validations during training; the artifact has no mode."""
+    result = script(EVAL_MODE="banded", VAL_LOSS_EVERY=12, EMA_ENABLED=0, ATTENTION="math")
+    assert result.returncode == 0, result.stderr
+    number = r" val_loss:(\d+\.\d+)"
+    read = lambda name, text: float(re.search(re.escape(name) + number, text).group(1))  # noqa: E731
+    banded = read("final_int6_banded_exact", result.stdout)
+    assert "sliding_window" not in result.stdout
+    trained, plain = read("step:12/12", result.stdout), read("final_average_exact", result.stdout)
+    assert abs(trained - banded) < abs(plain - banded), "the plain score is of the same weights"
+    again = script(EVAL_MODE="banded", EVAL_ONLY="final_model.int6.xz", ATTENTION="math")
+    assert read("final_int6_banded_exact", again.stdout) == pytest.approx(banded, abs=1e-7)
+    windows = script(EVAL_ONLY="final_model.int6.xz", ATTENTION="math")
+    assert "final_int6_sliding_window_exact" in windows.stdout and "banded_exact" not in windows.stdout
+
+
 # Test-time training
 
 
@@ -273,8 +424,7 @@ def learner(setting, mode="sgd", targets=0, **changes):
     """(model, evaluator, lines that it logs) for test-time training on the whole text or its first targets."""
     hp, runtime, val, model = several_documents(setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes)
     if targets:
-        val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
-        val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
+        shorten(val, targets)
     lines = []
     return (
         model,

@@ -20,6 +20,7 @@ WAYS = {
     "sliding": {},
     "documents": {"EVAL_DOCUMENTS": 1},
     "parts": PARTS,
+    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8},  # blocks of 128 tokens
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
 }
@@ -61,7 +62,7 @@ def test_c1_future_tokens_change_nothing_before_them(setting, way):
     assert legality.future(same_documents, tokens, hp.vocab_size, CUTS) == ""
 
 
-@pytest.mark.parametrize("way", ["plain", "sliding", "documents"])
+@pytest.mark.parametrize("way", ["plain", "sliding", "documents", "banded"])
 def test_c1_the_end_of_the_stream_changes_nothing_before_it(setting, way):
     evaluate, tokens, _ = setting(way)
     assert legality.truncation(evaluate, tokens, CUTS) == ""
@@ -92,7 +93,7 @@ def peeking(model, evaluator):
     """Attention sees one position ahead."""
     attend = model.attend
     ahead = lambda x: torch.cat((x[:, 1:], x[:, -1:]), dim=1)  # noqa: E731
-    model.attend = lambda q, k, v: attend(q, k, ahead(v))
+    model.attend = lambda q, k, v, *band: attend(q, k, ahead(v), *band)
 
 
 def unnormalised(model, evaluator):
@@ -112,7 +113,7 @@ def forgetful(model, evaluator):
     evaluator.take = lambda nats, target, counts: take(nats, target, counts & (nats < 7))
 
 
-@pytest.mark.parametrize("way", ["sliding", "plain", "documents"])
+@pytest.mark.parametrize("way", ["sliding", "plain", "documents", "banded"])
 def test_a_look_ahead_is_caught(setting, way):
     evaluate, tokens, hp = setting(way)
     assert legality.future(lambda t: evaluate(t, peeking), tokens, hp.vocab_size, CUTS).startswith("C1")
@@ -210,6 +211,11 @@ def test_the_suite_tries_every_way_of_a_run():
     assert legality.suite(train_gpt, settings) == ""
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
     learning = settings | {"TTT_ENABLED": "True", "TTT_MODE": "sgd"}
+    banded = settings | {"EVAL_MODE": "banded"}
+    assert legality.suite(train_gpt, banded) == ""
+    in_blocks = lambda model, evaluator: peeking(model, evaluator) if evaluator.window > 32 else None  # noqa: E731
+    assert "EVAL_SEQ_LEN=8" in legality.suite(train_gpt, banded, in_blocks)
+    assert legality.suite(train_gpt, settings, in_blocks) == ""
     only_then = lambda model, evaluator: peeking(model, evaluator) if evaluator.hp.ttt_enabled else None  # noqa: E731
     assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)
     assert legality.suite(train_gpt, settings, only_then) == ""

@@ -118,7 +118,8 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
         stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
         stream.total_bytes = stream.targets
         own = copy.deepcopy(model)
-        evaluator = script.Evaluator(own, stream, hp, runtime, hp.eval_stride, lambda text: None)
+        banded = getattr(hp, "eval_mode", "") == "banded" and not hp.ttt_enabled  # older records have windows only
+        evaluator = script.Evaluator(own, stream, hp, runtime, 0 if banded else hp.eval_stride, lambda text: None)
         if leak:
             leak(own, evaluator)
         if hp.ttt_enabled and has_classes(script):
@@ -128,6 +129,8 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
             sizes = {"LORA_QUEUES": 1, "LORA_BATCH": 1} if hands_on(script) else {}
             with mock.patch.multiple(script, **sizes) if sizes else contextlib.nullcontext():
                 {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
+        elif banded:
+            evaluator.score(evaluator.windows())
         else:
             evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
         return evaluator.nats[:-1].double()
@@ -193,6 +196,7 @@ SMALL = {
     "TRAIN_BATCH_TOKENS": "768", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8", "VAL_BATCH_SIZE": "256", "COMPILE": "0",
     "COMPUTE_DTYPE": "float32", "DEVICE": "cpu", "ATTENTION": "auto", "TTT_CHUNK_TOKENS": "40", "TTT_LR": "0.05",
     "TTT_LORA_CHUNK": "8", "TTT_LORA_LR": "0.05", "TTT_FREEZE_BLOCKS": "0", "EVAL_MAX_SECONDS": "0", "EVAL_ONLY": "",
+    "EVAL_MODE": "sliding",
 }
 # fmt: on
 CUTS = (40, 63, 64, 137, 250)
@@ -201,20 +205,22 @@ CUTS = (40, 63, 64, 137, 250)
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
     """The first fault in the kinds of evaluation of a run with these knobs, or "".
 
-    The model is small, with random weights. Non-overlapping and sliding windows are always probed, test-time training
-    if the run used it.
+    The model is small, with random weights. Non-overlapping and sliding windows are always probed, a banded pass and
+    test-time training if the run used them.
     """
     fields = script.Hyperparameters.__dataclass_fields__
     knobs = {name: value for name, value in settings.items() if name.lower() in fields}
-    kinds = [{"EVAL_STRIDE": "32", "TTT_ENABLED": "0"}, {"TTT_ENABLED": "0"}]
+    kinds = [{"EVAL_STRIDE": stride, "TTT_ENABLED": "0"} for stride in ("32", "8")]
+    if knobs.get("EVAL_MODE") == "banded":
+        kinds.append({"EVAL_MODE": "banded", "EVAL_SEQ_LEN": "8", "TTT_ENABLED": "0"})
     if knobs.get("TTT_ENABLED") == "True":
-        kinds.append({"TTT_ENABLED": "1"})
+        kinds.append({"EVAL_STRIDE": "8", "TTT_ENABLED": "1"})
     for kind in kinds:
         hp = script.Hyperparameters.from_env({**knobs, **SMALL, **kind})
         with script.Runtime.start(hp) as runtime:
             evaluate = evaluator_of(script, hp, runtime, random_model(script, hp, runtime))
             if fault := probe_all(script, hp, lambda tokens, evaluate=evaluate: evaluate(tokens, leak)):
-                return f"{fault} (EVAL_STRIDE={hp.eval_stride} TTT_ENABLED={int(hp.ttt_enabled)})"
+                return f"{fault} ({' '.join(f'{name}={value}' for name, value in kind.items())})"
     return ""
 
 
