@@ -627,7 +627,7 @@ class GPT(nn.Module):
             self.lane_mix = nn.Parameter(torch.tensor([1.1, 1.0, 1.0]).repeat(hp.lanes_last_n, 2, 1))
         rotated = hp.rope_dims or hp.head_dim
         frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-        longest = max(hp.train_seq_len, hp.eval_seq_len * (BAND_BLOCK if hp.eval_mode == "banded" else 1))
+        longest = max(hp.train_seq_len, hp.eval_seq_len, sum(band_block(hp)) if hp.eval_mode == "banded" else 0)
         angle = torch.arange(longest, dtype=torch.float64)[:, None, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)  # (T, 1, rotated/2), of any T
         self.register_buffer("sin", angle.sin().float(), persistent=False)
@@ -1780,8 +1780,7 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
 
 
 # ---- Evaluation: one evaluator for plain windows, sliding windows and the banded pass --------------------------------
-BAND_BLOCK = 16  # a banded pass reads blocks of this many EVAL_SEQ_LEN ...
-BAND_OVERLAP = 2  # ... whose first ones are context that the block before has scored
+BAND_TARGETS = 64  # a block of a banded pass scores this many EVAL_SEQ_LEN
 
 
 class Score(NamedTuple):
@@ -1814,6 +1813,12 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     return np.stack((start, scored, np.minimum(start + window, end[span])))
 
 
+def band_block(hp: Hyperparameters) -> tuple[int, int]:
+    """Positions that a block of a banded pass only reads, and those that it scores. As each layer reaches back by at
+    most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, the losses are those of one long pass."""
+    return hp.eval_seq_len * (len(hp.visits()) + 1), hp.eval_seq_len * BAND_TARGETS
+
+
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
     """Windows of `width` tokens that one rank scores per forward."""
     return max(1, min(hp.val_batch_size // runtime.comm.size, runtime.micro_batch_tokens) // width)
@@ -1830,9 +1835,8 @@ class Evaluator:
         self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
         self.window, self.stride = hp.eval_seq_len, stride
         if not stride:
-            self.forward = functools.partial(forward, band=self.window)
-            self.stride = (BAND_BLOCK - BAND_OVERLAP) * self.window
-            self.window *= BAND_BLOCK
+            self.forward = functools.partial(forward, band=hp.eval_seq_len)
+            self.window, self.stride = sum(band_block(hp)), band_block(hp)[1]
         self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)

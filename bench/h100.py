@@ -5,6 +5,7 @@
     python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
     python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
+    python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: disjoint windows
 
 The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver answers as an H100,
 logs every launch and computes nothing. A kernel then costs the larger of its bytes at 3.35 TB/s and its operations at
@@ -177,10 +178,10 @@ def launches_of(found: dict) -> list[dict]:
         elif kind == "note" and fields[0] == "kernel":
             kernel = found["kernels"][int(fields[1])]
         elif kind == "note" and fields[0] == "attention":
-            b, t, h, e, groups = map(int, fields[2:])
+            b, n, h, e, time, groups, band = map(int, fields[2:])
             passes = {"forward": (2, 2, 1.0), "backward": (4, 4, 2.5)}[fields[1]]  # of q's size, of k's size, work
-            moved = 2 * b * t * e * (passes[0] * h + passes[1] * groups)
-            add("attention", f"attention {fields[1]}", moved, passes[2] * 2 * b * h * t * t * e)
+            moved = 2 * b * e * (passes[0] * n * h + passes[1] * time * groups)
+            add("attention", f"attention {fields[1]}", moved, passes[2] * 4 * b * h * n * (band or time / 2) * e)
         elif kind == "note" and fields[0] == "operator":
             add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
         elif kind == "triton":

@@ -205,7 +205,8 @@ def test_costs_of_a_log():
         "note\tkernel\t0",
         "triton\ttriton_poi_fused_mul_3\t40\t8",
         "product\t4096\t4096\t4096\t1\t14,14,14",
-        "note\tattention\tforward\t2\t1024\t8\t64\t4",
+        "note\tattention\tforward\t2\t1024\t8\t64\t1024\t4\t0",
+        "note\tattention\tforward\t2\t1000\t8\t64\t1024\t4\t16",
         "note\tpart\tbackward",
         "copy\td2d\t1000",
         "copy\th2d\t1000",
@@ -213,9 +214,10 @@ def test_costs_of_a_log():
     kernels = [{"name": "triton_poi_fused_mul_3", "bytes": 3.35e9, "flops": 1.58e12, "sizes": "{'x': 1024}"}]
     found = {"facts": {"peak_mib": 7, "graph_breaks": 0, "torch": "2.9.1"}, "kernels": kernels, "log": log}
     launches = h100.launches_of(found)
-    kernel, product, attention, inside, outside = launches
+    kernel, product, attention, banded, inside, outside = launches
     assert kernel["name"] == "poi_fused_mul x:1024" and h100.seconds(kernel) == pytest.approx(2e-3)
     assert h100.seconds(product) == pytest.approx(2 * 4096**3 / h100.FLOPS)
+    assert banded["flops"] == 4 * 2 * 8 * 1000 * 16 * 64 and banded["bytes"] == 4 * 2 * 64 * (1000 * 8 + 1024 * 4)
     assert attention["flops"] == 2 * 2 * 8 * 1024**2 * 64 and attention["bytes"] == 2 * 2 * 1024 * 64 * (16 + 8)
     assert (inside["part"], inside["bytes"], outside["bytes"]) == ("backward", 2000, 1000)
     assert h100.seconds(outside) == pytest.approx(1000 / h100.HOST_LINK)

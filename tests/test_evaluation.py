@@ -290,17 +290,22 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
 
 
 def banded(setting, **changes):
-    """(hyperparameters, runtime, four blocks of validation text with several documents, random model of two layers)."""
-    knobs = {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "NUM_LAYERS": 2}
-    hp, runtime, val, model = several_documents(setting, **knobs | changes)
+    """(hyperparameters, runtime, blocks of validation text with several documents, random model)."""
+    hp, runtime, val, model = several_documents(setting, **{"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes)
     shorten(val, 450)
     return hp, runtime, val, model
 
 
-@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"ATTN_GATE": 1, "LANES_LAST_N": 1}])
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks of 3 layers score only 12 windows and read 4 more."""
+    monkeypatch.setattr(train_gpt, "BAND_TARGETS", 12)
+
+
+@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, PARTS])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_banded_pass_is_one_long_pass(setting, changes, size):
-    """Two layers reach back by 2 (W - 1) positions and the previous token: the overlap of blocks. Any ranks agree."""
+def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
+    """However many visits of layers reach back, and on any number of ranks."""
     found = []
     for rank in range(size):
         hp, runtime, val, model = banded(setting, **changes)
@@ -314,18 +319,6 @@ def test_a_banded_pass_is_one_long_pass(setting, changes, size):
     plain = train_gpt.Evaluator(model, val, hp, runtime, 8)
     plain.score(plain.windows())
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
-
-
-def test_what_the_overlap_of_blocks_leaves_out(setting):
-    """With more layers than the overlap has bands, the first targets of a block lose a little, and only those."""
-    hp, runtime, val, model = banded(setting, NUM_LAYERS=4)
-    scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
-    scorer.score(scorer.windows())
-    lost = (scorer.nats[:-1] - one_long_pass(model, hp, val.tokens)).abs()
-    _, scored, stop = scorer.windows()
-    for first, end in zip(scored[1:], stop[1:], strict=True):
-        assert (lost[first + 16 : end] < 1e-5).all()
-    assert 1e-5 < lost.max() < 0.3 and lost.mean() < 0.01
 
 
 @pytest.mark.parametrize("band", [1, 5, 8, 64])
@@ -371,7 +364,7 @@ def test_a_kernel_without_a_band_is_skipped(one_rank, monkeypatch):
     assert runtime.attention == "math" and "attention flash skipped" in runtime.notes[0]
 
 
-def test_banded_documents_are_scored_as_if_each_were_alone(setting):
+def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
     hp, runtime, val, model = banded(setting, EVAL_DOCUMENTS=1)
     shapes, forward = set(), model.forward
     model.forward = lambda ids, *rest, **more: shapes.add(ids.size(1)) or forward(ids, *rest, **more)
@@ -383,7 +376,7 @@ def test_banded_documents_are_scored_as_if_each_were_alone(setting):
         torch.testing.assert_close(scorer.nats[begin:end], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_the_warm_up_compiles_the_shapes_of_a_banded_pass(setting):
+def test_the_warm_up_compiles_the_shapes_of_a_banded_pass(setting, blocks):
     hp, runtime, val, model = banded(setting)
     shapes, forward = [], model.forward
 
@@ -599,7 +592,7 @@ def test_low_rank_training_by_hand(setting):
 def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
     """Documents side by side do not see each other, neither their text nor when the others end. A larger epsilon keeps
     Adam from making a whole step of a gradient that is zero but for rounding."""
-    monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-4))
+    monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-3))
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []
     for rows in (1, 2, 3, 5):

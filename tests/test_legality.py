@@ -20,7 +20,7 @@ WAYS = {
     "sliding": {},
     "documents": {"EVAL_DOCUMENTS": 1},
     "parts": PARTS,
-    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8},  # blocks of 128 tokens
+    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 2, "EVAL_STRIDE": 2},  # blocks of 136 tokens
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
 }
@@ -214,7 +214,7 @@ def test_the_suite_tries_every_way_of_a_run():
     banded = settings | {"EVAL_MODE": "banded"}
     assert legality.suite(train_gpt, banded) == ""
     in_blocks = lambda model, evaluator: peeking(model, evaluator) if evaluator.window > 32 else None  # noqa: E731
-    assert "EVAL_SEQ_LEN=8" in legality.suite(train_gpt, banded, in_blocks)
+    assert "EVAL_SEQ_LEN=2" in legality.suite(train_gpt, banded, in_blocks)
     assert legality.suite(train_gpt, settings, in_blocks) == ""
     only_then = lambda model, evaluator: peeking(model, evaluator) if evaluator.hp.ttt_enabled else None  # noqa: E731
     assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)

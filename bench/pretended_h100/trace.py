@@ -147,9 +147,9 @@ def watch_kernels() -> list[dict]:
 
 # ---- FlashAttention 3: an opaque operator whose cost is a formula ----------------------------------------------------
 @library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output like q (B, T, H, E) and log-sum-exp (B, H, T)."""
-    note("attention", "forward", *q.shape, k.size(2))
+def attention(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> tuple[Tensor, Tensor]:
+    """Output like q (B, n, H, E) and log-sum-exp (B, H, n). With a band, a query sees as many keys."""
+    note("attention", "forward", *q.shape, *k.shape[1:3], band)
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
@@ -158,12 +158,12 @@ def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients like q, k and v."""
-    note("attention", "backward", *q.shape, k.size(2))
+    note("attention", "backward", *q.shape, *k.shape[1:3], 0)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @attention.register_fake
-def _(q, k, v):
+def _(q, k, v, band=0):
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
@@ -173,11 +173,11 @@ def _(grad, q, k, v, out, lse):
 
 
 def save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
+    ctx.save_for_backward(*inputs[:3], *output)
 
 
 def differentiate(ctx, grad, _):
-    return attention_backward(grad.contiguous(), *ctx.saved_tensors)
+    return *attention_backward(grad.contiguous(), *ctx.saved_tensors), None
 
 
 attention.register_autograd(differentiate, setup_context=save_inputs)
@@ -190,7 +190,11 @@ def dense_rows(tensor: Tensor) -> Tensor:
 def provide_flash_attention() -> None:
     """Let `import flash_attn_interface` find the operator. Like the real one it takes views of contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
-    module.flash_attn_func = lambda q, k, v, causal: attention(*map(dense_rows, (q, k, v)))[0]
+
+    def flash_attn_func(q, k, v, causal, window_size=(-1, -1)):
+        return attention(*map(dense_rows, (q, k, v)), window_size[0] + 1)[0]
+
+    module.flash_attn_func = flash_attn_func
     sys.modules["flash_attn_interface"] = module
 
 
@@ -287,14 +291,16 @@ def build_model(script, hp, runtime) -> torch.nn.Module:
 
 
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
-    """One batch of sliding windows."""
-    model = build_model(script, hp, runtime)
-    rows = script.eval_rows(hp, runtime, hp.eval_seq_len)
-    targets = hp.eval_seq_len + (rows * runtime.comm.size + 1) * hp.eval_stride
-    val = Data(hp, runtime, targets)
-    windows = script.plan_windows(val.spans(False), hp.eval_seq_len, hp.eval_stride)
-    batch = windows[:, 1 : 1 + rows * runtime.comm.size]
-    scorer = script.Evaluator(script.compile_whole(model, runtime.compiled), val, hp, runtime, hp.eval_stride)
+    """One batch of windows, or of the blocks of a banded pass."""
+    forward = script.compile_whole(build_model(script, hp, runtime), runtime.compiled)
+    banded = getattr(hp, "eval_mode", "") == "banded"  # an older script has no modes
+    only_read, stride = script.band_block(hp) if banded else (hp.eval_seq_len - hp.eval_stride, hp.eval_stride)
+    window = only_read + stride
+    rows = script.eval_rows(hp, runtime, window)
+    options["windows"] = {"eval_rows": rows, "window": window, "stride": stride}
+    val = Data(hp, runtime, window + (rows * runtime.comm.size + 1) * stride)
+    batch = script.plan_windows(val.spans(False), window, stride)[:, 1 : 1 + rows * runtime.comm.size]
+    scorer = script.Evaluator(forward, val, hp, runtime, 0 if banded else stride)
 
     def work():
         note("part", "windows")
@@ -456,9 +462,7 @@ def main() -> None:
         "graph_breaks": sum(counters["graph_break"].values()),
         "graphs": counters["stats"].get("unique_graphs", 0),
         "rows": hp.train_batch_tokens // hp.train_seq_len // options["ranks"],
-        "eval_rows": script.eval_rows(hp, runtime, hp.eval_seq_len),
-        "window": hp.eval_seq_len,
-        "stride": hp.eval_stride,
+        **options.get("windows", {}),
         "ttt_chunk": hp.ttt_chunk_tokens,
         "repeats": options.get("repeats"),
         "weights": sum(p.numel() for p in script.GPT(hp, attend, dtype).parameters()),
