@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Time the sliding-window evaluation against the published way, or score an artifact with several windows and strides.
+"""Time the evaluations beside the published one, or score an artifact with several windows and strides.
 
     python bench/eval.py                       # a small model on a CPU, the record's model on a GPU
-    python bench/eval.py --windows 256 --rounds 5
-    DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --plot windows.png
+    python bench/eval.py --windows 1024 --rounds 3
+    DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --windows 1024
+    ... python bench/eval.py --artifact final_model.int6.xz --lengths 256 512 1024 --strides 256 64 --plot windows.png
 
-The published way takes windows in a Python loop, copies each to the device, sends all positions through all layers and
-the head, and sums the scored positions window by window. Ours gathers windows from the tokens on the device and
-computes the last layer and the head only where they are scored. Both are compiled if the machine compiles. The variants
-take turns within a round; the table has medians, with random weights and tokens, which cost what real ones cost.
+The modes are windows without overlap, sliding windows the published way, ours, and the banded pass. The published way
+takes windows in a Python loop, copies each to the device, sends all positions through all layers and the head, and sums
+the scored positions window by window. Ours gathers windows from the tokens on the device and computes the last layer
+and the head only where they are scored; with all positions everywhere it is a row of its own. All are compiled if the
+machine compiles, and take turns within a round; the table has medians. All score the same targets, as many as --windows
+sliding windows have. Without an artifact, weights and tokens are random, which cost what real ones cost.
 
-With --artifact the table has bits per byte for windows of several lengths without overlap, and for several strides of
-the artifact's own window. Positions beyond the training length are new to the rotary embeddings.
+With --lengths the table has the artifact's bits per byte for windows of these lengths without overlap, with --strides
+for these strides of its own window. Positions beyond the training length are new to the rotary embeddings.
 
 With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one take turns on one
 random text. `ratio` is the median over rounds of this one's time over the other's: below 1, this one is faster.
@@ -24,6 +27,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import statistics
 import sys
@@ -75,38 +79,60 @@ def random_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.devic
     )
 
 
-def forward_of(script: ModuleType, hp, runtime) -> Callable:
-    """The forward of a model with random weights, compiled if the machine compiles."""
+def validation_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.device) -> train_gpt.Validation:
+    """The validation text of DATA_PATH, as much as this many sliding windows score."""
+    val = train_gpt.Validation(hp, device)
+    val.targets = min(val.targets, hp.eval_seq_len + (windows - 1) * hp.eval_stride)
+    val.tokens, val.nbytes = val.tokens[: val.targets + 1], val.nbytes[: val.targets]
+    val.total_bytes = int(val.nbytes.sum(dtype=torch.int64))
+    val.documents = val.documents[val.documents < val.targets]
+    return val
+
+
+def forward_of(script: ModuleType, hp, runtime, weights: dict | None = None) -> Callable:
+    """The forward of a model with these or random weights, compiled if the machine compiles."""
     model = script.GPT(hp, runtime.attend, runtime.dtype)
-    model.initialise(0)
+    if weights is None:
+        model.initialise(0)
+    else:
+        model.load_state_dict(weights)
     return script.compile_whole(model.to(runtime.device), runtime.compiled)
 
 
-def speed(windows: int, rounds: int) -> None:
-    """Time all variants and print the table."""
-    hp = train_gpt.Hyperparameters.from_env(knobs())
+def modes(windows: int, rounds: int, artifact: str | None) -> None:
+    """Time all modes and print the table."""
+    environ, weights, text = knobs() | {"EVAL_MODE": "banded"}, None, random_text
+    hp = train_gpt.Hyperparameters.from_env(environ)
+    if artifact:
+        blob, hp = train_gpt.read_artifact(artifact, {**os.environ, "EVAL_MODE": "banded"})
+        with train_gpt.reading_artifact(artifact):
+            weights, text = train_gpt.load_artifact(blob), validation_text
     with train_gpt.Runtime.start(hp) as runtime:
-        window, stride = hp.eval_seq_len, hp.eval_stride
-        rows = train_gpt.eval_rows(hp, runtime, window)
+        rows = train_gpt.eval_rows(hp, runtime, hp.eval_seq_len)
         windows = windows or 8 * rows
-        val = random_text(windows, hp, runtime.device)
-        forward = forward_of(train_gpt, hp, runtime)
+        val = text(windows, hp, runtime.device)
+        forward = forward_of(train_gpt, hp, runtime, weights)
 
         def through_all(ids: torch.Tensor, targets: torch.Tensor, **rest) -> torch.Tensor:
             """All positions through the last layer and the head."""
             scored = targets.size(1)
             return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -scored:]
 
+        def ours(forward: Callable, stride: int) -> Callable[[], float]:
+            return lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats
+
         variants = {
-            "published": lambda: published(forward, val, hp, rows),
-            "whole windows": lambda: train_gpt.evaluate(through_all, val, hp, runtime, stride).nats,
-            "ours": lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats,
+            "plain": ours(forward, hp.eval_seq_len),
+            "sliding, published": lambda: published(forward, val, hp, rows),
+            "sliding, all": ours(through_all, hp.eval_stride),
+            "sliding": ours(forward, hp.eval_stride),
+            "banded": ours(forward, 0),
         }
         nats = {name: variant() for name, variant in variants.items()}  # compiles
         times = take_turns(variants, rounds, runtime.synchronize, warm=0)
         print(f"torch {torch.__version__} {runtime.describe()}")
-        print(f"window:{window} stride:{stride} windows:{windows} targets:{val.targets} rounds:{rounds}")
-        report_speed(times, nats, hp, windows, val.targets, peak_flops(runtime.device))
+        print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} targets:{val.targets} rounds:{rounds}")
+        report_modes(times, nats, hp, val, peak_flops(runtime.device))
 
 
 def knobs() -> dict[str, str]:
@@ -141,31 +167,44 @@ def compare(other: Path, windows: int, rounds: int) -> None:
     )
 
 
-def report_speed(
+def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
+    """Forward operations of one row of the table."""
+    only_read, stride, band = hp.eval_seq_len - hp.eval_stride, hp.eval_stride, 0
+    if mode == "plain":
+        only_read, stride = 0, hp.eval_seq_len
+    elif mode == "banded":
+        (only_read, stride), band = train_gpt.band_block(hp), hp.eval_seq_len
+    windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
+    total = 0.0
+    for start, scored, stop in windows.T.tolist():
+        first = start if mode in ("sliding, published", "sliding, all") else scored  # of last layer and head
+        total += window_flops(hp, stop - start, stop - first, band)
+    return total
+
+
+def report_modes(
     times: dict[str, list[float]],
     nats: dict[str, float],
     hp: train_gpt.Hyperparameters,
-    windows: int,
-    targets: int,
+    val: SimpleNamespace | train_gpt.Validation,
     peak: float | None,
 ) -> None:
-    """Print the table of `speed`."""
-    print(f"{'variant':16}{'ms':>10}{'scored/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}")
+    """Print the table of `modes`. Bits per byte are of no use for random tokens, whose bytes are not known."""
+    print(f"{'mode':20}{'ms':>10}{'targets/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}{'bpb':>9}")
     rows = []
     for name, own in times.items():
         seconds = statistics.median(own)
-        scored = hp.eval_stride if name == "ours" else hp.eval_seq_len
-        first = window_flops(hp, hp.eval_seq_len, hp.eval_seq_len)
-        flops = first + (windows - 1) * window_flops(hp, hp.eval_seq_len, scored)
-        ratio = statistics.median(a / b for a, b in zip(times["published"], own, strict=True))
+        flops = operations(name, hp, val.targets)
+        ratio = statistics.median(a / b for a, b in zip(times["sliding, published"], own, strict=True))
+        bpb = nats[name] * val.targets / val.total_bytes / math.log(2)
         share = f"  share of peak {flops / seconds / peak:.3f}" if peak else ""
         print(
-            f"{name:16}{1000 * seconds:10.1f}{targets / seconds:11.0f}{flops / 1e12:9.3f}{flops / seconds / 1e9:10.0f}"
-            f"{ratio:8.3f}{nats[name]:11.6f}{share}"
+            f"{name:20}{1000 * seconds:10.1f}{val.targets / seconds:11.0f}{flops / 1e12:9.3f}"
+            f"{flops / seconds / 1e9:10.0f}{ratio:8.3f}{nats[name]:11.6f}{bpb:9.5f}{share}"
         )
-        rows.append({"variant": name, "ms": 1000 * seconds, "flops": flops, "speed": ratio, "nats": nats[name]})
-    rounds = len(times["ours"])
-    print(json.dumps({"bench": "eval", "torch": torch.__version__, "windows": windows, "rounds": rounds, "rows": rows}))
+        row = {"mode": name, "ms": 1000 * seconds, "flops": flops, "speed": ratio, "nats": nats[name], "bpb": bpb}
+        rows.append(row)
+    print(json.dumps({"bench": "eval", "torch": torch.__version__, "targets": val.targets, "rows": rows}))
 
 
 def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
@@ -215,17 +254,19 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=0, help="number of windows to time (default: 8 batches)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare evaluations with it")
-    parser.add_argument("--artifact", help="score this artifact instead")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 256, 512, 1024, 2048])
-    parser.add_argument("--strides", nargs="+", type=int, default=[512, 256, 128, 64])
-    parser.add_argument("--plot", help="plot the scores of the artifact to this file")
+    parser.add_argument("--artifact", help="score this artifact on the validation text instead of random tokens")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[], help="score the artifact with these windows")
+    parser.add_argument("--strides", nargs="+", type=int, default=[], help="score the artifact with these strides")
+    parser.add_argument("--plot", help="plot these scores to this file")
     arguments = parser.parse_args()
     if arguments.against:
         compare(arguments.against, arguments.windows, arguments.rounds)
         return
-    if not arguments.artifact:
-        speed(arguments.windows, arguments.rounds)
+    if not arguments.lengths and not arguments.strides:
+        modes(arguments.windows, arguments.rounds, arguments.artifact)
         return
+    if not arguments.artifact:
+        parser.error("--lengths and --strides need --artifact")
     rows = curves(arguments.artifact, arguments.lengths, arguments.strides)
     if arguments.plot:
         draw(rows, arguments.plot)

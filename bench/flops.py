@@ -46,15 +46,20 @@ def flops_per_token(hp: Hyperparameters, length: int) -> float:
     return 3 * 2 * (len(hp.visits()) * (layer + attention) + head + bigram_weights(hp))
 
 
-def window_flops(hp: Hyperparameters, positions: int, scored: int) -> float:
-    """Forward operations of a window of `positions` if the last layer and the head compute only `scored` of them."""
+def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
+    """Forward operations of a window of `positions` if the last layer and the head compute only `scored` of them. A
+    position attends to all before it or, with a `band`, to so many including itself."""
     sizes = {kind.name: math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES}
     layer = sum(sizes.values())
     keys = sizes["k"] + sizes["v"]  # of all positions, also in the last layer
     head = hp.vocab_size * hp.model_dim
     skipped = positions - scored
-    attention = hp.model_dim * positions * (positions + 1)  # of one layer
-    last_attention = attention - hp.model_dim * skipped * (skipped + 1)
+
+    def attention(count: int) -> int:
+        """Of the first `count` positions in one layer."""
+        full = min(count, band or count)
+        return 2 * hp.model_dim * (full * (full + 1) // 2 + (count - full) * band)
+
     others = len(hp.visits()) - 1
     products = positions * (others * layer + keys + bigram_weights(hp)) + scored * (layer - keys + head)
-    return 2 * (products + others * attention + last_attention)
+    return 2 * (products + (others + 1) * attention(positions) - attention(skipped))

@@ -36,6 +36,9 @@ def test_flops_of_a_window(visits):
     whole = flops.window_flops(hp, 2048, 2048)
     assert whole == pytest.approx(2048 * flops.flops_per_token(hp, 2048) / 3)
     assert 0.8 * whole < flops.window_flops(hp, 2048, 64) < whole
+    assert flops.window_flops(hp, 2048, 64, band=2048) == flops.window_flops(hp, 2048, 64)
+    saved = whole - flops.window_flops(hp, 2048, 2048, band=512)  # a triangle of scores and of weighted values
+    assert saved == 2 * len(hp.visits()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
 
 
 def test_flops_of_depth_recurrence():
@@ -222,7 +225,7 @@ def test_costs_of_a_log():
     assert (inside["part"], inside["bytes"], outside["bytes"]) == ("backward", 2000, 1000)
     assert h100.seconds(outside) == pytest.approx(1000 / h100.HOST_LINK)
     result = h100.totals(found, launches)
-    assert result["launches"] == 5 and result["spilled_kernels"] == 1 and result["triton_gb"] == 3.35
+    assert result["launches"] == 6 and result["spilled_kernels"] == 1 and result["triton_gb"] == 3.35
     assert result["step_ms"] == pytest.approx(1e3 * sum(map(h100.seconds, launches)), abs=1e-3)
 
 
