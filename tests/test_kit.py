@@ -123,6 +123,11 @@ def test_report(demonstrated):
     assert curve.count("*") > 1
     scores = zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True)
     assert all(line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores)
+    events["start"]["hyperparameters"]["eval_mode"] = "banded"
+    with pytest.raises(train_gpt.UserError, match="the log has no event final_int6_banded_exact"):
+        report.table(events, data)
+    events["final_int6_banded_exact"] = {"val_bpb": 3.5}
+    assert ("artifact, banded pass", 3.5, "the score") == report.table(events, data)[-1]
 
 
 def test_loss_curve():

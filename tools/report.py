@@ -39,9 +39,13 @@ def decode(tokens: np.ndarray, tokenizer: Path) -> bytes:
     return "".join(pieces.decode(document[1:].tolist()) for document in documents if len(document)).encode()
 
 
+NAMES = {"sliding_window": "sliding windows", "banded": "banded pass"}
+
+
 def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     """Rows (method, bits per byte, remark), all on the same validation text."""
-    missing = {"val", "artifact", "final_int6_sliding_window_exact"} - set(events)
+    way = "banded" if events["start"]["hyperparameters"].get("eval_mode") == "banded" else "sliding_window"
+    missing = {"val", "artifact", f"final_int6_{way}_exact"} - set(events)
     if missing:
         raise UserError(f"the log has no event {min(missing)}: the run did not finish, run it again")
     tokens = train_gpt.read_shard(data / "fineweb_val_000000.bin")
@@ -50,14 +54,14 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     uniform = math.log2(vocabulary) * len(tokens) / len(text)
     xz = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     last = events["val"]
-    roundtrip, sliding = (events[f"final_int6_{name}_exact"] for name in ("roundtrip", "sliding_window"))
+    roundtrip, score = (events[f"final_int6_{name}_exact"] for name in ("roundtrip", way))
     return [
         ("all tokens equally likely", uniform, f"log2 {vocabulary} bits per token"),
         ("xz -9e", xz, "of the validation text alone"),
         ("model, last weights", last["val_bpb"], f"after {last['step']} steps, {last['train_seconds']:.0f} s"),
         ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),
         ("artifact, separate windows", roundtrip["val_bpb"], f"{events['artifact']['model_bytes']:,} bytes"),
-        ("artifact, sliding windows", sliding["val_bpb"], "the score"),
+        (f"artifact, {NAMES[way]}", score["val_bpb"], "the score"),
     ]
 
 

@@ -84,7 +84,7 @@ class Run:
 
     @property
     def score_name(self) -> str | None:
-        """The name of the score that counts: test-time training, else sliding window, else the round trip."""
+        """The name of the score that counts: test-time training, else sliding windows, else the last one."""
         names = [
             name
             for name in self.scores
