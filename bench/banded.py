@@ -65,7 +65,8 @@ def load(path: Path) -> Model:
     state, tensors = train_gpt.read_checkpoint(path)
     stored = {name.upper(): str(value) for name, value in state["hyperparameters"].items()}
     hp = Hyperparameters.from_env(stored | environ)
-    weights = {name: tensors.get(f"{name}.average", tensors[name]) for name in train_gpt.outline(hp)}
+    kind = "average" if "tok_emb.average" in tensors else "weight"
+    weights = {name: tensors[f"{name}.{kind}"] for name in train_gpt.outline(hp)}
     return Model(
         f"{hp.run_id}:{state['step']}", hp, weights, state["step"], state["step"] >= hp.loop_start * hp.iterations
     )
