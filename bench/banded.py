@@ -10,8 +10,9 @@ the stream. The mask is the plain reference here.
 With n sinks the first n positions of a block stay visible and the band has W - n positions (StreamingLLM,
 arXiv:2309.17453). As there, a sink stands right before the band: no position sees it at more than a distance of W - 1.
 
-A model is an artifact or a checkpoint, whose averaged weights are scored. Differences are paired by target: `se` is the
-standard error of their mean. DATA_PATH and TOKENIZER_PATH name the text; weights and products are fp32.
+A model is an artifact or a checkpoint, whose averaged weights are scored, if there are any yet. Differences are paired
+by target: `se` is the standard error of their mean. DATA_PATH and TOKENIZER_PATH name the text; weights and products
+are fp32.
 
 The last line is JSON.
 """
@@ -65,7 +66,7 @@ def load(path: Path) -> Model:
     state, tensors = train_gpt.read_checkpoint(path)
     stored = {name.upper(): str(value) for name, value in state["hyperparameters"].items()}
     hp = Hyperparameters.from_env(stored | environ)
-    kind = "average" if "tok_emb.average" in tensors else "weight"
+    kind = "average" if state["samples"] else "weight"
     weights = {name: tensors[f"{name}.{kind}"] for name in train_gpt.outline(hp)}
     return Model(
         f"{hp.run_id}:{state['step']}", hp, weights, state["step"], state["step"] >= hp.loop_start * hp.iterations
