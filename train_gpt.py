@@ -134,6 +134,7 @@ class Hyperparameters:
     loop_layers: int = knob(3, "layers of the loop", "model", low=0)
     lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", low=0, at_most="num_layers")
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
+    doc_attention: bool = knob(False, "attention sees only the position's own document", "model")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding", low=0)
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -658,6 +659,7 @@ class GPT(nn.Module):
             scale = hp.ttt_lora_alpha / hp.ttt_lora_rank if name.endswith(".b") else 1.0
             weights[name] = (factor * scale).to(self.dtype).unbind(1)
         x = x0 = self.embed(ids, weights)  # (B, T, D)
+        seen = band, (ids == BOS).cumsum(dim=1) if hp.doc_attention else None  # documents (B, T), numbered
         lane = None  # the second one, (B, T, D)
         skips = []
         half = len(self.visits) // 2
@@ -669,11 +671,11 @@ class GPT(nn.Module):
             last = targets is not None and visit == len(self.visits) - 1
             first = ids.size(1) - targets.size(1) if last else 0
             if layer < hp.num_layers - hp.lanes_last_n:
-                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first, band)
+                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first, seen)
                 x = x + self.mlp(x, weights, layer)
             else:
                 lanes = [old[:, first:] for old in (x, x if lane is None else lane)]
-                attended = self.attention(rms_norm(mixed), weights, layer, first, band)
+                attended = self.attention(rms_norm(mixed), weights, layer, first, seen)
                 change = self.mlp(lanes[1], weights, layer)
                 mix = self.lane_mix[layer - hp.num_layers]  # (2, 3)
                 lanes = [m[0] * old + m[1] * attended + m[2] * change for m, old in zip(mix, lanes, strict=True)]
@@ -742,8 +744,9 @@ class GPT(nn.Module):
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first=0, band=0) -> Tensor:
-        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on."""
+    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int, seen) -> Tensor:
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on.
+        `seen` is what limits a position's view: the band, and the documents (B, T)."""
         hp = self.hp
         time = x.size(1)
         heads = (-1, hp.head_dim)
@@ -757,7 +760,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[:time], self.sin[:time]
         q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
-        y = self.attend(q, k, v, band) if band else (attend_last if first else self.attend)(q, k, v)
+        y = (attend_last if first and not seen[0] else self.attend)(q, k, v, *seen)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -843,7 +846,7 @@ class Runtime:
     dtype: torch.dtype
     compiled: bool
     attention: str
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attend: Callable[..., Tensor]
     micro_batch_tokens: int  # tokens of one forward
     notes: tuple[str, ...]  # for the log: why a choice is not the first one
     fused_mlp: Callable | None = None  # in place of the plain form
@@ -943,36 +946,58 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Attention kernels: FlashAttention 3, torch's operators, plain products ------------------------------------------
-def visible(q: Tensor, k: Tensor, band: int) -> Tensor:
-    """Whether the last n of T positions see each of the T, (n, T): itself and all, or band - 1, positions before it."""
+def visible(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
+    """Whether the last n of T positions see each of the T, (1 or B, 1, n, T): themselves and those before them or, with
+    a band, the band - 1 before them; with documents (B, T), only those of the same one."""
     n, time = q.size(1), k.size(1)  # torch's kernels align the causal mask with the first position
-    causal = torch.ones(n, time, dtype=torch.bool, device=q.device).tril(time - n)
-    return causal.triu(time - n - band + 1) if band else causal
+    seen = torch.ones(1, 1, n, time, dtype=torch.bool, device=q.device).tril(time - n)
+    seen = seen.triu(time - n - band + 1) if band else seen
+    return seen if document is None else seen & (document[:, None, -n:, None] == document[:, None, None])
 
 
-def attend_last(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+def attend_last(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
     """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v (B, T, K, E)."""
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
-    weights = scores.masked_fill(~visible(q, k, band), -math.inf).softmax(dim=-1).to(v.dtype)
+    hidden = ~visible(q, k, band, document)[:, None]
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1).to(v.dtype)
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
 
 
-def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int) -> Tensor:
+def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None) -> Tensor:
     """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the keys that a chunk
     sees. `attend` gets a band if it needs a mask."""
     batch, n, time = q.size(0), q.size(1), k.size(1)
     assert n == time or time - n >= band
     whole = n if n < time else max(0, n - band)  # queries that see a whole band; the others are at the start
-    y = [attend(q[:, : n - whole], k[:, : n - whole], v[:, : n - whole])] if whole < n else []
+    chunk = max(1, band // 4)  # the fastest of W/4, W/2 and W on a CPU
+    spare = -whole % chunk
+
+    def seen(t: Tensor) -> Tensor:
+        """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
+        padded = F.pad(t[:, time - whole - band :], (0, 0, 0, spare))
+        return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
+
+    start = [t if t is None else t[:, : n - whole] for t in (q, k, v, document)]
+    y = [attend(*start[:3], 0, start[3])] if whole < n else []
     if whole:
-        chunk = max(1, band // 4)  # the fastest of W/4, W/2 and W on a CPU
-        spare = -whole % chunk
         q = F.pad(q[:, n - whole :], (0, 0, 0, 0, 0, spare)).unflatten(1, (-1, chunk)).flatten(0, 1)
-        seen = (F.pad(t[:, time - whole - band :], (0, 0, 0, 0, 0, spare)) for t in (k, v))
-        k, v = (t.unfold(1, band + chunk, chunk).permute(0, 1, 4, 2, 3).flatten(0, 1) for t in seen)
-        y.append(attend(q, k, v, band).unflatten(0, (batch, -1)).flatten(1, 2)[:, :whole])
+        k, v = (seen(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
+        document = None if document is None else seen(document[..., None])[..., 0]
+        y.append(attend(q, k, v, band, document).unflatten(0, (batch, -1)).flatten(1, 2)[:, :whole])
     return torch.cat(y, dim=1)
+
+
+def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Where documents (B, T) begin among the last n queries of each row and among all keys, int32 (S + 1,) each. Spare
+    ones at the end are empty. More documents than one per 32 positions are an error of indexing."""
+    batch, time = document.shape
+    begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
+    number = begins.flatten().cumsum(dim=0) - 1
+    keys = torch.full((batch * (1 + time // 32) + 1,), batch * time, device=document.device)
+    keys = keys.scatter_reduce(0, number, torch.arange(batch * time, device=document.device), "amin")
+    queries = keys // time * n + (keys % time - (time - n)).clamp(min=0)
+    return queries.int(), keys.int()
 
 
 @torch.enable_grad()
@@ -988,49 +1013,56 @@ def choose_attention(hp: Hyperparameters, device: torch.device, dtype: torch.dty
             shapes = [(2, time, heads, hp.head_dim) for heads in (hp.num_heads, *[hp.num_kv_heads] * 2)]
             inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
             probe = compile_whole(attend, compiled and on_gpu)
-            probe(*inputs).float().sum().backward()
+            document = torch.arange(time, device=device).expand(2, -1) // 100 if hp.doc_attention else None
+            probe(*inputs, 0, document).float().sum().backward()
             if hp.eval_mode == "banded":
-                probe(*inputs, time // 2)
+                probe(*inputs, time // 2, document)
             return name, attend, refused
         except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
             refused.append(f"attention {name} skipped: {reason(error)}")
     raise UserError(f"ATTENTION={hp.attention}: {'; '.join(refused)}: install one or set ATTENTION=math, which is slow")
 
 
-def load_attention(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def load_attention(name: str) -> Callable[..., Tensor]:
     """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel is missing."""
     torch.compiler.config.cache_key_tag = name  # else the cache on disk answers with a graph of another kernel
     if name == "fa3":
-        from flash_attn_interface import flash_attn_func  # FlashAttention 3, arXiv:2407.08608; Hopper only
+        import flash_attn_interface as fa3  # FlashAttention 3, arXiv:2407.08608; Hopper only
 
         require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
 
-        def attend_fa3(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+        def attend_fa3(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
             limits = {"window_size": (band - 1, 0)} if band else {}
-            out = flash_attn_func(q, k, v, causal=True, **limits)  # aligned with the last positions
-            return out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
+            if document is None:
+                out = fa3.flash_attn_func(q, k, v, causal=True, **limits)  # aligned with the last positions
+            else:
+                rows = (t.flatten(0, 1) for t in (q, k, v))
+                bounds = *document_bounds(document, q.size(1)), q.size(1), k.size(1)
+                out = fa3.flash_attn_varlen_func(*rows, *bounds, causal=True, **limits)
+            out = out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
+            return out.view(q.shape)
 
         return attend_fa3
     # Exactly one kernel stays enabled; otherwise torch would silently fall back to another one.
     for kernel in ("cudnn", "flash", "mem_efficient", "math"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
-    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
+    def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
         short = q.device.type == "cpu" and q.size(1) <= PLAIN_ATTENTION
         if name == "flash" and (q.is_cuda if band else short):  # a GPU's kernel takes no mask
-            return attend_last(q, k, v, band)
-        mask = visible(q, k, band) if band else None
+            return attend_last(q, k, v, band, document)
+        mask = visible(q, k, band, document) if band or document is not None else None
         dtype = q.dtype
         if dtype == torch.bfloat16 and q.device.type == "cpu" and q.size(-1) <= SMALL_HEAD:
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
         if name == "mem_efficient":  # has no grouped-query form
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        options = {"attn_mask": mask, "is_causal": not band, "enable_gqa": q.size(1) != k.size(1)}
+        options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.size(1) != k.size(1)}
         return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).to(dtype)
 
-    def attend_any(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> Tensor:
-        return attend_chunks(attend_sdpa, q, k, v, band) if band else attend_sdpa(q, k, v)
+    def attend_any(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
+        return attend_chunks(attend_sdpa, q, k, v, band, document) if band else attend_sdpa(q, k, v, 0, document)
 
     return attend_any
 

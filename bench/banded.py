@@ -76,7 +76,7 @@ def load(path: Path) -> Model:
 def banded_attention(model: Callable[[], train_gpt.GPT], band: int, sinks: int) -> Callable:
     """A function of q (B, T, H, E), k and v (B, T, K, E) that sees `sinks` positions and the last band - sinks."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
         time = q.size(1)
         spare = -time % CHUNK
         position = torch.arange(time + spare).view(-1, CHUNK, 1)  # (chunks, C, 1)

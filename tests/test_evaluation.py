@@ -275,15 +275,10 @@ def test_progress_is_of_all_ranks(setting):
 # The banded pass
 
 
-def masked(q, k, v, band=0):
-    """Attention with a mask over all positions, the reference."""
-    return train_gpt.attend_last(q, k, v, band)
-
-
 def one_long_pass(model, hp, tokens) -> torch.Tensor:
     """Losses of all targets (n,) by one forward of the whole stream with a mask."""
     long = dataclasses.replace(hp, eval_mode="sliding", eval_seq_len=len(tokens), eval_stride=1)
-    reference = made(long, masked)
+    reference = made(long, train_gpt.attend_last)  # a mask over all positions
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
         return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", band=hp.eval_seq_len)[0]
@@ -321,47 +316,107 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
 
 
-@pytest.mark.parametrize("band", [1, 5, 8, 64])
+DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6] * 27])  # (2, 88)
+
+
+@pytest.mark.parametrize("band", [0, 1, 5, 8, 64])
 @pytest.mark.parametrize("n, time", [(40, 40), (37, 37), (5, 5), (24, 88), (3, 88)])
-@pytest.mark.parametrize("name", ["flash", "math"])
-def test_banded_attention_in_chunks(band, n, time, name):
+@pytest.mark.parametrize("name, document", [("flash", None), ("math", None), ("flash", DOCUMENTS), ("math", DOCUMENTS)])
+def test_attention_within_bands_and_documents(band, n, time, name, document):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, n, 4, 8, generator=generator)
     k, v = torch.randn(2, 2, time, 2, 8, generator=generator)
-    expected = masked(q, k, v, band)
-    torch.testing.assert_close(train_gpt.load_attention(name)(q, k, v, band), expected, rtol=1e-5, atol=1e-6)
-    visible = torch.tensor([[0 <= i - j < band for j in range(time)] for i in range(time - n, time)])
+    document = document if document is None else document[:, :time]
+    ones = torch.zeros(2, time) if document is None else document
+    visible = torch.tensor([[0 <= i - j < (band or 99) for j in range(time)] for i in range(time - n, time)])
+    visible = visible & (ones[:, time - n :, None] == ones[:, None])
     scores = torch.einsum("bnhe,bthe->bhnt", q, k.repeat_interleave(2, dim=2)) / 8**0.5
-    weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
-    direct = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
-    torch.testing.assert_close(expected, direct, rtol=1e-5, atol=1e-6)
+    weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+    expected = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
+    torch.testing.assert_close(train_gpt.attend_last(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6)
+    if band or n == time:
+        found = train_gpt.load_attention(name)(q, k, v, band, document)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_window_of_flash_attention_3(monkeypatch):
-    """Its window counts the positions before the query, and it aligns the last query with the last key."""
+@pytest.fixture
+def fa3(monkeypatch):
+    """The script's use of FlashAttention 3. Its window counts the positions before the query, and it aligns the last
+    query of a sequence with the last key."""
 
-    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+    def fixed(q, k, v, causal=False, window_size=(-1, -1)):
         before, after = window_size
         assert causal and after in (0, -1)
-        return masked(q, k, v, before + 1), None
+        return train_gpt.attend_last(q, k, v, before + 1), None
+
+    def varlen(q, k, v, queries, keys, longest_q, longest_k, **options):
+        assert queries.dtype == keys.dtype == torch.int32 and len(queries) == len(keys)
+        assert queries[-1] == len(q) and keys[-1] == len(k)
+        y = torch.full_like(q, math.nan)
+        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:], strict=False):
+            assert 0 <= b - a <= min(d - c, longest_q) and d - c <= longest_k
+            if b > a:
+                y[a:b] = fixed(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0][0]
+        return y
 
     module = ModuleType("flash_attn_interface")
-    module.flash_attn_func = flash_attn_func
+    module.flash_attn_func, module.flash_attn_varlen_func = fixed, varlen
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    attend = train_gpt.load_attention("fa3")
-    q, k, v = torch.randn(1, 20, 4, 8), torch.randn(1, 30, 2, 8), torch.randn(1, 30, 2, 8)
-    assert torch.equal(attend(q, k, v, 7), masked(q, k, v, 7))
-    assert torch.equal(attend(q, k, v), masked(q, k, v))
+    return train_gpt.load_attention("fa3")
 
 
-def test_a_kernel_without_a_band_is_skipped(one_rank, monkeypatch):
+@pytest.mark.parametrize("band", [0, 7])
+@pytest.mark.parametrize("n", [88, 25, 3])
+@pytest.mark.parametrize("document", [None, DOCUMENTS])
+def test_windows_and_lengths_of_flash_attention_3(fa3, band, n, document):
+    q, k, v = torch.randn(2, n, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
+    expected = train_gpt.attend_last(q, k, v, band, document)
+    torch.testing.assert_close(fa3(q, k, v, band, document), expected)
+
+
+def test_more_documents_than_flash_attention_has_lengths_for_are_an_error(fa3):
+    q, k = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8)
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        fa3(q, k, k, 0, torch.arange(64)[None])
+
+
+@pytest.mark.parametrize("changes", [{"EVAL_MODE": "banded"}, {"DOC_ATTENTION": 1}])
+def test_a_kernel_without_a_mask_is_skipped(one_rank, monkeypatch, changes):
     load = train_gpt.load_attention
-    without = lambda name: load(name) if name == "math" else lambda q, k, v: load(name)(q, k, v)  # noqa: E731
+
+    def without(name):
+        def attend(q, k, v, *seen):
+            train_gpt.require(name == "math" or seen in ((), (0, None)), "it takes no mask")
+            return load(name)(q, k, v, *seen)
+
+        return attend
+
     monkeypatch.setattr(train_gpt, "load_attention", without)
     assert one_rank()[1].attention == "flash"
-    _, runtime = one_rank(EVAL_MODE="banded")
+    _, runtime = one_rank(**changes)
     assert runtime.attention == "math" and "attention flash skipped" in runtime.notes[0]
+
+
+@pytest.mark.parametrize("stride", [32, 8, 0])
+def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, stride):
+    """A sequence holds parts of several documents, and their beginnings have the same losses as alone."""
+    hp, runtime, val, model = several_documents(setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32)
+    found = [
+        train_gpt.Evaluator(model, val, settings, runtime, stride)
+        for settings in (hp, dataclasses.replace(hp, eval_documents=True))
+    ]
+    for scorer in found:
+        scorer.score(scorer.windows())
+    packed, alone = (scorer.nats[:-1] for scorer in found)
+    inside = torch.zeros(val.targets, dtype=torch.bool)  # in the document's first 32 positions, in a window with all
+    windows = found[0].windows().T.tolist()
+    for begin, end in val.spans(True).tolist():
+        for start, scored, stop in windows:
+            if start <= begin:
+                inside[max(scored, begin) : min(stop, end, begin + 32)] = True
+    assert inside.sum() > 100
+    torch.testing.assert_close(packed[inside], alone[inside], rtol=1e-4, atol=1e-5)
 
 
 def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
@@ -726,7 +781,7 @@ def test_weights_have_gradients_again(setting):
     model, scorer, _ = learner(setting, "lora", 200)
     train_gpt.ttt_lora(model, scorer)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    model.attend = lambda q, k, v: 1 / 0
+    model.attend = lambda q, k, v, *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
         train_gpt.ttt_lora(model, scorer)
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -93,7 +93,7 @@ def peeking(model, evaluator):
     """Attention sees one position ahead."""
     attend = model.attend
     ahead = lambda x: torch.cat((x[:, 1:], x[:, -1:]), dim=1)  # noqa: E731
-    model.attend = lambda q, k, v, *band: attend(q, k, ahead(v), *band)
+    model.attend = lambda q, k, v, *seen: attend(q, k, ahead(v), *seen)
 
 
 def unnormalised(model, evaluator):

@@ -70,6 +70,9 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             kv = head // (H // K)
             scores = torch.einsum("bte,bse->bts", q[:, :, head], k[:, :, kv]) / math.sqrt(E)
             scores = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -math.inf)
+            if hp.doc_attention:
+                number = (ids == train_gpt.BOS).cumsum(1)
+                scores = scores.masked_fill(number[:, :, None] != number[:, None], -math.inf)
             y[:, :, head] = scores.softmax(-1) @ v[:, :, kv]
             if i >= hp.num_layers - hp.xsa_last_n:
                 unit = v[:, :, kv] / v[:, :, kv].norm(dim=-1, keepdim=True)
@@ -112,6 +115,7 @@ VARIANTS = (
     {"NUM_LAYERS": 4, "XSA_LAST_N": 4},
     {"SKIP_GATES": 0, "MLP_SLOPE": 0},
     {"ATTN_GATE": 1},
+    {"DOC_ATTENTION": 1},
     {"NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2},
     {"NUM_LAYERS": 4, "LANES_LAST_N": 2},
     {"NUM_LAYERS": 4, "LOOP_VISITS": 2, "LOOP_FIRST": 0, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1},
@@ -169,7 +173,7 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     assert {p.dtype for name, p in model.named_parameters() if name not in train_gpt.BANKS} == {torch.float32}
     assert {getattr(model, bank).dtype for bank in train_gpt.BANKS} == {torch.bfloat16}
     seen = []
-    model.attend = lambda q, k, v: seen.append((q.dtype, k.dtype, v.dtype)) or q
+    model.attend = lambda q, k, v, *_: seen.append((q.dtype, k.dtype, v.dtype)) or q
     assert model(documents(model.hp)).dtype == torch.float32
     assert set(seen) == {(torch.bfloat16,) * 3}
     assert model.embed(documents(model.hp), model.matrices()).dtype == torch.bfloat16
@@ -350,14 +354,15 @@ def test_efficient_attention_gets_heads_without_groups(monkeypatch):
     finally:
         train_gpt.load_attention("flash")
     ((q, k_given, v_given, how),) = given
-    assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8) and how == {"is_causal": True, "enable_gqa": False}
+    assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8)
+    assert how == {"attn_mask": None, "is_causal": True, "enable_gqa": False}
     for head in range(4):
         assert torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2])
 
 
 def test_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
     """A kernel with another signature costs a note, not the run."""
-    real, broken = train_gpt.load_attention, lambda q, k, v: (1, 2, 3, 4, 5)
+    real, broken = train_gpt.load_attention, lambda q, k, v, *_: (1, 2, 3, 4, 5)
     monkeypatch.setattr(train_gpt, "load_attention", lambda name: broken if name == "flash" else real(name))
     name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
     assert name == "math" and "attention flash skipped: AttributeError" in refused[0]
@@ -378,7 +383,7 @@ def pretended_gpu(monkeypatch):
         probed, randn, compiled = [], torch.randn, []
 
         def load(name: str):
-            def attend(q, k, v):
+            def attend(q, k, v, *_):
                 probed.append((name, attend in compiled, q.shape, k.shape))
                 train_gpt.require(name in working, "it does not work")
                 return q + k.repeat_interleave(q.size(2) // k.size(2), 2) + v.sum()

@@ -226,7 +226,7 @@ def test_an_error_resets_the_switches_of_the_model(one_rank, tmp_path, monkeypat
     hp, runtime = one_rank()
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
 
-    def interrupted(q, k, v):
+    def interrupted(q, k, v, *_):
         assert getattr(run.model, switch)
         raise KeyboardInterrupt
 
