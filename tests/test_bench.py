@@ -202,6 +202,15 @@ def test_a_slice_counts_as_a_slice(tracer):
     assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000  # not affine: the whole buffer
 
 
+def test_keys_in_a_document(tracer, monkeypatch):
+    """Sequences cut documents; of equal documents the mean is known."""
+    assert tracer.keys_in_document(1) == 1
+    assert 0.8 * 256 < tracer.keys_in_document(512) < 256 and tracer.keys_in_document(2048) < 0.7 * 1024
+    monkeypatch.setattr(tracer, "SPREAD", 0.0)
+    monkeypatch.setattr(tracer, "CHALLENGE_TOKENS", 101 * tracer.CHALLENGE_DOCUMENTS)
+    assert tracer.keys_in_document(1 << 30) == 51
+
+
 def test_bands_and_sinks():
     """Without sinks a band is that of the script. Where a band hides nothing, sinks are ordinary positions."""
     hp = Hyperparameters(num_layers=1, xsa_last_n=0, model_dim=32, num_heads=4, num_kv_heads=2, rope_dims=0)

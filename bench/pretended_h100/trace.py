@@ -147,37 +147,38 @@ def watch_kernels() -> list[dict]:
 
 # ---- FlashAttention 3: an opaque operator whose cost is a formula ----------------------------------------------------
 @library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
-def attention(q: Tensor, k: Tensor, v: Tensor, band: int = 0) -> tuple[Tensor, Tensor]:
-    """Output like q (B, n, H, E) and log-sum-exp (B, H, n). With a band, a query sees as many keys."""
-    note("attention", "forward", *q.shape, *k.shape[1:3], band)
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: int = 0) -> tuple[Tensor, Tensor]:
+    """Output like q (B, n, H, E) and log-sum-exp (B, H, n). A query sees so many keys on average; 0: all before it."""
+    note("attention", "forward", *q.shape, *k.shape[1:3], seen)
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
 @library.custom_op("pretended::attention_backward", mutates_args=(), device_types="cuda")
 def attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients like q, k and v."""
-    note("attention", "backward", *q.shape, *k.shape[1:3], 0)
+    note("attention", "backward", *q.shape, *k.shape[1:3], seen)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @attention.register_fake
-def _(q, k, v, band=0):
+def _(q, k, v, seen=0):
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, out, lse):
+def _(grad, q, k, v, out, lse, seen):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def save_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
+    ctx.seen = inputs[3]
 
 
 def differentiate(ctx, grad, _):
-    return *attention_backward(grad.contiguous(), *ctx.saved_tensors), None
+    return *attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.seen), None
 
 
 attention.register_autograd(differentiate, setup_context=save_inputs)
@@ -187,14 +188,29 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def provide_flash_attention() -> None:
-    """Let `import flash_attn_interface` find the operator. Like the real one it takes views of contiguous rows."""
+def keys_in_document(time: int) -> int:
+    """The keys of its own document that a position of a sequence of `time` tokens sees on average, if lengths are
+    random with the challenge's mean."""
+    lengths = np.exp(SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS))
+    ends = np.rint((lengths * CHALLENGE_TOKENS / lengths.sum()).cumsum()).astype(np.int64)
+    parts = np.diff(np.union1d(ends, np.arange(0, ends[-1] + 1, time)))
+    return round((parts * (parts + 1) / 2).sum() / parts.sum())
+
+
+def provide_flash_attention(lengths: set[int]) -> None:
+    """Let `import flash_attn_interface` find the operator, for sequences of these lengths. Like the real one it takes
+    views of contiguous rows."""
+    seen = {length: keys_in_document(length) for length in lengths}
     module = types.ModuleType("flash_attn_interface")
 
     def flash_attn_func(q, k, v, causal, window_size=(-1, -1)):
         return attention(*map(dense_rows, (q, k, v)), window_size[0] + 1)[0]
 
-    module.flash_attn_func = flash_attn_func
+    def flash_attn_varlen_func(q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1)):
+        rows = (dense_rows(t)[None] for t in (q, k, v))
+        return attention(*rows, min(seen[longest], window_size[0] + 1 or longest))[0][0]
+
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     sys.modules["flash_attn_interface"] = module
 
 
@@ -425,10 +441,10 @@ def main() -> None:
     options = json.loads(sys.argv[2])
     DRIVER.pretended_logging(0)
     kernels = watch_kernels()
-    provide_flash_attention()
     script = load_script(options["script"])
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
+    provide_flash_attention({hp.train_seq_len, hp.train_seq_len // getattr(hp, "short_seq_parts", 1), hp.eval_seq_len})
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
     dtype = script.choose_dtype(hp.compute_dtype, device)
