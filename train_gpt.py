@@ -1663,7 +1663,7 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
 # ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 6
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 7
 # Limits for a file from a stranger: bytes of its header, weights and rotary factors (some 20 bytes of memory each).
 MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
