@@ -174,7 +174,7 @@ def compare(scorer: Scorer, arguments: argparse.Namespace) -> list[dict]:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """Plot banded minus sliding against training tokens per weight, a line for each band without sinks."""
+    """Plot banded minus sliding against training tokens per weight, a point for each model and band or sinks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -187,7 +187,8 @@ def draw(rows: list[dict], path: str) -> None:
         (panels[1], "band T", [row for row in banded if row["band"] == row["length"]], "sinks"),
     )
     for axes, title, members, key in groups:
-        for label in sorted({row[key] / (row["length"] if key == "band" else 1) for row in members}):
+        labels = sorted({row[key] / (row["length"] if key == "band" else 1) for row in members})
+        for number, label in enumerate(labels):
             scale = "length" if key == "band" else None
             points = sorted(
                 (row["tokens_per_weight"], row["difference"], row["se"])
@@ -195,7 +196,9 @@ def draw(rows: list[dict], path: str) -> None:
                 if row[key] / (row[scale] if scale else 1) == label
             )
             x, y, error = zip(*points, strict=True)
-            axes.errorbar(x, y, error, marker="o", label=f"W = {label:g} T" if scale else f"{label:g} sinks")
+            x = [tokens * (1 + 0.06 * number) for tokens in x]  # beside each other
+            name = f"W = {label:g} T" if scale else f"{label:g} sinks"
+            axes.errorbar(x, y, error, marker="o", linestyle="none", label=name)
         axes.set(title=title, xlabel="training tokens per weight", ylabel="bits per byte above sliding windows")
         axes.set_xscale("log")
         axes.axhline(0, color="black", linewidth=0.8)
