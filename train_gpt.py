@@ -189,7 +189,7 @@ class Hyperparameters:
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
-    eval_mode: str = knob("sliding", "windows, or one banded pass", "run", choices=("sliding", "banded"))
+    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
     eval_documents: bool = knob(False, "score each document alone instead of the packed stream", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
@@ -482,6 +482,8 @@ class Validation:
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
         require(self.targets >= hp.eval_seq_len, f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
         tokens = stream.read(0, len(stream))
+        found = f"DATA_PATH={hp.data_path} has no document starts, which DOC_ATTENTION and EVAL_DOCUMENTS need"
+        require(BOS in tokens or not (hp.doc_attention or hp.eval_documents), found)
         self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
         check_manifest(hp.data_path, hp.tokenizer_path)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
@@ -941,7 +943,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     # Inductor's mix-order reduction (torch 2.10 on) made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
     triton = torch._inductor.config.triton
     options = {"triton.mix_order_reduction": False} if hasattr(triton, "mix_order_reduction") else None
-    torch._dynamo.config.recompile_limit = 32  # training, short sequences, late QAT and the few evaluation shapes
+    torch._dynamo.config.recompile_limit = 64  # training, short sequences, late QAT and the few evaluation shapes
     return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
@@ -1798,6 +1800,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
+    outline(hp)
     require(header["coder"] != "ans" or find_spec("constriction"), f"{path} needs a package: pip install constriction")
     digest = header.get("tokenizer_sha256")
     tokenizer = Path(hp.tokenizer_path)
@@ -1811,7 +1814,7 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     return explaining(f"artifact {path} cannot be used", Exception, advice="if truncated or altered, copy it again")
 
 
-# ---- Evaluation: one evaluator for plain windows, sliding windows and the banded pass --------------------------------
+# ---- Evaluation: non-overlapping and sliding windows, and the banded pass, by one evaluator --------------------------
 BAND_TARGETS = 64  # a block of a banded pass scores this many EVAL_SEQ_LEN
 
 
@@ -1847,8 +1850,12 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
 
 def band_block(hp: Hyperparameters) -> tuple[int, int]:
     """Positions that a block of a banded pass only reads, and those that it scores. As each layer reaches back by at
-    most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, the losses are those of one long pass."""
-    return hp.eval_seq_len * (len(hp.visits()) + 1), hp.eval_seq_len * BAND_TARGETS
+    most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, the losses are those of one long pass. With
+    MICRO_BATCH_TOKENS a block is no longer than that, unless it would score less than EVAL_SEQ_LEN."""
+    window = hp.eval_seq_len
+    read = window * (len(hp.visits()) + 1)
+    scored = window * BAND_TARGETS
+    return read, min(scored, max(window, hp.micro_batch_tokens - read)) if hp.micro_batch_tokens else scored
 
 
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
@@ -1865,10 +1872,8 @@ class Evaluator:
 
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
-        self.window, self.stride = hp.eval_seq_len, stride
-        if not stride:
-            self.forward = functools.partial(forward, band=hp.eval_seq_len)
-            self.window, self.stride = sum(band_block(hp)), band_block(hp)[1]
+        self.band = 0 if stride else hp.eval_seq_len
+        self.window, self.stride = (sum(band_block(hp)), band_block(hp)[1]) if self.band else (hp.eval_seq_len, stride)
         self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
@@ -1888,7 +1893,8 @@ class Evaluator:
             done = self.done()
             eta = (self.reported - self.started) * (1 / done - 1)
             bar = (f"evaluation: bpb {bpb:.4f}, {eta:.0f} s left", done)
-            line = f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
+            way = f"band:{self.band}" if self.band else f"stride:{self.stride}"
+            line = f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
             self.log(line, bar=bar)
 
     def done(self) -> float:
@@ -1899,10 +1905,11 @@ class Evaluator:
     def score(self, windows: np.ndarray) -> None:
         """Score these windows, the widest first and in stream order; each rank takes its part."""
         comm = self.runtime.comm
+        forward = functools.partial(self.forward, band=self.band) if self.band else self.forward
         start, scored, stop = windows
         ends = self.stride * (scored > start)  # 0: the whole window is scored
         widths = np.full(len(ends), self.window)
-        for narrower in self.window // 2 ** np.arange(1, 4 if self.window == self.hp.eval_seq_len else 8):  # documents
+        for narrower in self.window // 2 ** np.arange(1, 8 if self.band else 4):  # documents
             widths[(stop - start <= narrower) & (ends == 0) & (narrower >= 64)] = narrower
         for width, n in sorted(set(zip(widths.tolist(), ends.tolist(), strict=True)), key=lambda s: (-s[0], s[1])):
             members = np.flatnonzero((widths == width) & (ends == n))
@@ -1912,7 +1919,7 @@ class Evaluator:
             table = table.pin_memory() if self.nats.is_cuda else table  # or the host would wait for the copy
             batches = table.to(self.nats.device, non_blocking=True)[..., None].split(rows, dim=1)
             for start, scored, stop in batches if len(mine) else ():  # (rows, 1) each
-                self.batch(self.forward, start + torch.arange(width, device=start.device), n or width, scored, stop)
+                self.batch(forward, start + torch.arange(width, device=start.device), n or width, scored, stop)
 
     def batch(self, forward, position: Tensor, n: int, scored: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """One forward of the inputs at `position` (rows, width); each row scores those of its last n positions that are
@@ -1920,7 +1927,8 @@ class Evaluator:
         target = position[:, -n:]
         counts = (target >= scored) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
-        ids, targets = self.val.tokens[place].long(), self.val.tokens[place[:, -n:] + 1].long()
+        ids = self.val.tokens[place].long() * (position < self.val.targets)  # else a last BOS would be many documents
+        targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = forward(ids, targets, reduction="none")
         self.take(nats.detach(), target, counts)
         return nats, counts
@@ -1944,8 +1952,8 @@ class Evaluator:
 
 
 def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
-    """Score every target of the validation stream once, with windows `stride` apart; EVAL_SEQ_LEN: without overlap; 0:
-    in a banded pass."""
+    """Score every target of the validation stream once, with windows `stride` apart, EVAL_SEQ_LEN if they do not
+    overlap; 0: in a banded pass."""
     scorer = Evaluator(forward, val, hp, runtime, stride, log)
     scorer.score(scorer.windows())
     return scorer.result()
@@ -1953,7 +1961,9 @@ def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: R
 
 def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime) -> None:
     """Score a window of each shape on each rank, so that nothing compiles while an evaluation is timed."""
-    for stride in (hp.eval_seq_len, hp.eval_stride) + (0,) * (hp.eval_mode == "banded"):
+    banded = hp.eval_mode == "banded"
+    strides = [hp.eval_seq_len] + [0] * banded + [hp.eval_stride] * (hp.ttt_enabled or not banded)
+    for stride in strides:
         scorer = Evaluator(forward, val, hp, runtime, stride)
         start, scored, stop = windows = scorer.windows()
         shape = 2 * np.ceil(np.log2((stop - start) / scorer.window)) + (scored > start)
@@ -2182,7 +2192,7 @@ class Log:
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) ----------------------------------------------
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 
 
 class Stopped(Exception):
@@ -2571,8 +2581,8 @@ class Training:
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
-    """Log the final scores: disjoint windows, sliding ones or a banded pass, test-time training; on Ctrl-C, what was
-    scored until then."""
+    """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time training; on Ctrl-C,
+    what was scored until then."""
     strides = {"roundtrip": hp.eval_seq_len}
     strides |= {"banded": 0} if hp.eval_mode == "banded" else {"sliding_window": hp.eval_stride}
     strides |= {f"ttt_{hp.ttt_mode}": hp.eval_stride} if hp.ttt_enabled else {}

@@ -108,6 +108,7 @@ class Scorer:
     """Scores one model in several ways on the same targets."""
 
     def __init__(self, model: Model, runtime: train_gpt.Runtime, targets: int):
+        train_gpt.require(not model.hp.doc_attention, f"{model.name} attends within documents: choose another model")
         self.model, self.runtime = model, runtime
         self.val = train_gpt.Validation(model.hp, runtime.device)
         if targets and targets < self.val.targets:

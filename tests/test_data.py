@@ -1,9 +1,11 @@
 """Shards, the loader and byte counts: data are read as they were written, and wrong data end in an error."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -133,6 +135,19 @@ def test_validation_counts_every_target(one_rank):
     hp, runtime = one_rank()
     val, stream = Validation(hp, runtime.device), TokenStream(hp.data_path, "val", VOCAB)
     assert val.targets == len(stream) - 1 == len(val.nbytes)
+
+
+@pytest.mark.parametrize("knob", ["DOC_ATTENTION", "EVAL_DOCUMENTS"])
+def test_documents_need_starts(one_rank, tmp_path, data, knob):
+    """Without them both knobs would change nothing, and a user would not know."""
+    shutil.copytree(data, tmp_path / "data")
+    for shard in (tmp_path / "data").glob("fineweb_val_*.bin"):
+        tokens = np.array(train_gpt.read_shard(shard))
+        write_shard(shard, np.where(tokens == train_gpt.BOS, 5, tokens))
+    for value in (0, 1):
+        hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **{knob: value})
+        with pytest.raises(UserError, match="has no document starts") if value else contextlib.nullcontext():
+            Validation(hp, runtime.device)
 
 
 def broken_shard(folder, kind):

@@ -27,7 +27,7 @@ def setting(one_rank):
 
 
 @pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 1), (32, 31), (48, 7), (4, 0)])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("targets", [48, 49, 111, 240])
 def test_every_target_is_scored_once(setting, window, stride, size, targets):
     """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail that depends on the window.
@@ -35,7 +35,8 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
     The model is replaced by a function whose loss at target j is one bit of j. Eight such sums show whether a target is
     missing or counted twice.
     """
-    hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window)
+    blocks = {} if stride else {"MICRO_BATCH_TOKENS": 36}  # of a banded pass, which score 20
+    hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window, **blocks)
     val.tokens, val.nbytes = torch.arange(targets + 1, dtype=torch.int32), torch.ones(targets, dtype=torch.int16)
     val.targets = val.total_bytes = targets
     for bit in range(8):
@@ -297,7 +298,7 @@ def blocks(monkeypatch):
     monkeypatch.setattr(train_gpt, "BAND_TARGETS", 12)
 
 
-@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, PARTS])
+@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"MICRO_BATCH_TOKENS": 50}, PARTS])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     """However many visits of layers reach back, and on any number of ranks."""
@@ -314,6 +315,50 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     plain = train_gpt.Evaluator(model, val, hp, runtime, 8)
     plain.score(plain.windows())
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {**PARTS, "DOC_ATTENTION": 0}])
+def test_how_far_a_band_reaches(setting, changes):
+    """Each visit of a layer by the band - 1, the embeddings by 2, and a block reads at least that much first."""
+    hp, _, val, model = banded(setting, **changes)
+    hp = dataclasses.replace(hp, eval_seq_len=4, eval_stride=4)
+    embed, streams = model.embed, []
+
+    def noted(ids, weights):
+        streams.append(embed(ids, weights).detach().requires_grad_())
+        return streams[-1]
+
+    ids = (val.tokens[:101] % 50 + 2).long()[None]  # without BOS, which stops the embeddings
+    model.embed = noted
+    model(ids[:, :-1], ids[:, 1:], "none", band=4)[0, -1].backward()
+    reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
+    assert 99 - int(reached.min()) == 3 * len(hp.visits())
+    with torch.no_grad():
+        changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), model.matrices())[0, 50] for i in range(51)]
+        same = [torch.equal(x, embed(ids, model.matrices())[0, 50]) for x in changed]
+    assert same.index(False) == 48
+    assert 3 * len(hp.visits()) + 2 < train_gpt.band_block(hp)[0]
+
+
+def test_a_block_is_no_longer_than_a_forward(hyperparameters):
+    sizes = [(0, (1024, 8192)), (5000, (1024, 3976)), (1160, (1024, 136)), (1100, (1024, 128)), (10**6, (1024, 8192))]
+    for tokens, expected in sizes:
+        knobs = {"NUM_LAYERS": 7, "LOOP_VISITS": 1, "EVAL_SEQ_LEN": 128, "MICRO_BATCH_TOKENS": tokens}
+        assert train_gpt.band_block(hyperparameters(**knobs)) == expected
+
+
+@pytest.mark.parametrize("stride", [0, 8])
+def test_a_last_document_start_is_read_once(setting, stride):
+    """Positions behind the stream's end are no documents, of which a kernel takes a limited number."""
+    hp, runtime, val, model = banded(setting)
+    val.tokens[val.targets - 1] = train_gpt.BOS
+    found = []
+    noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
+    scorer = train_gpt.Evaluator(noted, val, hp, runtime, stride)
+    scorer.score(scorer.windows()[:, -1:])
+    start = scorer.windows()[0, -1]
+    assert start + found[0].size(1) > val.targets, "the window ends before the stream"
+    assert (found[0][0] == train_gpt.BOS).sum() == (val.tokens[start : val.targets] == train_gpt.BOS).sum() > 0
 
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6] * 27])  # (2, 88)
@@ -431,19 +476,27 @@ def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
         torch.testing.assert_close(scorer.nats[begin:end], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_the_warm_up_compiles_the_shapes_of_a_banded_pass(setting, blocks):
-    hp, runtime, val, model = banded(setting)
+@pytest.mark.parametrize("training", ["", "sgd", "lora"])
+def test_the_warm_up_compiles_the_shapes_of_a_banded_run(setting, blocks, training):
+    """Test-time training uses windows."""
+    knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 64} if training else {}
+    hp, runtime, val, model = banded(setting, EVAL_STRIDE=4, TTT_LORA_CHUNK=4, **knobs)
     shapes, forward = [], model.forward
 
     def noted(ids, targets, reduction="mean", **rest):
-        shapes.append((ids.shape, targets.shape, *rest.items()))
+        if not any(p.requires_grad for p in model.parameters()) or not torch.is_grad_enabled():  # not SGD's gradients
+            shapes.append((ids.shape, targets.shape, rest.get("band", 0), "adapter" in rest))
         return forward(ids, targets, reduction, **rest)
 
-    train_gpt.warm_up_evaluation(noted, val, hp, runtime)
+    model.forward = noted
+    train_gpt.warm_up_evaluation(model, val, hp, runtime)
     warm = set(shapes)
     shapes.clear()
-    evaluate(noted, val, hp, runtime, 0)
-    assert set(shapes) <= warm and ("band", 8) in shapes[0]
+    evaluate(model, val, hp, runtime, 0)
+    assert {shape[2] for shape in shapes} == {8}
+    if training:
+        TTT[training](model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride))
+    assert set(shapes) <= warm
 
 
 def test_the_mode_of_a_run(script):
@@ -715,7 +768,7 @@ def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
     assert all(torch.equal(score, scores[0]) for score in scores[1:])
 
 
-@torch._dynamo.config.patch(recompile_limit=32)  # as compile_whole sets it; monkeypatch would delete it afterwards
+@torch._dynamo.config.patch(recompile_limit=64)  # as compile_whole sets it; monkeypatch would delete it afterwards
 def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
     """It scores nothing, so all gradients are zero, and the weights stay. Afterwards nothing is compiled."""
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))

@@ -404,6 +404,10 @@ def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError, match="forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
         train_gpt.read_artifact(str(path), {})
+    path.write_bytes(rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 17, "evaluation", "eval_seq_len")))
+    train_gpt.read_artifact(str(path), {})
+    with pytest.raises(UserError, match="rotary factors exceed the limit"):
+        train_gpt.read_artifact(str(path), {"EVAL_MODE": "banded"})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 

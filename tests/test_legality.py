@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ WAYS = {
     "sliding": {},
     "documents": {"EVAL_DOCUMENTS": 1},
     "parts": PARTS,
-    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 2, "EVAL_STRIDE": 2},  # blocks of 136 tokens
+    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "EVAL_STRIDE": 8, "MICRO_BATCH_TOKENS": 40},  # blocks score 8
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
 }
@@ -89,6 +90,18 @@ def test_c3_c4_every_target_is_scored_once_and_before_it_is_learned_from(setting
 # Evaluators that cheat
 
 
+def chunk_sees_itself(model, evaluator):
+    """Each chunk of a banded pass sees all its keys, also those behind a query."""
+    attend = model.attend
+    everything = lambda q, k, band, document: torch.ones(1, 1, q.size(1), k.size(1), dtype=torch.bool)  # noqa: E731
+
+    def attend_all(*arguments):
+        with mock.patch.object(train_gpt, "visible", everything):
+            return attend(*arguments)
+
+    model.attend = attend_all
+
+
 def peeking(model, evaluator):
     """Attention sees one position ahead."""
     attend = model.attend
@@ -118,6 +131,12 @@ def test_a_look_ahead_is_caught(setting, way):
     evaluate, tokens, hp = setting(way)
     assert legality.future(lambda t: evaluate(t, peeking), tokens, hp.vocab_size, CUTS).startswith("C1")
     assert legality.truncation(lambda t: evaluate(t, peeking), tokens, CUTS).startswith("C1")
+
+
+def test_a_look_ahead_within_a_chunk_is_caught(setting):
+    evaluate, tokens, hp = setting("banded", EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80)
+    assert legality.future(lambda t: evaluate(t, chunk_sees_itself), tokens, hp.vocab_size, CUTS).startswith("C1")
+    assert legality.suite(train_gpt, {"EVAL_MODE": "banded"}, chunk_sees_itself).startswith("C1")
 
 
 def test_probabilities_that_do_not_add_up_are_caught(setting):
@@ -214,7 +233,7 @@ def test_the_suite_tries_every_way_of_a_run():
     banded = settings | {"EVAL_MODE": "banded"}
     assert legality.suite(train_gpt, banded) == ""
     in_blocks = lambda model, evaluator: peeking(model, evaluator) if evaluator.window > 32 else None  # noqa: E731
-    assert "EVAL_SEQ_LEN=2" in legality.suite(train_gpt, banded, in_blocks)
+    assert "EVAL_SEQ_LEN=16" in legality.suite(train_gpt, banded, in_blocks)
     assert legality.suite(train_gpt, settings, in_blocks) == ""
     only_then = lambda model, evaluator: peeking(model, evaluator) if evaluator.hp.ttt_enabled else None  # noqa: E731
     assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)

@@ -243,6 +243,14 @@ def test_published_logs_are_read(tmp_path):
     assert learning.score == runs.Score(1.88976776, 1.11922988, 410.268, None, None)
 
 
+@pytest.mark.parametrize("names", [("roundtrip", "banded"), ("roundtrip", "banded", "ttt_sgd")])
+def test_a_banded_pass_is_the_score_without_test_time_training(tmp_path, names):
+    lines = [f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}" for place, name in enumerate(names)]
+    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n" + "\n".join(lines) + "\n"
+    found = runs.read_run(written(tmp_path, text))
+    assert found.score_name == f"final_int6_{names[-1]}" and found.score.bpb == 1 + (len(names) - 1) / 10
+
+
 def test_later_published_logs_are_read(tmp_path):
     found = runs.read_run(written(tmp_path, LATER))
     assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 4945, 599.592)

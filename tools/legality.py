@@ -212,7 +212,8 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
     knobs = {name: value for name, value in settings.items() if name.lower() in fields}
     kinds = [{"EVAL_STRIDE": stride, "TTT_ENABLED": "0"} for stride in ("32", "8")]
     if knobs.get("EVAL_MODE") == "banded":
-        kinds.append({"EVAL_MODE": "banded", "EVAL_SEQ_LEN": "2", "EVAL_STRIDE": "2", "TTT_ENABLED": "0"})
+        band = {"EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "16", "MICRO_BATCH_TOKENS": "80"}  # blocks of 80 that score 16
+        kinds.append({"EVAL_MODE": "banded", **band, "TTT_ENABLED": "0"})
     if knobs.get("TTT_ENABLED") == "True":
         kinds.append({"EVAL_STRIDE": "8", "TTT_ENABLED": "1"})
     for kind in kinds:

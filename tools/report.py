@@ -44,7 +44,8 @@ NAMES = {"sliding_window": "sliding windows", "banded": "banded pass"}
 
 def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     """Rows (method, bits per byte, remark), all on the same validation text."""
-    way = "banded" if events["start"]["hyperparameters"].get("eval_mode") == "banded" else "sliding_window"
+    banded = events["start"]["hyperparameters"].get("eval_mode") == "banded"
+    way = "banded" if banded else "sliding_window"
     missing = {"val", "artifact", f"final_int6_{way}_exact"} - set(events)
     if missing:
         raise UserError(f"the log has no event {min(missing)}: the run did not finish, run it again")
@@ -54,11 +55,12 @@ def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
     uniform = math.log2(vocabulary) * len(tokens) / len(text)
     xz = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     last = events["val"]
+    weights = f"model, last weights{', banded pass' * banded}"
     roundtrip, score = (events[f"final_int6_{name}_exact"] for name in ("roundtrip", way))
     return [
         ("all tokens equally likely", uniform, f"log2 {vocabulary} bits per token"),
         ("xz -9e", xz, "of the validation text alone"),
-        ("model, last weights", last["val_bpb"], f"after {last['step']} steps, {last['train_seconds']:.0f} s"),
+        (weights, last["val_bpb"], f"after {last['step']} steps, {last['train_seconds']:.0f} s"),
         ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),
         ("artifact, separate windows", roundtrip["val_bpb"], f"{events['artifact']['model_bytes']:,} bytes"),
         (f"artifact, {NAMES[way]}", score["val_bpb"], "the score"),

@@ -444,7 +444,8 @@ def main() -> None:
     script = load_script(options["script"])
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
-    provide_flash_attention({hp.train_seq_len, hp.train_seq_len // getattr(hp, "short_seq_parts", 1), hp.eval_seq_len})
+    lengths = {hp.train_seq_len, hp.train_seq_len // getattr(hp, "short_seq_parts", 1), hp.eval_seq_len}
+    provide_flash_attention(lengths | {sum(script.band_block(hp))} if hasattr(script, "band_block") else lengths)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
     dtype = script.choose_dtype(hp.compute_dtype, device)
