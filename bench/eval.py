@@ -6,14 +6,14 @@
     DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --windows 1024
     ... python bench/eval.py --artifact final_model.int6.xz --lengths 256 512 1024 --strides 256 64 --plot windows.png
 
-The modes are windows without overlap, sliding windows the published way, ours, and the banded pass. The published way
+The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass. The published way
 takes windows in a Python loop, copies each to the device, sends all positions through all layers and the head, and sums
 the scored positions window by window. Ours gathers windows from the tokens on the device and computes the last layer
 and the head only where they are scored; with all positions everywhere it is a row of its own. All are compiled if the
 machine compiles, and take turns within a round; the table has medians. All score the same targets, as many as --windows
 sliding windows have. Without an artifact, weights and tokens are random, which cost what real ones cost.
 
-With --lengths the table has the artifact's bits per byte for windows of these lengths without overlap, with --strides
+With --lengths the table has the artifact's bits per byte for non-overlapping windows of these lengths, with --strides
 for these strides of its own window. Positions beyond the training length are new to the rotary embeddings.
 
 With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one take turns on one

@@ -5,7 +5,7 @@
     python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
     python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
-    python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: disjoint windows
+    python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
 
 The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver answers as an H100,
 logs every launch and computes nothing. A kernel then costs the larger of its bytes at 3.35 TB/s and its operations at
