@@ -200,6 +200,29 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
     assert all(0 <= seconds < end for seconds, end in asked)
 
 
+@pytest.mark.parametrize("in_flight", [0, 2])
+def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_flight):
+    """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it, also of those in flight."""
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run.loader.close()
+    run.clock.in_flight = in_flight
+    now, saved = [0.0], []
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+
+    def taking(seconds, result):
+        now[0] += seconds
+        return result()
+
+    run.train_step = lambda *_: taking(1, lambda: torch.tensor([1.0, run.clock.elapsed(), 0.0]))
+    score = train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: taking(100, lambda: score))
+    run.checkpoints.save = lambda tensors, state: saved.append(state) or setattr(run.checkpoints, "last", state)
+    run.train()
+    assert [(state["step"], state["seconds"]) for state in saved] == [(4, 4), (8, 8), (10, 10)]
+
+
 def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monkeypatch):
     """Depth recurrence from the fourth of ten steps on. Export and the last score have it in any case."""
     monkeypatch.chdir(tmp_path)
