@@ -661,7 +661,7 @@ class GPT(nn.Module):
             scale = hp.ttt_lora_alpha / hp.ttt_lora_rank if name.endswith(".b") else 1.0
             weights[name] = (factor * scale).to(self.dtype).unbind(1)
         x = x0 = self.embed(ids, weights)  # (B, T, D)
-        seen = band, (ids == BOS).cumsum(dim=1) if hp.doc_attention else None  # documents (B, T), numbered
+        limits = band, (ids == BOS).cumsum(dim=1) if hp.doc_attention else None  # documents (B, T), numbered
         lane = None  # the second one, (B, T, D)
         skips = []
         half = len(self.visits) // 2
@@ -673,11 +673,11 @@ class GPT(nn.Module):
             last = targets is not None and visit == len(self.visits) - 1
             first = ids.size(1) - targets.size(1) if last else 0
             if layer < hp.num_layers - hp.lanes_last_n:
-                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first, seen)
+                x = mixed[:, first:] + self.attention(rms_norm(mixed), weights, layer, first, limits)
                 x = x + self.mlp(x, weights, layer)
             else:
                 lanes = [old[:, first:] for old in (x, x if lane is None else lane)]
-                attended = self.attention(rms_norm(mixed), weights, layer, first, seen)
+                attended = self.attention(rms_norm(mixed), weights, layer, first, limits)
                 change = self.mlp(lanes[1], weights, layer)
                 mix = self.lane_mix[layer - hp.num_layers]  # (2, 3)
                 lanes = [m[0] * old + m[1] * attended + m[2] * change for m, old in zip(mix, lanes, strict=True)]
@@ -746,9 +746,9 @@ class GPT(nn.Module):
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int, seen) -> Tensor:
+    def attention(self, x: Tensor, weights: dict[str, tuple[Tensor, ...]], layer: int, first: int, limits) -> Tensor:
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE: (B, n, D) from `first` on.
-        `seen` is what limits a position's view: the band, and the documents (B, T)."""
+        `limits` is what a position sees at most: the band or 0, and the documents (B, T) or None."""
         hp = self.hp
         time = x.size(1)
         heads = (-1, hp.head_dim)
@@ -762,7 +762,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[:time], self.sin[:time]
         q = NormRotate.apply(q, self.q_gain[layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
-        y = (attend_last if first and not seen[0] else self.attend)(q, k, v, *seen)
+        y = (attend_last if first and not limits[0] else self.attend)(q, k, v, *limits)
         if layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v[:, first:])
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -952,9 +952,9 @@ def visible(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
     """Whether the last n of T positions see each of the T, (1 or B, 1, n, T): themselves and those before them or, with
     a band, the band - 1 before them; with documents (B, T), only those of the same one."""
     n, time = q.size(1), k.size(1)  # torch's kernels align the causal mask with the first position
-    seen = torch.ones(1, 1, n, time, dtype=torch.bool, device=q.device).tril(time - n)
-    seen = seen.triu(time - n - band + 1) if band else seen
-    return seen if document is None else seen & (document[:, None, -n:, None] == document[:, None, None])
+    mask = torch.ones(1, 1, n, time, dtype=torch.bool, device=q.device).tril(time - n)
+    mask = mask.triu(time - n - band + 1) if band else mask
+    return mask if document is None else mask & (document[:, None, -n:, None] == document[:, None, None])
 
 
 def attend_last(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
@@ -975,7 +975,7 @@ def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, 
     chunk = max(1, band // 4)  # the fastest of W/4, W/2 and W on a CPU
     spare = -whole % chunk
 
-    def seen(t: Tensor) -> Tensor:
+    def of_chunks(t: Tensor) -> Tensor:
         """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
         padded = F.pad(t[:, time - whole - band :], (0, 0, 0, spare))
         return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
@@ -984,8 +984,8 @@ def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, 
     y = [attend(*start[:3], 0, start[3])] if whole < n else []
     if whole:
         q = F.pad(q[:, n - whole :], (0, 0, 0, 0, 0, spare)).unflatten(1, (-1, chunk)).flatten(0, 1)
-        k, v = (seen(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
-        document = None if document is None else seen(document[..., None])[..., 0]
+        k, v = (of_chunks(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
+        document = None if document is None else of_chunks(document[..., None])[..., 0]
         y.append(attend(q, k, v, band, document).unflatten(0, (batch, -1)).flatten(1, 2)[:, :whole])
     return torch.cat(y, dim=1)
 
