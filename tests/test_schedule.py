@@ -200,6 +200,19 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
     assert all(0 <= seconds < end for seconds, end in asked)
 
 
+@pytest.mark.parametrize("mode, stride", [("sliding", 32), ("banded", 0)])
+def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, stride):
+    """A banded pass costs what non-overlapping windows cost; sliding ones are too dear for a validation."""
+    monkeypatch.chdir(tmp_path)
+    hp, runtime = one_rank(EVAL_MODE=mode)
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run.loader.close()
+    strides = []
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *a: strides.append(a[4]) or train_gpt.Score(1.0, 1.0, 1, 1, 0.0))
+    run.validate(0)
+    assert strides == [stride]
+
+
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_flight):
     """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it, also of those in flight."""
