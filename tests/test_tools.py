@@ -478,7 +478,7 @@ def counted(size: int, source: bytes):
 SERIALIZED = r"Serialized model [^:]+"
 
 
-@pytest.mark.parametrize("comments", [False, True])
+@pytest.mark.parametrize("comments", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_packed_script_that_ran_is_submitted(made, comments):
     source = (ROOT / "train_gpt.py").read_bytes()
     source = source if comments else pack_code.without_comments(source)
