@@ -1800,7 +1800,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
         require(here == there, f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it")
-    outline(hp)
+    outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
     require(header["coder"] != "ans" or find_spec("constriction"), f"{path} needs a package: pip install constriction")
     digest = header.get("tokenizer_sha256")
     tokenizer = Path(hp.tokenizer_path)
@@ -1815,7 +1815,7 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
 
 
 # ---- Evaluation: non-overlapping and sliding windows, and the banded pass, by one evaluator --------------------------
-BAND_TARGETS = 64  # a block of a banded pass scores this many EVAL_SEQ_LEN
+BAND_TARGETS = 64  # a block of a banded pass scores at most this many EVAL_SEQ_LEN
 
 
 class Score(NamedTuple):
@@ -1873,7 +1873,9 @@ class Evaluator:
     def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
         self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
         self.band = 0 if stride else hp.eval_seq_len
-        self.window, self.stride = (sum(band_block(hp)), band_block(hp)[1]) if self.band else (hp.eval_seq_len, stride)
+        self.window, self.stride = hp.eval_seq_len, stride
+        if self.band:
+            self.window, self.stride = sum(band_block(hp)), band_block(hp)[1]
         self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
