@@ -4,7 +4,7 @@
     export DATA_PATH=... TOKENIZER_PATH=...
     python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
     python tools/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
-    python tools/ablate.py --screen --steps 200 --seeds 1 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "wd: MUON_WD=0.09"
+    python tools/ablate.py --screen --seeds 1 --steps 200 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "wd: MUON_WD=0.09"
     python tools/ablate.py --tokens-per-weight 100 --jobs 2 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the small model below, changed by the environment.
@@ -15,8 +15,9 @@ is not repeated, and one that was interrupted continues from its checkpoint.
 
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its 7,000 steps, so all
 knobs that concern the schedule keep their values. Width, heads, context and the bigram table shrink, and the batch is
-what makes that many training tokens per weight (the record: 205). `--bits` sets the bytes per weight. `@1.03` is the
-price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
+what makes that many training tokens per weight (the record: 205). The artifact's size is what the base takes at the
+record's quantisation steps. `@1.03` is the price of a variant: its step takes 1.03 times as long in the record, so it
+gets 1/1.03 of the steps.
 
 With `--screen` the variants are factors of one experiment. Each is switched on in half of the runs, in combinations
 from which every main effect can be estimated, so k variants need k + 1 runs or a few more. Screening finds what
@@ -97,6 +98,14 @@ def variant(text: str) -> tuple[str, Variant]:
     return name, found
 
 
+def seed(text: str) -> int:
+    """A value of --seeds. Raises ArgumentTypeError for a variant, as --seeds takes all words up to the next option."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: write the variants before --seeds") from None
+
+
 def check(variants: Variants, arguments: argparse.Namespace) -> None:
     """Raises UserError for variants that cannot be compared as written."""
     if len(variants) != len(arguments.variants) + 1:
@@ -121,11 +130,12 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
     record = Hyperparameters()
     scale = width / record.model_dim
     length = round(scale * record.train_seq_len)
+    heads = 2 if width < 64 else 4  # of at least 16 dimensions
     knobs = {
         "MODEL_DIM": width,
-        "NUM_HEADS": 4,
-        "NUM_KV_HEADS": 2,
-        "ROPE_DIMS": max(2, 2 * round(width / 4 * record.rope_dims / record.head_dim / 2)),
+        "NUM_HEADS": heads,
+        "NUM_KV_HEADS": heads // 2,
+        "ROPE_DIMS": 2 * (width // heads // 4),  # half of a head; a quarter, as in the record, leaves few frequencies
         "BIGRAM_VOCAB_SIZE": round(scale * record.bigram_vocab_size),
         "BIGRAM_DIM": round(scale * record.bigram_dim),
         "TRAIN_SEQ_LEN": length,
@@ -137,17 +147,27 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
         "RESUME": "auto",
     }
     knobs = {name: str(value) for name, value in knobs.items()}
-    sequences = round(tokens_per_weight * weights(knobs) / RECORD_STEPS / length)
+    weights = sum(tensor.numel() for tensor in train_gpt.outline(configured(knobs)).values())
+    sequences = round(tokens_per_weight * weights / RECORD_STEPS / length)
     if not sequences:
         raise UserError(f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it")
     return knobs | {"TRAIN_BATCH_TOKENS": str(sequences * length), "MICRO_BATCH_TOKENS": str(MICRO)}
 
 
-def weights(knobs: dict[str, str]) -> int:
-    """The number of parameters of the model with these knobs, changed by the environment."""
-    hp = Hyperparameters.from_env({"RUN_ID": "x", **knobs, **os.environ})
-    with torch.device("meta"):
-        return sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
+def configured(knobs: dict[str, str]) -> Hyperparameters:
+    """These knobs, changed by the environment."""
+    return Hyperparameters.from_env({"RUN_ID": "x", **knobs, **os.environ})
+
+
+def record_bytes(hp: Hyperparameters) -> int:
+    """Bytes of the artifact at the record's quantisation steps, if all weights are Gaussian.
+
+    Bits per weight would not be in proportion: scales of short rows and the embedding, which has finer steps, take more
+    of a small model.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(like.shape, generator=generator) for name, like in train_gpt.outline(hp).items()}
+    return len(train_gpt.pack_artifact(weights, hp))
 
 
 def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:
@@ -158,7 +178,7 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
     if arguments.tokens_per_weight:
         base = proportional(arguments.width, arguments.tokens_per_weight)
         steps = RECORD_STEPS
-        nbytes = nbytes or round(arguments.bits * weights(base) / 8)
+        nbytes = nbytes or record_bytes(configured(base))
     if arguments.seconds:
         length = {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{arguments.seconds:g}"}
     else:
@@ -501,10 +521,11 @@ def main() -> None:
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
     length.add_argument("--tokens-per-weight", type=float, default=0.0, help="the record in small, with so many tokens")
     parser.add_argument("--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}")
-    parser.add_argument("--bits", type=float, default=4.7, help="bytes of the record in small, in bits per weight")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target")
+    parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
+    parser.add_argument(
+        "--bytes", type=int, default=0, help="size of the artifact; 0: no target, or that of the record"
+    )
     parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
     parser.add_argument("--expect", type=Path, help="file of published effects (records/ladder.txt), as variants too")
     parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
