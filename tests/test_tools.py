@@ -792,6 +792,13 @@ def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
         assert still["p"] > 0.5
         assert still["p"] == pytest.approx(welch.pvalue)
         assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
+        assert (still["before"] is None) == (title != "score"), "an artifact that is only scored has no such weights"
+    early = {
+        name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt").before_export.bpb for seed in (1, 2)]
+        for name in ("base", "still")
+    }
+    assert found["score"][1]["before"] == pytest.approx(np.mean(early["still"]) - np.mean(early["base"]))
+    assert found["score"][1]["before"] != found["score"][1]["difference"]
     assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"])
     assert found["score"][0] != found["on other"][0]
 
@@ -829,9 +836,12 @@ def test_screenings(ablate_twice, tmp_path):
     assert found["effects"]["still"] == pytest.approx((scores[0] + scores[2] - scores[1] - scores[3]) / 2)
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
     assert list(lines) == sorted(lines, key=found["effects"].get), "best first"
+    early = [one.before_export.bpb for one in done]
+    assert found["before"]["still"] == pytest.approx((early[0] + early[2] - early[1] - early[3]) / 2)
+    assert float(lines["still"][3]) == pytest.approx(found["before"]["still"], abs=1e-5) and early != scores
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
-    assert float(lines["wide"][3]) == pytest.approx(ratio, abs=1e-3)
-    assert int(lines["wide"][4].replace(",", "")) > 1000
+    assert float(lines["wide"][4]) == pytest.approx(ratio, abs=1e-3)
+    assert int(lines["wide"][5].replace(",", "")) > 1000
 
 
 def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
@@ -845,7 +855,8 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
         noise = np.random.default_rng(int(environ["SEED"])).normal(scale=0.01)
         score = SimpleNamespace(bpb=2 - 0.1 * ("a" in chosen) + 0.2 * ("h" in chosen) + noise)
         step_ms = 2.0 if "b" in chosen else 1.0
-        return SimpleNamespace(score=score, score_name="invented", device="none", model_bytes=100, step_ms=step_ms)
+        run = dict(score_name="invented", device="none", model_bytes=100, step_ms=step_ms)
+        return SimpleNamespace(score=score, before_export=score, **run)
 
     monkeypatch.setattr(ablate, "finish", finish)
     variants = {"base": ablate.Variant({}), **{name: ablate.Variant({name.upper(): "1"}) for name in names}}
@@ -868,8 +879,8 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
     assert [*cells] == sorted(names, key=found["effects"].get)
     t = {name: found["effects"][name] / error for name in names}
     assert {name: float(cells[name][2]) for name in names} == pytest.approx(t, abs=0.006)
-    assert [cells[name][3] for name in "ab"] == ["1.000", "2.000"]
-    assert cells["b"][4] == "+0"
+    assert [cells[name][4] for name in "ab"] == ["1.000", "2.000"]
+    assert cells["b"][5] == "+0"
 
 
 def small_arguments(**changes):

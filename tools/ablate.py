@@ -24,8 +24,10 @@ from which every main effect can be estimated, so k variants need k + 1 runs or 
 deserves a comparison of its own; it does not show interactions.
 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits per byte, p that it is
-better at all (Welch's test and paired by seed, one-sided), ratio of step times, and bytes. A screening prints each
-effect, the effect in standard errors, the ratio of step times, and bytes. The last line is JSON.
+better at all (Welch's test and paired by seed, one-sided), the difference before the export, steps, ratio of step
+times, and bytes. A screening prints each effect, the effect in standard errors, the effect before the export, the ratio
+of step times, and bytes. "Before the export" is the averaged weights, with non-overlapping windows. The last line is
+JSON.
 """
 
 import argparse
@@ -302,6 +304,7 @@ def screen(variants: Variants, arguments: argparse.Namespace) -> None:
     done = side_by_side(tasks, arguments.jobs)
     scores = [run.score.bpb for run in done]
     bpb = effects(plan, scores)
+    before = effects(plan, [run.before_export.bpb for run in done])
     size = effects(plan, [run.model_bytes for run in done])
     log_time = effects(plan, [math.log(run.step_ms) for run in done])
     error, source = standard_error(bpb, len(names))
@@ -310,11 +313,14 @@ def screen(variants: Variants, arguments: argparse.Namespace) -> None:
         f"standard error {error:.5f} ({source}); {done[0].device}"
     )
     width = max(map(len, names))
-    print(f"{'':{width}}{'effect':>12}{'t':>8}{'time_ratio':>12}{'bytes':>12}")
-    for name, effect, ratio, nbytes in sorted(zip(names, bpb, log_time, size, strict=False), key=lambda row: row[1]):
-        print(f"{name:{width}}{effect:>+12.5f}{effect / error:>8.2f}{math.exp(ratio):>12.3f}{nbytes:>+12,.0f}")
+    print(f"{'':{width}}{'effect':>12}{'t':>8}{'before':>12}{'time_ratio':>12}{'bytes':>12}")
+    rows = sorted(zip(names, bpb, before, log_time, size, strict=False), key=lambda row: row[1])
+    for name, effect, earlier, ratio, nbytes in rows:
+        numbers = f"{effect:>+12.5f}{effect / error:>8.2f}{earlier:>+12.5f}{math.exp(ratio):>12.3f}{nbytes:>+12,.0f}"
+        print(f"{name:{width}}{numbers}")
     report = {
         "effects": dict(zip(names, bpb, strict=False)),
+        "before": dict(zip(names, before, strict=False)),
         "standard_error": None if math.isnan(error) else error,
         "scores": scores,
     }
@@ -412,7 +418,10 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
     mean, std = runs.mean_std(bpb)
     welch = compare.welch(base_bpb, bpb)
     paired = compare.paired(base_bpb, bpb)
-    time_ratio = None
+    before = time_ratio = None
+    if members[0].before_export:
+        gains = [a.before_export.bpb - b.before_export.bpb for a, b in zip(members, base, strict=True)]
+        before = statistics.fmean(gains)
     if members[0].step_ms:
         time_ratio = statistics.median(a.step_ms / b.step_ms for a, b in zip(members, base, strict=True))
     return {
@@ -423,6 +432,7 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
         "difference": mean - statistics.fmean(base_bpb),
         "p": welch and welch.p,
         "p_paired": paired and paired.p,
+        "before": before,
         "steps": statistics.fmean(run.steps or 0 for run in members),
         "bytes": max(run.model_bytes or 0 for run in members),
         "time_ratio": time_ratio,
@@ -435,6 +445,7 @@ COLUMNS = {
     "difference": (12, "+.5f"),
     "p": (9, ".4f"),
     "p_paired": (10, ".4f"),
+    "before": (10, "+.5f"),
     "steps": (8, ".0f"),
     "time_ratio": (12, ".3f"),
     "bytes": (12, ",.0f"),
