@@ -534,9 +534,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--bytes", type=int, default=0, help="size of the artifact; 0: no target, or that of the record"
-    )
+    parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target, or the record's")
     parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
     parser.add_argument("--expect", type=Path, help="file of published effects (records/ladder.txt), as variants too")
     parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
