@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import ablate
 import check_record
 import compare
+import flops
 import make_record
 import pack_code
 import plot
@@ -941,6 +942,17 @@ def test_priced_variants_get_fewer_steps(knobs, tmp_path, monkeypatch, capsys):
     assert [line["steps"] for line in report] == [6, 3]
     assert re.search(r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix", again, re.M)
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_speed_of_a_run_counts_the_operations_of_its_lengths(parts):
+    settings = {"SHORT_SEQ_PARTS": str(parts), "TRAIN_SEQ_LEN": "256", "TRAIN_BATCH_TOKENS": "1024", "MODEL_DIM": "128"}
+    hp = train_gpt.Hyperparameters.from_env(settings)
+    line = ablate.speed(SimpleNamespace(settings=settings, step_ms=2.0))
+    rate, speed = (float(word.replace(",", "")) for word in re.match(r"(\S+) tokens/s, (\S+) GFLOP/s", line).groups())
+    whole, short = (flops.flops_per_token(hp, length) for length in (256, 256 // parts))
+    assert rate == 512_000
+    assert 1e9 * speed == pytest.approx(rate * (0.6 * whole + 0.4 * short), rel=1e-2)
 
 
 def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):

@@ -489,8 +489,8 @@ def speed(run: runs.Run) -> str:
     """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix products on this one."""
     hp = Hyperparameters.from_env({name: value for name, value in run.settings.items() if name in runs.KNOBS})
     short = train_gpt.SHORT_SEQ_FRACTION if hp.short_seq_parts > 1 else 0.0
-    lengths = {hp.train_seq_len: 1 - short, hp.train_seq_len // hp.short_seq_parts: short}
-    operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths.items())
+    lengths = (hp.train_seq_len, 1 - short), (hp.train_seq_len // hp.short_seq_parts, short)
+    operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths)
     rate = 1000 * hp.train_batch_tokens / run.step_ms
     dtype = train_gpt.choose_dtype(hp.compute_dtype, torch.device("cpu"))
     plain = plain_products(hp, dtype)
