@@ -2216,6 +2216,8 @@ class Checkpoints:
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
+                for unfinished in (*self.folder.glob("*.partial"), *self.folder.glob(".tmp*")):  # of a killed run
+                    unfinished.unlink()  # `replacing` and safetensors' save_file write to such names
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all ranks."""

@@ -117,6 +117,14 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     assert not list(tmp_path.rglob("*.partial")) and len(kept(tmp_path)) == 2
 
 
+def test_unfinished_files_of_a_killed_run_are_removed(stopped, knobs):
+    folder = stopped / "checkpoints" / "r"
+    for name in (".tmpXfqyMl", "step_00000005.safetensors.partial"):  # what save_file and `replacing` write to
+        (folder / name).write_bytes(b"half")
+    assert faulty("none", 0, knobs, stopped).returncode == 0
+    assert sorted(path.name for path in folder.iterdir()) == [Path(step_file(n)).name for n in (9, 12)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_during_the_last_validation_stops_the_run(ranks, undisturbed, knobs, tmp_path):
     """It is in no step's report. The run forgot it and went on to export."""
