@@ -777,7 +777,7 @@ def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
     shutil.copytree(data, tmp_path / "other")
     (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
     options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
-    first, second = ablate_twice(options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001"])
+    first, second = ablate_twice(options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"])
     assert first.stdout.count("== ") == 8
     found = json.loads(second.stdout.splitlines()[-1])
     for title, suffix in (("score", ""), ("on other", "_also")):
