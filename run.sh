@@ -10,7 +10,8 @@ usage() {
 
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
 DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
-NPROC=2 ./run.sh     number of processes under torchrun (default: the number of GPUs, or 1)
+NPROC=2 ./run.sh     number of processes (default: the number of GPUs; on a CPU measured, with OMP_NUM_THREADS)
+DATA_PATH=folder     your own shards; a manifest.json there names tokenizer and vocabulary (data/README.md)
 DEMO_SECONDS=30      training seconds of the demonstration (default: 150 or 230, by its model)
 DEMO_SIZE=small      its model, small or large (default: by the speed of this machine)
 SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
@@ -108,7 +109,7 @@ set_up() {
         echo "installing $1 into .venv (a few minutes, once)" >&2
     fi
     PYTHON=$venv
-    { python3 -m venv $site .venv && install_all "$1"; } || {
+    { quietly python3 -m venv $site .venv && install_all "$1"; } || {
         echo "error: could not install $1 into .venv: see the messages above, or install it yourself and start again" >&2
         exit 1
     }
@@ -129,54 +130,67 @@ count_gpus() {  # to train on, as gpus
     fi
 }
 
-train() {  # python with these options: one run, or a sweep if SEEDS or GRID is set
+train() {  # this command: one run, or a sweep if SEEDS or GRID is set
     trap - INT
-    if [ -n "${SEEDS:-}${GRID:-}" ]; then
-        "$PYTHON" tools/sweep.py -- "$PYTHON" "$@" train_gpt.py
-    else
-        "$PYTHON" "$@" train_gpt.py
-    fi
+    if [ -n "${SEEDS:-}${GRID:-}" ]; then "$PYTHON" tools/sweep.py -- "$@"; else "$@"; fi
     trap interrupted INT
+}
+
+next_steps() {
+    local python=$PYTHON data="" artifact=final_model.int6.xz name
+    if [ -n "${RUN_ID:-}" ]; then artifact=logs/$RUN_ID.int6.xz; fi
+    echo
+    echo "next:"
+    if [ "$PYTHON" = .venv/bin/python ]; then
+        python=python
+        if [ "${VIRTUAL_ENV:-}" != "$PWD/.venv" ]; then echo "    source .venv/bin/activate"; fi
+    fi
+    for name in DATA_PATH TOKENIZER_PATH; do
+        if [ -n "${!name:-}" ]; then data+="$name=$(printf %q "${!name}") "; fi
+    done
+    if [ -z "${SEEDS:-}${GRID:-}" ]; then
+        echo "    $data$python tools/sample.py $artifact --prompt 'The '"
+        echo "    ${data}EVAL_ONLY=$artifact $python train_gpt.py"
+        echo "    SEEDS='1337 42 2025' ./run.sh"
+    else
+        echo "    $python tools/compare.py 'logs/${RUN_ID:-run}_*.txt' 'logs/OTHER_*.txt'"
+    fi
 }
 
 record() {  # on GPUs
     local nproc="${NPROC:-$gpus}" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
-        echo "error: DATA_PATH=$data has no fineweb_train_*.bin; run: $PYTHON data/download_fineweb.py" >&2
+        echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
     # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.
-    if [ "$nproc" != 8 ]; then export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"; fi
-    train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
+    if [ "$nproc" != 8 ] && [[ -z "${WARMDOWN_ITERS:-}" && ! "${GRID:-}" =~ (^|[[:space:]])WARMDOWN_ITERS= ]]; then
+        export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"
+    fi
+    train "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py
+    next_steps
 }
 
-demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that is on every machine
-    local nproc="${NPROC:-1}" run="${RUN_ID:-demo}" data=demo_data size chosen
+demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that is on every machine, or on DATA_PATH
+    local settings note knob own="${DATA_PATH:-}" prompt=""
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
-    quietly "$PYTHON" data/demo_corpus.py "$data"
-    size=$(quietly "$PYTHON" tools/demo_size.py)
-    chosen=${size##*$'\n'}
-    echo "$chosen"
-    knobs() { for knob in "$@"; do export "${knob%%=*}=$(printenv "${knob%%=*}" || echo "${knob#*=}")"; done; }
-    knobs RUN_ID="$run" DATA_PATH="$data" TOKENIZER_PATH="$data/tokenizer.model"
-    if [ -n "${DEMO_SECONDS:-}" ]; then knobs MAX_WALLCLOCK_SECONDS="$DEMO_SECONDS"; fi
-    knobs ${size%%$'\n'*}
-    # For some hundred steps: shorter averages and momentum warm-up, warmdown as a fraction, no extra graphs.
-    knobs ITERATIONS=20000 WARMDOWN_FRAC=0.5 EMA_DECAY=0.95 MUON_MOMENTUM=0.95 MUON_MOMENTUM_WARMUP_START=0.85
-    knobs MUON_MOMENTUM_WARMUP_STEPS=50 LATE_QAT=0 SHORT_SEQ_PARTS=1 WARMUP_STEPS=2 VAL_LOSS_EVERY=200 TRAIN_LOG_EVERY=10
-    if [ "$nproc" -gt 1 ]; then
-        local threads=$(($(getconf _NPROCESSORS_ONLN) / nproc))
-        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
-        train -m torch.distributed.run --standalone --nproc_per_node="$nproc"
-    else
-        train
+    settings=$(quietly "$PYTHON" tools/demo.py)
+    note=${settings##*$'\n'}
+    echo "$note"
+    while IFS= read -r knob; do export "$knob"; done <<<"${settings%$'\n'*}"
+    if [ -z "$own" ]; then
+        prompt="def __init__(self,"
+        quietly "$PYTHON" data/demo_corpus.py "$DATA_PATH"
     fi
-    if [ -n "${SEEDS:-}${GRID:-}" ]; then return; fi
-    if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
-        quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
+    train "$PYTHON" tools/launch.py "$PYTHON" train_gpt.py
+    if [ -z "${SEEDS:-}${GRID:-}" ]; then
+        if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
+            quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
+        fi
+        quietly "$PYTHON" tools/report.py "logs/$RUN_ID.jsonl" "logs/$RUN_ID.int6.xz" --prompt "$prompt" --note "$note"
     fi
-    quietly "$PYTHON" tools/report.py "$data" "logs/$RUN_ID.jsonl" "final_model.int6.xz" --note "$chosen"  # ends with the scores
+    next_steps
 }
 
 case "${1:-}" in

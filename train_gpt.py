@@ -38,13 +38,15 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
 import struct
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import version
@@ -52,14 +54,38 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import sentencepiece
-import torch
-import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+
+def complain(sentence: str) -> None:
+    """Print an error. The ranks of a node mostly fail alike: the first one prints, and its launcher ends the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(5)  # if no launcher has ended this rank by then, no other rank has failed
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def importing(requirements: str) -> Iterator[None]:
+    """A missing package, or Ctrl-C in the seconds that torch takes, ends the program with one sentence."""
+    try:
+        yield
+    except ImportError as error:
+        complain(f"{error}: run `source .venv/bin/activate`, or `pip install -r {requirements}`")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        complain("interrupted by Ctrl-C")
+        sys.exit(130)
+
+
+with importing("requirements.txt"):
+    import numpy as np
+    import sentencepiece
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
@@ -96,6 +122,20 @@ def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[Non
 def writing(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
     return explaining(f"cannot write {path}", OSError, advice="free space or choose a writable folder")
+
+
+def run_program(main: Callable[[], object]) -> None:
+    """Call a program's `main`. A user's mistake, a missing package or Ctrl-C ends it with one sentence."""
+    try:
+        with importing("requirements-dev.txt"):
+            main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:  # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        sys.exit(f"error: cannot use {error.filename or 'a file'}: {reason(error)}; check the path")
 
 
 # ---- Hyperparameters: each knob is declared once, with type, default, help text, role and bounds ---------------------
@@ -202,7 +242,7 @@ class Hyperparameters:
     ttt_momentum: float = knob(0.9, "SGD momentum", "run", low=0, high=1)
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
     ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run", low=0)
-    ttt_lora_chunk: int = knob(48, "targets of a long document scored before each AdamW step", "run", low=1)
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 until 256 and 24 until 2,000", "run", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run", low=0)
     ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run", low=0)
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
@@ -212,18 +252,20 @@ class Hyperparameters:
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; or a checkpoint file", "run")
-    skip_nonfinite: int = knob(0, "skip up to N non-finite steps before aborting", "run", low=0)
     shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
+    deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "auto: not on a CPU without g++; train: as auto, only training", "run", choices=COMPILE)
+    compile: str = knob("auto", "auto: on a CPU with g++ and enough text; train: no scores", "run", choices=COMPILE)
     fused_mlp: bool = knob(False, "the MLP's activation inside its matrix products, by a Triton kernel", "run")
 
     @classmethod
     def from_env(cls, environ: dict[str, str]) -> "Hyperparameters":
         """The knobs set in `environ`, all others at their defaults. Raises UserError naming the variable."""
+        wrong = misspelt(environ, [knob.name.upper() for knob in KNOBS])
+        require(not wrong, wrong)
         switch = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
         values = {}
         for knob in KNOBS:
@@ -262,6 +304,10 @@ class Hyperparameters:
         require(chunk, f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
         interval = f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither a number of steps (500) nor of seconds (60s)"
         require(re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every), interval)
+        plain = "/" not in self.run_id and not self.run_id.startswith(".")
+        require(plain, f"RUN_ID={self.run_id} is no file name: it must not have a slash or begin with a dot")
+        resume = self.resume in ("", "auto") or self.resume.endswith(".safetensors")
+        require(resume, f"RESUME={self.resume} is neither auto nor a checkpoint, step_<N>.safetensors: set RESUME=auto")
         named = self.run_id or not (self.checkpoint_every or self.resume)
         require(named, "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one")
         both = self.ema_enabled and self.swa_enabled
@@ -284,6 +330,19 @@ class Hyperparameters:
 
 
 KNOBS = dataclasses.fields(Hyperparameters)
+
+
+def misspelt(environ: Iterable[str], known: list[str]) -> str:
+    """A sentence about the first variable that is nearly one of the known ones, or "". Machines set MODEL_DIR, DEVICES
+    and the like, so a short name with another letter is not near, nor is one word with more letters."""
+    for name in sorted(set(environ) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.905)
+        near = [knob for knob in near if "_" in name or not name.startswith(knob)]
+        near += [knob for knob in known if sorted(knob) == sorted(name)]  # two letters in the other order
+        near += [knob for knob in known if "_" in name and knob.startswith(f"{name}_")]
+        if near:
+            return f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this program, unset it"
+    return ""
 
 
 def knobs_with(*roles: str) -> tuple[str, ...]:
@@ -328,13 +387,33 @@ def read_shard(path: Path) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)))
 
 
+def require_documents(hp: Hyperparameters, path: Path, tokens: np.ndarray) -> None:
+    """Raise UserError if a run that needs documents has none in these tokens of a shard."""
+    needs = {
+        "DOC_ATTENTION=1": hp.doc_attention,
+        "EVAL_DOCUMENTS=1": hp.eval_documents,
+        "TTT_MODE=lora": hp.ttt_enabled and hp.ttt_mode == "lora",
+    }
+    for name, needed in needs.items():
+        found = f"{name} needs documents, but {path} does not mark where they begin (token {BOS})"
+        require(not needed or BOS in tokens, f"{found}: tokenize the text again")
+
+
+def shard_paths(folder: str | Path, split: str) -> list[Path]:
+    """The shards of a split, fineweb_SPLIT_NNNNNN.bin, in order. Validation may have a sidecar, split "val_bytes"."""
+    numbered = re.compile(rf"fineweb_{split}_\d+\.bin")
+    return sorted(path for path in Path(folder).glob("*.bin") if numbered.fullmatch(path.name))
+
+
 class TokenStream:
     """All shards of a split, concatenated. All are opened at the start, so crossing a shard boundary costs nothing."""
 
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.vocab_size = vocab_size
-        self.paths = sorted(Path(folder).glob(f"fineweb_{split}_*.bin"))
-        require(self.paths, f"DATA_PATH={folder} has no fineweb_{split}_*.bin; run data/download_fineweb.py")
+        absent = f"DATA_PATH={folder} does not exist: set the folder of your shards, or run data/download_fineweb.py"
+        require(Path(folder).is_dir(), absent)
+        self.paths = shard_paths(folder, split)
+        require(self.paths, f"DATA_PATH={folder} has no fineweb_{split}_NNNNNN.bin; run data/download_fineweb.py")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.versions = [self._version(path) for path in self.paths]
@@ -376,7 +455,10 @@ class TrainingLoader:
 
     def __init__(self, hp: Hyperparameters, runtime: "Runtime"):
         self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
+        require_documents(hp, self.stream.paths[0], self.stream.shards[0][: 1 << 20])
         self.seq_len = hp.train_seq_len
+        self.shortest = hp.train_seq_len // hp.short_seq_parts
+        self.doc_attention, self.attention = hp.doc_attention, runtime.attention
         self.seeds = (hp.shuffle_seed, hp.seed)
         self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
@@ -408,7 +490,9 @@ class TrainingLoader:
                 generator = np.random.default_rng((*self.seeds, epoch))
                 self.order = generator.permutation(self.blocks) if self.seeds[0] else np.arange(self.blocks)
                 self.epoch = epoch
-            rows.numpy()[row] = self.stream.read(self.seq_len * int(self.order[place]), self.seq_len + 1)
+            tokens = rows.numpy()[row] = self.stream.read(self.seq_len * int(self.order[place]), self.seq_len + 1)
+            if self.doc_attention:
+                check_documents(np.flatnonzero(tokens == BOS), self.shortest, self.attention)
         return rows
 
 
@@ -456,11 +540,12 @@ def sha256_of(path: str | Path) -> str:
     return hashlib.sha256(read_small(Path(path))).hexdigest()
 
 
-def check_manifest(data_path: str, tokenizer_path: str) -> None:
-    """Raise UserError if DATA_PATH/manifest.json names another tokenizer or more validation text than there is."""
+def check_manifest(data_path: str, tokenizer_path: str) -> bool:
+    """Whether DATA_PATH/manifest.json says that the text is in our grammar of CaseOps. Raises UserError if it names
+    another tokenizer or more validation text than there is."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
-        return
+        return False
     with explaining(f"{path} is not a valid manifest", Exception, advice="make or download the data again"):
         manifest = json.loads(read_small(path))
         files = {Path(data_path, name): int(entry["bytes"]) for name, entry in manifest["files"].items()}
@@ -470,6 +555,38 @@ def check_manifest(data_path: str, tokenizer_path: str) -> None:
     for shard, size in files.items():
         whole = not shard.name.startswith("fineweb_val_") or (shard.is_file() and shard.stat().st_size == size)
         require(whole, f"{shard} is missing or not of {size} bytes as {path} says: download it again")
+    return manifest["tokenizer"].get("caseops") is True
+
+
+def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
+    """The exact bytes of each of the `count` validation tokens, uint16, from fineweb_val_bytes_NNNNNN.bin beside the
+    shards; None without such files. Raises UserError if they hold another number."""
+    if not shard_paths(data_path, "val_bytes"):
+        return None
+    stream = TokenStream(data_path, "val_bytes", 1 << 16)
+    found = f"{stream.paths[0]} and its like hold the bytes of {len(stream)} tokens, but the shards hold {count}"
+    require(len(stream) == count, f"{found}: download both again")
+    nbytes = stream.read(0, count)
+    require(0 < nbytes.max() < 1 << 15, f"{stream.paths[0]}: {nbytes.max()} bytes for a token are impossible")
+    return nbytes
+
+
+def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> tuple[np.ndarray, str]:
+    """Bytes (n,) int16 of each of tokens[1:], given tokens (n + 1,), and a note for the log. A sidecar is the truth;
+    without one the tokenizer counts. Raises UserError if neither can know the bytes."""
+    counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
+    our_grammar = check_manifest(hp.data_path, hp.tokenizer_path)
+    counted = counter.count(tokens)
+    exact = read_sidecar(hp.data_path, len(tokens))
+    if exact is None:
+        unknown = f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} has neither"
+        files = "fineweb_val_bytes_NNNNNN.bin nor the manifest.json of data/tokenize_text.py"
+        require(our_grammar or not counter.caseops, f"{unknown} {files}, so the bytes are unknown: get one of them")
+        return counted, ""
+    nbytes = exact[1:].astype(np.int16)
+    total, other = int(nbytes.sum(dtype=np.int64)), int(counted.sum(dtype=np.int64))
+    differs = f"fineweb_val_bytes_*.bin says {total} bytes, which the score uses; the tokenizer counts {other}"
+    return nbytes, differs * (total != other)
 
 
 class Validation:
@@ -482,10 +599,9 @@ class Validation:
         require(len(stream) <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
         require(self.targets >= hp.eval_seq_len, f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it")
         tokens = stream.read(0, len(stream))
-        found = f"DATA_PATH={hp.data_path} has no document starts, which DOC_ATTENTION and EVAL_DOCUMENTS need"
-        require(BOS in tokens or not (hp.doc_attention or hp.eval_documents), found)
-        self.nbytes = torch.from_numpy(ByteCounter(hp.tokenizer_path, hp.vocab_size).count(tokens)).to(device)
-        check_manifest(hp.data_path, hp.tokenizer_path)
+        require_documents(hp, stream.paths[0], tokens)
+        nbytes, self.note = count_bytes(hp, tokens)
+        self.nbytes = torch.from_numpy(nbytes).to(device)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
         self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))  # where they begin, on the host
@@ -860,6 +976,7 @@ class Runtime:
         comm = Comm(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
         device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
         on_gpu = device.type == "cuda"
+        choose_deterministic(hp.deterministic or not on_gpu)
         if comm.size > 1:
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with dead ranks (pytorch #135712)
             restarts = shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -919,6 +1036,14 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     units = [getattr(torch.cpu, f"_is_{unit}_supported", lambda: False)() for unit in ("amx_tile", "avx512_bf16")]
     fast = torch.cuda.get_device_capability(device) >= (8, 0) if device.type == "cuda" else any(units)
     return torch.bfloat16 if fast else torch.float32
+
+
+def choose_deterministic(wanted: bool) -> None:
+    """Let runs repeat bit for bit. Otherwise threads add an embedding's gradients in the order in which they arrive."""
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
@@ -990,13 +1115,25 @@ def attend_chunks(attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, 
     return torch.cat(y, dim=1)
 
 
+DOCUMENT_POSITIONS = 32  # the bounds for FlashAttention 3 have room for a document per this many positions of a row
+
+
+def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
+    """Raise UserError if a row of `width` positions could hold more documents than `attention` has room for, given
+    where they begin in the stream, (S,) in order."""
+    most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
+    room = width // DOCUMENT_POSITIONS if attention == "fa3" else most
+    found = f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes {room}"
+    require(most <= room, f"{found}: set ATTENTION=mem_efficient, which is slower, or join short documents")
+
+
 def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Where documents (B, T) begin among the last n queries of each row and among all keys, int32 (S + 1,) each. Spare
-    ones at the end are empty. More documents than one per 32 positions are an error of indexing."""
+    ones at the end are empty. More documents than `check_documents` allows are an error of indexing."""
     batch, time = document.shape
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
     number = begins.flatten().cumsum(dim=0) - 1
-    keys = torch.full((batch * (1 + time // 32) + 1,), batch * time, device=document.device)
+    keys = torch.full((batch * (1 + time // DOCUMENT_POSITIONS) + 1,), batch * time, device=document.device)
     keys = keys.scatter_reduce(0, number, torch.arange(batch * time, device=document.device), "amin")
     queries = keys // time * n + (keys % time - (time - n)).clamp(min=0)
     return queries.int(), keys.int()
@@ -1034,13 +1171,14 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
 
         def attend_fa3(q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None) -> Tensor:
-            limits = {"window_size": (band - 1, 0)} if band else {}
+            options = {"window_size": (band - 1, 0)} if band else {}
+            options |= {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
             if document is None:
-                out = fa3.flash_attn_func(q, k, v, causal=True, **limits)  # aligned with the last positions
+                out = fa3.flash_attn_func(q, k, v, causal=True, **options)  # aligned with the last positions
             else:
                 rows = (t.flatten(0, 1) for t in (q, k, v))
                 bounds = *document_bounds(document, q.size(1)), q.size(1), k.size(1)
-                out = fa3.flash_attn_varlen_func(*rows, *bounds, causal=True, **limits)
+                out = fa3.flash_attn_varlen_func(*rows, *bounds, causal=True, **options)
             out = out[0] if isinstance(out, tuple) else out  # older builds return (out, log-sum-exp)
             return out.view(q.shape)
 
@@ -1255,7 +1393,7 @@ class BankShard:
 class Report(NamedTuple):
     """What travels with the small gradients of a step, summed over the ranks."""
 
-    loss: float  # mean
+    loss: float  # mean; nan if a gradient is not finite
     seconds: float  # rank 0's clock when it queued the update
     stop: float  # ranks that were asked to stop
 
@@ -1302,17 +1440,15 @@ class ParallelMuon:
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
         """One update from the gradients, which are zero afterwards. Returns the summed Report as (3,). Do not read the
-        banks before `finish`. With SKIP_NONFINITE a non-finite step changes nothing, and its loss is nan."""
+        banks before `finish`."""
         self.reduce_gradients()
         norm = self.gradient_norm()
-        if self.hp.skip_nonfinite and not (norm + self.report.loss).isfinite():  # waits for the device
-            self.report.loss.fill_(math.nan)
-        else:
-            clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
-            settings = [torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)]  # no copy
-            for shard in self.banks.values():
-                self.update_bank(shard, clip, *settings)
-            self.update_small(clip, lr_scale)
+        self.report.loss.add_(0 * norm)  # nan if a gradient is not finite, so that the run ends with this step
+        clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+        settings = [torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)]  # no copy
+        for shard in self.banks.values():
+            self.update_bank(shard, clip, *settings)
+        self.update_small(clip, lr_scale)
         report = torch.stack(self.report)
         torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
         return report
@@ -1444,6 +1580,7 @@ class Clock:
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap or math.inf
+        self.reserve = 0.0  # seconds of it for GPTQ
         self.in_flight = in_flight  # steps that the host may queue ahead of the device
         self.reset(0, 0.0, [])
 
@@ -1477,7 +1614,8 @@ class Clock:
 
     def end(self, step: int) -> float:
         """When run and schedules end: if `step` begins earlier, it fits before the cap at the slowest recent pace."""
-        return self.cap - (step - self.step + self.in_flight + 1) * max(self.recent) + self.begins(step) - self.seconds
+        margin = (step - self.step + self.in_flight + 1) * max(self.recent)
+        return self.cap - self.reserve - margin + self.begins(step) - self.seconds
 
 
 class WeightAverage:
@@ -1514,13 +1652,17 @@ def code_range(kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0) -> tu
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     """The steps (..., out, 1) between the codes of fp32 rows (..., out, in), whose range is `clip` standard deviations
-    (SDClip, #1394) or, for None, the largest weight, at least 1 (#399). Steps keep four significant bits."""
+    (SDClip, #1394) or, for None, the largest weight, at least 1 (#399). Steps keep four significant bits; those of #399
+    have fp16's eleven, because a coarser step would cut the largest weight."""
     if clip is None:
         reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+        dropped = 13  # of the 23 bits of fp32's mantissa
     else:
         reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
+        dropped = 20
     scale = reach / (2 ** (bits - 1) - 1)
-    return ((scale.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)  # a compiler could drop two casts
+    rounded = (scale.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)  # a compiler could drop two casts
+    return rounded.view(torch.float32)
 
 
 def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -1664,11 +1806,12 @@ def _classes(rows: np.ndarray, columns: np.ndarray) -> list[np.ndarray]:
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) -----------------------------------------------------------
 CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
-ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for it, whichever coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 7
+ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 8
 # Limits for a file from a stranger: bytes of its header, weights and rotary factors (some 20 bytes of memory each).
 MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
+STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}  # hold the steps of ROW_RANGE exactly
 
 
 def outline(hp: Hyperparameters) -> dict[str, Tensor]:
@@ -1704,7 +1847,7 @@ def pack_artifact(weights: dict, hp: Hyperparameters, hessians=None, metadata=No
         hessian = (hessians or {}).get(kind.reads)
         codes = to_codes(tensor, scale, bits) if hessian is None else gptq(tensor, hessian, scale, bits)
         streams.append(CODERS[hp.compressor][0](codes.to(torch.int16).cpu().numpy()))
-        plain.append(scale.to(torch.bfloat16).view(torch.int16).cpu().numpy().ravel())
+        plain.append(scale.to(STEP_TYPES[hp.row_range]).view(torch.int16).cpu().numpy().ravel())
     fields = {role: {name: getattr(hp, name) for name in knobs_with(role)} for role in ("model", "evaluation")}
     fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor, **(metadata or {})}
     header = json.dumps(fields | {"code_bytes": [len(stream) for stream in streams]}).encode()
@@ -1776,7 +1919,7 @@ def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tenso
             yield name, None, values.view(torch.float16).float().view(shape)
             continue
         codes = CODERS[header["coder"]][1](blob[offset : offset + nbytes], shape)
-        scale = values.view(torch.bfloat16).float().view(*shape[:2], 1)
+        scale = values.view(STEP_TYPES[header["row_range"]]).float().view(*shape[:2], 1)
         yield name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
         offset += nbytes
 
@@ -1784,7 +1927,8 @@ def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tenso
 def load_artifact(blob: bytes) -> dict[str, Tensor]:
     """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
     weights = {name: torch.zeros(tensor.shape) for name, tensor in outline(open_artifact(blob)[1]).items()}
-    for (_, _, view), (_, _, values) in zip(export_views(weights), decode_artifact(blob), strict=True):
+    for (_, name, view), (_, _, values) in zip(export_views(weights), decode_artifact(blob), strict=True):
+        require(values.isfinite().all(), f"{name} has values that are not finite")
         view.copy_(values)
     return weights
 
@@ -1835,17 +1979,23 @@ class Score(NamedTuple):
         log(f"{name} {result} {more}", event=name, val_loss=self.nats, val_bpb=self.bits_per_byte, **fields)
 
 
-def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
-    """Windows (3, N), in stream order, that score every input of the spans (S, 2) once: each reads the inputs [start,
-    stop) and scores those from `scored` on. In each span they begin `stride` apart; the first scores all it reads, the
-    others their last `stride`. None depends on what follows its targets: the last may extend over the span's end."""
+def plan_windows(spans: np.ndarray, window: int, stride: int, narrowest: int = 0) -> np.ndarray:
+    """Windows (5, N), in stream order, that score every input of the spans (S, 2) once: each reads `width` inputs from
+    `start` on, and of the losses of its last n those in [scored, stop) count. A span begins with a whole window or, if
+    `narrowest` is given, with narrower ones, each twice as wide as the one before, for short documents. The others are
+    `stride` apart and score their last `stride`. Only `stop` depends on the end of the span, so no loss does."""
     begin, end = spans.T
-    count = 1 + np.maximum(0, -(-(end - begin - window) // stride))
+    widths = [window >> halvings for halvings in range(7, -1, -1) if window >> halvings >= (narrowest or window)]
+    edges = np.array([0, *widths])  # the windows at a span's start score from one edge to the next
+    later = np.maximum(0, -(-(end - begin - window) // stride))
+    count = np.searchsorted(edges[:-1], end - begin) + later
     span = np.repeat(np.arange(len(spans)), count)
     number = np.arange(len(span)) - np.repeat(count.cumsum() - count, count)
-    start = begin[span] + number * stride
-    scored = np.where(number == 0, start, start + window - stride)
-    return np.stack((start, scored, np.minimum(start + window, end[span])))
+    shift = np.maximum(0, number + 1 - len(widths)) * stride
+    width = edges[np.minimum(number + 1, len(widths))]
+    n = np.where(shift > 0, stride, width - edges[np.minimum(number, len(widths) - 1)])
+    start = begin[span] + shift
+    return np.stack((start, start + width - n, np.minimum(start + width, end[span]), width, n))
 
 
 def band_block(hp: Hyperparameters) -> tuple[int, int]:
@@ -1870,20 +2020,29 @@ class Evaluator:
     Stride 0 means a banded pass: the windows are long blocks, in which each position attends to itself and the
     EVAL_SEQ_LEN - 1 before it, so every target has that context for about one forward."""
 
-    def __init__(self, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None):
+    def __init__(self, forward, val, hp: Hyperparameters, runtime: Runtime, stride: int, log=None, stage="score"):
+        self.stage = stage  # for the progress bar
         self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
         self.band = 0 if stride else hp.eval_seq_len
         self.window, self.stride = hp.eval_seq_len, stride
         if self.band:
             self.window, self.stride = sum(band_block(hp)), band_block(hp)[1]
+        rows = {self.window, min(self.window, hp.ttt_chunk_tokens)}  # of the windows, and of SGD's sequences
+        for width in rows if hp.doc_attention else ():
+            check_documents(val.documents, width, runtime.attention)
         self.log = log or (lambda line, **fields: None)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
         self.started = self.reported = time.perf_counter()
 
     def windows(self) -> np.ndarray:
-        """The windows or blocks (3, N) over the packed stream or, with EVAL_DOCUMENTS, each document."""
-        return plan_windows(self.val.spans(self.hp.eval_documents), self.window, self.stride)
+        """The windows or blocks (5, N) over the packed stream or, with EVAL_DOCUMENTS, each document."""
+        return self.windows_of(self.val.spans(self.hp.eval_documents))
+
+    def windows_of(self, spans: np.ndarray) -> np.ndarray:
+        """Those over the spans (S, 2), of the same few shapes."""
+        narrowest = (self.band or max(1, self.window // 8)) if self.hp.eval_documents else 0
+        return plan_windows(spans, self.window, self.stride, narrowest)
 
     def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
         """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits for the device."""
@@ -1894,7 +2053,7 @@ class Evaluator:
             bpb = self.result(complete=False).bits_per_byte
             done = self.done()
             eta = (self.reported - self.started) * (1 / done - 1)
-            bar = (f"evaluation: bpb {bpb:.4f}, {eta:.0f} s left", done)
+            bar = (f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done)
             way = f"band:{self.band}" if self.band else f"stride:{self.stride}"
             line = f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
             self.log(line, bar=bar)
@@ -1905,23 +2064,19 @@ class Evaluator:
 
     @torch.no_grad()
     def score(self, windows: np.ndarray) -> None:
-        """Score these windows, the widest first and in stream order; each rank takes its part."""
+        """Score these windows, the widest first and in stream order. Batches go round the ranks, so the place of a
+        window in its batch depends on the windows before it."""
         comm = self.runtime.comm
         forward = functools.partial(self.forward, band=self.band) if self.band else self.forward
-        start, scored, stop = windows
-        ends = self.stride * (scored > start)  # 0: the whole window is scored
-        widths = np.full(len(ends), self.window)
-        for narrower in self.window // 2 ** np.arange(1, 8 if self.band else 4):  # documents
-            widths[(stop - start <= narrower) & (ends == 0) & (narrower >= 64)] = narrower
-        for width, n in sorted(set(zip(widths.tolist(), ends.tolist(), strict=True)), key=lambda s: (-s[0], s[1])):
-            members = np.flatnonzero((widths == width) & (ends == n))
-            mine = members[len(members) * comm.rank // comm.size : len(members) * (comm.rank + 1) // comm.size]
+        for width, n in sorted(set(zip(*windows[3:].tolist(), strict=True)), reverse=True):
+            members = windows[:3, (windows[3] == width) & (windows[4] == n)]
             rows = eval_rows(self.hp, self.runtime, width)
-            table = torch.from_numpy(np.pad(windows[:, mine], ((0, 0), (0, -len(mine) % rows))))  # spare: [0, 0)
+            table = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))  # spare: [0, 0)
+            table = torch.from_numpy(table.reshape(3, -1, rows)[:, comm.rank :: comm.size].copy())
             table = table.pin_memory() if self.nats.is_cuda else table  # or the host would wait for the copy
-            batches = table.to(self.nats.device, non_blocking=True)[..., None].split(rows, dim=1)
-            for start, scored, stop in batches if len(mine) else ():  # (rows, 1) each
-                self.batch(forward, start + torch.arange(width, device=start.device), n or width, scored, stop)
+            batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
+            for start, scored, stop in batches:  # (rows, 1) each
+                self.batch(forward, start + torch.arange(width, device=start.device), n, scored, stop)
 
     def batch(self, forward, position: Tensor, n: int, scored: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """One forward of the inputs at `position` (rows, width); each row scores those of its last n positions that are
@@ -1929,7 +2084,7 @@ class Evaluator:
         target = position[:, -n:]
         counts = (target >= scored) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
-        ids = self.val.tokens[place].long() * (position < self.val.targets)  # else a last BOS would be many documents
+        ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
         targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = forward(ids, targets, reduction="none")
         self.take(nats.detach(), target, counts)
@@ -1946,6 +2101,9 @@ class Evaluator:
             self.runtime.comm.all_reduce(totals)()
         total, *counts = totals.tolist()
         wanted = [self.val.targets, self.val.total_bytes, self.val.targets]
+        if complete and counts[2] == wanted[2]:
+            damaged = f"{wanted[0] - counts[0]:.0f} of {wanted[0]} validation losses are not finite"
+            require(counts[0] == wanted[0], f"{damaged}: the weights are damaged; lower the learning rates")
         if complete and counts != wanted:
             raise RuntimeError(f"scored [targets, bytes, scores] {counts} instead of {wanted}")
         targets, nbytes, _ = map(int, counts)
@@ -1953,29 +2111,48 @@ class Evaluator:
         return Score(total / max(targets, 1), total / math.log(2) / max(nbytes, 1), targets, nbytes, seconds)
 
 
-def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, log=None) -> Score:
+def evaluate(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int, *log) -> Score:
     """Score every target of the validation stream once, with windows `stride` apart, EVAL_SEQ_LEN if they do not
     overlap; 0: in a banded pass."""
-    scorer = Evaluator(forward, val, hp, runtime, stride, log)
+    scorer = Evaluator(forward, val, hp, runtime, stride, *log)
     scorer.score(scorer.windows())
     return scorer.result()
 
 
+def validation_stride(hp: Hyperparameters) -> int:
+    """The stride of a validation during training; 0: a banded pass."""
+    return 0 if hp.eval_mode == "banded" else hp.eval_seq_len
+
+
+def final_strides(hp: Hyperparameters) -> dict[str, int]:
+    """The strides of the final scores, by name; 0: a banded pass."""
+    strides = {"roundtrip": hp.eval_seq_len}
+    strides |= {"banded": 0} if hp.eval_mode == "banded" else {"sliding_window": hp.eval_stride}
+    return strides | ({f"ttt_{hp.ttt_mode}": hp.eval_stride} if hp.ttt_enabled else {})
+
+
+def warm_up_windows(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, stride: int) -> None:
+    """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is timed."""
+    scorer = Evaluator(forward, val, hp, runtime, stride)
+    windows = scorer.windows()
+    firsts = np.unique(windows[3:], axis=1, return_index=True)[1]
+    rows = [runtime.comm.size * eval_rows(hp, runtime, width) for width in windows[3, firsts].tolist()]
+    scorer.score(windows[:, np.repeat(firsts, rows)])
+
+
 def warm_up_evaluation(forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime) -> None:
-    """Score a window of each shape on each rank, so that nothing compiles while an evaluation is timed."""
-    banded = hp.eval_mode == "banded"
-    strides = [hp.eval_seq_len] + [0] * banded + [hp.eval_stride] * (hp.ttt_enabled or not banded)
-    for stride in strides:
-        scorer = Evaluator(forward, val, hp, runtime, stride)
-        start, scored, stop = windows = scorer.windows()
-        shape = 2 * np.ceil(np.log2((stop - start) / scorer.window)) + (scored > start)
-        scorer.score(windows[:, np.repeat(np.unique(shape, return_index=True)[1], runtime.comm.size)])
+    """The same for all final scores, and for the gradients of test-time training."""
+    for name, stride in final_strides(hp).items():
+        if name != "ttt_lora" or hp.eval_max_seconds:  # it uses windows after the limit
+            warm_up_windows(forward, val, hp, runtime, stride)
+    scorer = Evaluator(forward, val, hp, runtime, hp.eval_stride)
+    if hp.ttt_enabled and hp.ttt_mode == "sgd" and val.targets > hp.ttt_chunk_tokens:
+        sgd_gradients(forward, scorer, 0)
     if hp.ttt_enabled and hp.ttt_mode == "lora":
-        for chunk, rows, spans in lora_rounds(scorer):
-            firsts = [width // chunk * chunk for width in (0, *(hp.eval_seq_len // part for part in LORA_PARTS))]
-            stops = [first + chunk for first in firsts if first < np.ptp(spans, axis=1).max()]  # one of each shape
-            empty = np.zeros((rows, 2), np.int64)  # without targets, so all gradients are zero
-            lora_documents(scorer, empty, chunk, rows, lora_adapter(hp, runtime.device), stops)
+        chunks = lora_chunks(hp, np.ptp(val.spans(documents=True), axis=1).max())
+        documents, adam = lora_begin(hp, lora_adapter(hp, runtime.device), 1)
+        for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks}.values():  # the document has no targets
+            lora_step(scorer, np.zeros((1, 2), np.int64), documents, *chunk, documents, adam)
 
 
 # ---- Test-time training: score first, then train on what was scored (conditions C1 to C4 of the challenge) -----------
@@ -1996,13 +2173,18 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     chunk = hp.ttt_chunk_tokens
     windows = scorer.windows()
     chunks = np.split(windows, np.searchsorted(windows[1], range(chunk, scorer.val.targets, chunk)), axis=1)
+    if len(chunks) == 1:
+        covered = f"TTT_CHUNK_TOKENS={chunk} covers the whole text of {scorer.val.targets} targets"
+        scorer.log(f"note: {covered}, so SGD learns nothing: lower it")
     training = True
     weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}  # bf16 would lose the steps
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
     for number, part in enumerate(chunks):
         scorer.score(part)
-        training = training and number < len(chunks) - 1 and not out_of_time(scorer)
-        for _ in range(hp.ttt_epochs if training else 0):
+        for _ in range(hp.ttt_epochs if number < len(chunks) - 1 else 0):
+            training = training and not out_of_time(scorer)
+            if not training:
+                break
             rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
             for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
                 momentum[name].mul_(hp.ttt_momentum).add_(gradient)
@@ -2010,12 +2192,12 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
             model.load_state_dict(weights)
 
 
-def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
+def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
     """The chunk's mean gradient over all ranks, clipped to norm 1. A compiled forward meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
     parameters = dict(model.named_parameters())
     sizes = [p.numel() for p in parameters.values()]
-    length = min(hp.train_seq_len, hp.ttt_chunk_tokens)
+    length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
     sequences = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1].unfold(0, length + 1, length)
     mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(sum(sizes), device=runtime.device)
@@ -2028,40 +2210,88 @@ def sgd_gradients(model: GPT, scorer: Evaluator, begin: int) -> dict[str, Tensor
     return {name: part.view_as(p) for (name, p), part in zip(parameters.items(), total.split(sizes), strict=True)}
 
 
-LORA_CHUNKS = ((256, 8), (2000, 24))  # documents with fewer targets than the first number have such chunks (#2014)
-LORA_QUEUES = 8  # sequences of documents that share nothing; a fixed number, so results are the same on all ranks
-LORA_BATCH = 128  # documents of a queue that begin with the same A
-LORA_ROWS = 16  # documents of one forward at most
+LORA_CHUNKS = ((256, 8), (2000, 24))  # a document's chunks have so many targets until these positions (#2014: lengths)
+LORA_BATCH = 128  # documents that begin with the same A
+LORA_QUEUES = 8  # batches from one whose A a batch begins with to that batch; fixed, so all numbers of ranks agree
+LORA_ROWS = (16, 4)  # documents of one forward at most, at their start and behind the first window, where few are left
 LORA_PARTS = (8, 4, 2, 1)  # EVAL_SEQ_LEN divided by these are the widths of windows, to compile few shapes
 
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     """Score document by document, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014 do. B
-    begins at 0; A begins as the mean of the batch before in its queue, whose documents come earlier in the stream."""
+    begins at 0; A begins as the mean of an earlier batch of documents.
+
+    No loss depends on where a later document begins (C1). The batch and the first A of a document depend on documents
+    that end before it begins, its chunks and windows on positions, and its row of a forward on how many documents
+    before it in the batch are as long as that. The number of rows follows from the position, too, and rows do not see
+    each other."""
     hp, comm = scorer.hp, scorer.runtime.comm
-    rounds = lora_rounds(scorer)
-    warm: dict[tuple[int, int], Adapter] = {}
-    for number, (chunk, rows, spans) in enumerate(rounds):
+    spans = scorer.val.spans(documents=True)
+    batches = np.split(spans, range(LORA_BATCH, len(spans), LORA_BATCH))
+    shares = [[b for b in range(len(batches)) if b % LORA_QUEUES % comm.size == rank] for rank in range(comm.size)]
+    steps = [len(lora_chunks(hp, np.ptp(batch, axis=1).max())) for batch in batches]
+    reached = np.zeros(len(spans), np.int64)  # targets of each document that this rank has scored
+    work = lora_steps(scorer, batches, shares[comm.rank], reached)
+    for _ in range(max(sum(steps[b] for b in share) for share in shares)):  # all ranks ask equally often
         if out_of_time(scorer):
-            rest = np.concatenate([spans for *_, spans in rounds[number:]])
-            return scorer.score(plan_windows(rest, hp.eval_seq_len, hp.eval_stride))
-        for queue in range(comm.rank, min(LORA_QUEUES, len(spans)), comm.size):
-            start = warm.get((chunk, queue)) or lora_adapter(hp, scorer.runtime.device)
-            warm[chunk, queue] = lora_documents(scorer, spans[queue::LORA_QUEUES], chunk, rows, start)
+            break
+        next(work, None)
+    else:
+        return
+    total = torch.from_numpy(reached).to(scorer.runtime.device)
+    comm.all_reduce(total)()
+    windows = scorer.windows_of(spans)
+    document = np.searchsorted(spans[:, 0], windows[1], side="right") - 1
+    windows[1] = np.maximum(windows[1], (spans[:, 0] + total.cpu().numpy())[document])
+    scorer.score(windows[:, windows[1] < windows[2]])
 
 
-def lora_rounds(scorer: Evaluator) -> list[tuple[int, int, np.ndarray]]:
-    """(targets of a chunk, rows of a forward, documents (S, 2)) of each round: a batch per queue, in stream order."""
-    hp, spans = scorer.hp, scorer.val.spans(documents=True)
-    shorter = [np.ptp(spans, axis=1) < targets for targets, _ in LORA_CHUNKS]
-    chunks = np.select(shorter, [chunk for _, chunk in LORA_CHUNKS], hp.ttt_lora_chunk).clip(max=hp.ttt_lora_chunk)
-    rounds = []
-    for chunk in np.unique(chunks)[::-1].tolist():
-        alike = spans[chunks == chunk]
-        rows = min(LORA_ROWS, scorer.runtime.micro_batch_tokens // hp.eval_seq_len, -(-len(alike) // LORA_QUEUES))
-        parts = np.split(alike, range(LORA_QUEUES * LORA_BATCH, len(alike), LORA_QUEUES * LORA_BATCH))
-        rounds += [(chunk, max(1, rows), part) for part in parts]
-    return rounds
+def lora_steps(scorer: Evaluator, batches: list[np.ndarray], share: list[int], reached: np.ndarray) -> Iterator[None]:
+    """Score a `share` of the batches of documents, chunk by chunk, and pause after each chunk. `reached` is kept."""
+    hp, runtime = scorer.hp, scorer.runtime
+    first = lora_adapter(hp, runtime.device)
+    after: dict[int, Adapter] = {}
+    for b in share:
+        lengths = np.ptp(batches[b], axis=1)
+        documents, adam = lora_begin(hp, after.pop(b - LORA_QUEUES, first), len(lengths))
+        for begin, stop in lora_chunks(hp, lengths.max()):
+            rows = lora_shape(scorer, begin, stop)[0]
+            present = np.flatnonzero(lengths > begin)
+            for group in np.split(present, range(rows, len(present), rows)):
+                adapters = [documents[i] for i in group]
+                learning = [documents[i] for i in group if lengths[i] > stop]
+                lora_step(scorer, batches[b][group], adapters, begin, stop, learning, adam)
+            reached[b * LORA_BATCH :][: len(lengths)] = lengths.clip(max=stop)
+            yield
+        with torch.no_grad():
+            means = {n: sum(document[n] for document in documents) / len(documents) for n in first if n.endswith(".a")}
+        after[b] = first | means
+
+
+def lora_chunks(hp: Hyperparameters, length: int) -> list[tuple[int, int]]:
+    """[begin, stop) of the chunks of a document, until all its targets are in one; the last may reach over its end."""
+    chunks = [(0, 0)]
+    while chunks[-1][1] < length:
+        begin = chunks[-1][1]
+        targets = next((targets for until, targets in LORA_CHUNKS if begin < until), hp.ttt_lora_chunk)
+        chunks.append((begin, begin + min(targets, hp.ttt_lora_chunk)))
+    return chunks[1:]
+
+
+def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]:
+    """(documents of a forward, width of the window that scores a chunk, positions whose losses it computes)."""
+    window = scorer.hp.eval_seq_len
+    width = min(window // part for part in LORA_PARTS if window // part >= min(stop, window))
+    rows = min(LORA_ROWS[stop > window], scorer.runtime.micro_batch_tokens // window)
+    return max(1, rows), width, stop - begin if stop > window else width  # at a document's start all, for few shapes
+
+
+def lora_begin(hp: Hyperparameters, first: Adapter, count: int) -> tuple[list[Adapter], torch.optim.Optimizer]:
+    """(a copy of the adapter for each of `count` documents, their optimizer)."""
+    documents = [{name: factor.clone().requires_grad_() for name, factor in first.items()} for _ in range(count)]
+    factors = [factor for document in documents for factor in document.values()]
+    adam = torch.optim.AdamW(factors, hp.ttt_lora_lr, (0.0, 0.99), weight_decay=hp.ttt_lora_wd, fused=True)
+    return documents, adam
 
 
 def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
@@ -2077,36 +2307,25 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     return adapter
 
 
-def lora_documents(scorer: Evaluator, spans: np.ndarray, chunk: int, rows: int, start: Adapter, stops=()) -> Adapter:
-    """Score documents (S, 2), `rows` at a time, with an AdamW step after each chunk of a document but its last. Returns
-    `start` with the mean of the A that they end with. `stops`: where chunks end, for a warm-up on empty documents."""
-    hp, window = scorer.hp, scorer.hp.eval_seq_len
-    spans = spans[np.argsort(spans[:, 0] - spans[:, 1], kind="stable")]  # longest first
-    after = {name: torch.zeros_like(factor) for name, factor in start.items()}
-    for group in np.split(spans, range(rows, len(spans), rows)):
-        adapter = {name: factor.repeat(rows, 1, 1, 1).requires_grad_() for name, factor in start.items()}
-        factors = list(adapter.values())
-        adam = torch.optim.AdamW(factors, hp.ttt_lora_lr, (0.0, 0.99), weight_decay=hp.ttt_lora_wd, fused=True)
-        padded = np.pad(group, ((0, rows - len(group)), (0, 0)))  # spare rows score [0, 0)
-        begin, end = torch.from_numpy(padded.T.copy())[..., None].to(scorer.runtime.device)  # (rows, 1) each
-        lengths = np.ptp(group, axis=1)
-        for stop in stops or range(chunk, int(lengths[0]) + chunk, chunk):
-            width = min(window // part for part in LORA_PARTS if window // part >= min(stop, window))
-            first = max(0, stop - width)
-            position = begin + torch.arange(first, first + width, device=begin.device)
-            n = chunk if first else width  # a window from the document's start may read on behind `stop`, unscored
-            with contextlib.ExitStack() as afterwards:  # else a compiled backward would treat all weights, too
-                afterwards.callback(scorer.forward.requires_grad_, True)
-                forward = functools.partial(scorer.forward.requires_grad_(False), adapter=adapter)
-                nats, counts = scorer.batch(forward, position, n, begin + stop - chunk, end.minimum(begin + stop))
-            going, before = int((lengths > stop).sum()), int((lengths > stop - chunk).sum())
-            for name in [name for name in after if name.endswith(".a") and going < before]:
-                after[name] += adapter[name].detach()[going:before].sum(dim=0, keepdim=True) / len(spans)
-            if going or stops:
-                ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum().backward(inputs=factors)
-                adam.step()
-                adam.zero_grad()
-    return after
+def lora_step(scorer: Evaluator, spans: np.ndarray, adapters: list, begin: int, stop: int, learning: list, adam):
+    """Score the targets [begin, stop) of documents (S, 2) side by side, each with its adapter. An AdamW step changes
+    the adapters in `learning`."""
+    rows, width, n = lora_shape(scorer, begin, stop)
+    spare = rows - len(spans)
+    spans = torch.from_numpy(np.pad(spans, ((0, spare), (0, 0))).T.copy())  # spare rows score [0, 0)
+    start, end = spans[..., None].to(scorer.runtime.device)  # (rows, 1) each
+    adapters = [*adapters, *[{name: factor.detach() for name, factor in adapters[-1].items()}] * spare]
+    adapter = {name: torch.cat([document[name] for document in adapters]) for name in adapters[0]}
+    position = start + max(0, stop - width) + torch.arange(width, device=start.device)
+    with contextlib.ExitStack() as afterwards:  # else a compiled backward would treat all weights, too
+        afterwards.callback(scorer.forward.requires_grad_, True)
+        forward = functools.partial(scorer.forward.requires_grad_(False), adapter=adapter)
+        nats, counts = scorer.batch(forward, position, n, start + begin, end.minimum(start + stop))
+    if learning:
+        loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
+        loss.backward(inputs=[factor for document in learning for factor in document.values()])
+        adam.step()
+        adam.zero_grad()
 
 
 # ---- Log and files ---------------------------------------------------------------------------------------------------
@@ -2125,11 +2344,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 class Log:
-    """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in logs/<RUN_ID>.jsonl."""
+    """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in logs/<RUN_ID>.jsonl. A line that
+    cannot be written does not end the run: `failure` says so at its end."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
-        self.name = hp.run_id or time.strftime("%Y%m%d-%H%M%S")
+        self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        self.artifact = folder / f"{self.name}{''.join(ARTIFACT.suffixes)}"
         self.started = time.perf_counter()
+        self.failure = ""  # what could not be written, and what to do
         self.files = []
         if comm.rank == 0:
             paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
@@ -2145,6 +2367,15 @@ class Log:
 
             layout = "{desc} {percentage:.0f}% |{bar}|"
             self.bar = tqdm(total=1, bar_format=layout, dynamic_ncols=True, leave=False, file=sys.stdout)
+
+    def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
+        """Raise UserError, on all ranks, if the run would replace the log of a finished run or, with EVAL_ONLY, of a
+        training. Only a run that kept its limits has finished."""
+        kept = {"finished", "train"} if hp.eval_only else {"finished"}
+        events = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace") if self.files else ""
+        used = comm.share(bool(kept & set(re.findall(r'(?m)^\{"event": "(\w+)"', events))))
+        files = f"{self.artifact.parent / self.name}.txt and .jsonl"
+        require(not used, f"RUN_ID={self.name} is used by an earlier run: set another, or delete its log, {files}")
 
     def close(self) -> None:
         """Remove the bar from the terminal."""
@@ -2162,11 +2393,25 @@ class Log:
         elif console:
             (print if self.bar is None else self.bar.write)(line)
             sys.stdout.flush()
-        with writing(self.files[0].name):
-            self.files[0].write(line + "\n")
-            if event:
-                seconds = round(time.perf_counter() - self.started, 3)
-                self.files[1].write(json.dumps({"event": event, "seconds": seconds, **fields}) + "\n")
+        try:
+            with writing(self.files[0].name):
+                self.files[0].write(line + "\n")
+                if event:
+                    seconds = round(time.perf_counter() - self.started, 3)
+                    self.files[1].write(json.dumps({"event": event, "seconds": seconds, **fields}) + "\n")
+        except UserError as error:
+            self.failure = self.failure or str(error)
+
+    def stage(self, name: str) -> None:
+        """Show in the bar what begins."""
+        if self.bar is not None:
+            self.bar.n = 0
+            self.bar.set_description_str(name)
+
+    def note(self, text: str) -> None:
+        """Write `text`, unless it is empty, as a note."""
+        if text:
+            self(f"note: {text}")
 
     def header(self, hp: Hyperparameters, runtime: Runtime, notes=(), resumed: bool = False) -> None:
         """What is needed to repeat the run: source, versions, machine, every knob. A resumed run appends to its log."""
@@ -2186,15 +2431,39 @@ class Log:
         self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
         for note in (*runtime.notes, *notes):
             self(f"note: {note}")
-        knobs = [knob.name.upper() for knob in KNOBS]
-        for name in sorted(os.environ.keys() - knobs):
-            for knob in difflib.get_close_matches(name, knobs, n=1, cutoff=0.85):
-                self(f"note: {name} is set but is not a knob; did you mean {knob}?")
+        require(not self.failure, self.failure)
+
+    def finish(self, comm: Comm, score: str, total: int, advice: str, made: str = "") -> None:
+        """The end of a run: its score, the `total` bytes of the submission, what it `made`, and
+        what to do next. Raises UserError, on all ranks, if something could not be written."""
+        failure = comm.share(self.failure)
+        require(not failure, failure)
+        log = self.artifact.parent / self.name
+        self(f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes", event="finished", bytes=total)
+        self(f"files: {made}{log}.txt, {log}.jsonl\nnext: {advice}")
 
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) ----------------------------------------------
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 5
+CHECKPOINT_VERSION = 6
+
+
+def require_space(hp: Hyperparameters, comm: Comm, log: Log) -> None:
+    """Raise UserError, on all ranks, if the disk has no room for log and artifact or for the checkpoints."""
+    weights = sum(tensor.numel() for tensor in outline(hp).values())
+    folder = CHECKPOINTS / hp.run_id
+    needs = {log.artifact.parent: (1 << 25) + 4 * weights}  # the artifact and its copy, two bytes per weight
+    if hp.checkpoint_every:  # up to four fp32 numbers per weight; two are kept while a third is written
+        missing = max(1, 3 - len(list(folder.glob("step_*.safetensors"))))
+        needs[folder] = missing * ((1 << 20) + 16 * weights)
+    full = ""
+    need = sum(needs.values())  # all are on one disk, usually
+    for place in needs if comm.rank == 0 else ():
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.exists())).free
+        if free < need:
+            full = f"{place} has {free >> 20} MiB of free space, but the run may need {need >> 20}"
+    full = comm.share(full)
+    require(not full, f"{full}: free some, or start it in another folder")
 
 
 class Stopped(Exception):
@@ -2281,9 +2550,10 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         metadata = json.loads(text["checkpoint"])
         stated, version = text["sha256"], metadata["version"]
-        numbers = [metadata["step"], metadata["seconds"], metadata["samples"], metadata["skipped"], *metadata["recent"]]
-        valid = all(isinstance(n, int | float) and n >= 0 for n in numbers) and metadata["hyperparameters"].keys()
     require(version == CHECKPOINT_VERSION, f"its format has version {version}, not {CHECKPOINT_VERSION}")
+    with explaining("its metadata is invalid", Exception, advice="copy or delete it"):
+        numbers = [metadata[key] for key in ("step", "seconds", "samples", "reserve")] + metadata["recent"]
+        valid = all(isinstance(n, int | float) and n >= 0 for n in numbers) and metadata["hyperparameters"].keys()
     require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
     require(bool(valid), "its metadata is invalid")
     return metadata, tensors
@@ -2298,6 +2568,9 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
     paths = sorted(folder.glob("step_*.safetensors"), reverse=True) if comm.rank == 0 else []
     fresh = not paths or bool(hp.resume) or not hp.checkpoint_every
     require(fresh, f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID")
+    own = not paths or hp.resume in ("", "auto") or Path(hp.resume).resolve().parent == folder.resolve()
+    mixed = f"RESUME={hp.resume}, but RUN_ID={hp.run_id} has checkpoints of its own in {folder}"
+    require(own, f"{mixed}: set RESUME=auto to continue from the newest of those, or another RUN_ID")
     if hp.resume != "auto":
         paths = [Path(hp.resume)] if hp.resume and comm.rank == 0 else []
     for path in paths:
@@ -2322,15 +2595,17 @@ def find_checkpoint(hp: Hyperparameters, comm: Comm) -> tuple[Path | None, dict,
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def stop_signals(enabled: bool) -> Iterator[list[signal.Signals]]:
-    """The signals received so far. If enabled, SIGTERM and the first Ctrl-C are only noted; a second one ends it."""
+def stop_signals() -> Iterator[list[signal.Signals]]:
+    """The signals received so far. SIGTERM and the first Ctrl-C are only noted; a second one ends the run at once."""
     received = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        signal.signal(number, before[number])
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if enabled}
+    for number in before:
+        signal.signal(number, note)
     try:
         yield received
     finally:
@@ -2360,7 +2635,6 @@ class Training:
         self.in_flight = []  # steps whose reports are not read yet
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
-        self.skipped = 0  # non-finite steps
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the device."""
@@ -2392,7 +2666,7 @@ class Training:
             reserve = 1.1 * hp.gptq_batches * self.runtime.comm.share(self.calibrate(range(1))[1])
             short = f"MAX_WALLCLOCK_SECONDS={hp.max_wallclock_seconds:g} is less than the {reserve:.1f} s for GPTQ"
             require(reserve < hp.max_wallclock_seconds, f"{short}: set GPTQ_BATCHES=0, or allow more time")
-            self.clock.cap -= reserve
+            self.clock.reserve = reserve
             self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
         if not hp.warmup_steps:
             return
@@ -2408,9 +2682,11 @@ class Training:
                 line = f"warmup_step:{step + 1}/{len(kinds)} {kind} seconds:{time.perf_counter() - started:.1f}"
                 self.log(line, bar=("compiling" if self.runtime.compiled else "warm-up", step / len(kinds)))
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        for looping in range(1 + (hp.loop_visits > 1)):
-            self.model.visits = hp.visits(bool(looping))
-            warm_up_evaluation(self.eval_forward, self.val, hp, self.runtime)
+        if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
+            self.model.visits = hp.visits(looping=False)
+            warm_up_windows(self.eval_forward, self.val, hp, self.runtime, validation_stride(hp))
+        self.model.visits = hp.visits()
+        warm_up_evaluation(self.eval_forward, self.val, hp, self.runtime)
         torch._foreach_copy_(list(self.tensors().values()), list(before.values()))
         self.optimizer.sync_replicas()
         self.average.samples = 0
@@ -2433,11 +2709,11 @@ class Training:
         first = step = self.clock.step + 1
         gc.collect()
         gc.freeze()  # keep long-lived objects out of the collector's full passes, which stall a step
-        with stop_signals(bool(hp.checkpoint_every)) as self.signals, self.profiler() as profile:
+        with stop_signals() as self.signals, self.profiler() as profile:
             while not self.stopping:
                 due = hp.val_loss_every and step % hp.val_loss_every == 0
-                if due:
-                    self._settle(0)  # after a slow one of these steps no other may fit
+                if due or self.clock.begins(step) >= self.clock.end(step):
+                    self._settle(0)  # decide from what a checkpoint holds, so that a resumed run decides alike
                 begins, end = self.clock.begins(step), self.clock.end(step)
                 done = step >= hp.iterations or begins >= end
                 settings = None if done else schedule(hp, step, begins, end)
@@ -2460,11 +2736,13 @@ class Training:
                 if hp.profile:
                     profile.step()
         self.save(step)
-        received = torch.tensor(self.stopping or bool(self.signals), dtype=torch.float32, device=self.runtime.device)
+        kinds = (signal.SIGINT, signal.SIGTERM)
+        received = torch.tensor([kind in self.signals for kind in kinds], dtype=torch.float32)
+        received = received.to(self.runtime.device)
         self.runtime.comm.all_reduce(received)()  # a signal of the last validation is in no step's report
-        if received:
+        if received.any():
             self.checkpoints.written.result()  # so that rank 0 knows the newest
-            raise Stopped((*self.signals, signal.SIGTERM)[0], step, self.runtime.comm.share(self.checkpoints.newest))
+            raise Stopped(kinds[int(received[0] == 0)], step, self.runtime.comm.share(self.checkpoints.newest))
         if step < hp.iterations:
             seconds = self.clock.elapsed()
             line = f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms step:{step}/{hp.iterations}"
@@ -2472,8 +2750,9 @@ class Training:
 
     def validate(self, step: int) -> None:
         """Log the score before this step."""
-        stride = 0 if self.hp.eval_mode == "banded" else self.hp.eval_seq_len
-        score = evaluate(self.eval_forward, self.val, self.hp, self.runtime, stride)
+        self.log.stage("validation")
+        stride = validation_stride(self.hp)
+        score = evaluate(self.eval_forward, self.val, self.hp, self.runtime, stride, self.log, "validation")
         self.bpb = f"bpb {score.bits_per_byte:.4f}, "
         result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
         more = f"eval_time:{1000 * score.seconds:.0f}ms"
@@ -2487,7 +2766,7 @@ class Training:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not exist yet."""
         if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
             whole = ((name, self.optimizer.whole(name, tensor)) for name, tensor in self.tensors().items())
-            state = {"step": step, "samples": self.average.samples, "skipped": self.skipped}
+            state = {"step": step, "samples": self.average.samples, "reserve": self.clock.reserve}
             self.checkpoints.save(whole, state | {"seconds": self.clock.seconds, "recent": self.clock.recent})
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
@@ -2496,13 +2775,13 @@ class Training:
             self.optimizer.distribute(name, tensor, tensors.pop(name, None))
         self.optimizer.sync_replicas()
         step, seconds = state["step"], state["seconds"]
-        self.skipped = state["skipped"]
         self.average.samples = state["samples"]
         self.clock.reset(step, seconds, state["recent"])
+        self.clock.reserve = max(self.clock.reserve, state["reserve"])  # with less, a finished run would take a step
         self.checkpoints.last = state
         self.checkpoints.newest = path
-        for later in path.parent.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
-            if later > path:  # damaged, or of a branch that this run leaves
+        for later in self.checkpoints.folder.glob("step_*.safetensors") if self.runtime.comm.rank == 0 else ():
+            if later.name > path.name:  # damaged, or of a branch that this run leaves
                 later.unlink()
         line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
         self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
@@ -2510,6 +2789,7 @@ class Training:
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the average, Hessians)."""
         batches = self.hp.gptq_batches
+        self.log.stage("GPTQ" if batches else "averaging")
         self.model.visits = self.hp.visits()
         self.clock.start()
         averaged = self.average.apply()
@@ -2553,13 +2833,11 @@ class Training:
             self.stopping |= report.stop > 0
             step = index + 1
             if not math.isfinite(report.loss):
-                self.skipped += 1
-                require(self.skipped <= hp.skip_nonfinite, self._not_finite(step, report.loss))
-                self.log(f"note: step {step} was not finite and was skipped ({self.skipped} of {hp.skip_nonfinite})")
+                raise UserError(self._not_finite(step, report.loss))
             if step <= 10 or step % hp.train_log_every == 0:
                 seconds = self.clock.elapsed()
                 rate = step * hp.train_batch_tokens / seconds
-                eta = min((hp.iterations - step) * seconds / step, self.clock.cap - seconds)
+                eta = min((hp.iterations - step) * seconds / step, self.clock.cap - self.clock.reserve - seconds)
                 rates = f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f}"
                 more = f"{rates} qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
                 fields = {"train_loss": report.loss, "tokens_per_second": rate, **settings._asdict()}
@@ -2573,7 +2851,7 @@ class Training:
         norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in self.optimizer.owned.items())
         self.checkpoints.written.result()
         kept = f"; the last good checkpoint is {self.checkpoints.newest}" if self.checkpoints.newest else ""
-        advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, check the data of that step, or set SKIP_NONFINITE"
+        advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or check the data of that step"
         return f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms}){kept}: {advice}"
 
     def _progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
@@ -2584,23 +2862,28 @@ class Training:
 
 
 # ---- The whole run ---------------------------------------------------------------------------------------------------
-def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> None:
+WORTH_COMPILING = 1e12  # targets times weights; two cores score fewer in less time than they compile
+
+
+def score_artifact(model: GPT, forward, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log) -> str:
     """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time training; on Ctrl-C,
-    what was scored until then."""
-    strides = {"roundtrip": hp.eval_seq_len}
-    strides |= {"banded": 0} if hp.eval_mode == "banded" else {"sliding_window": hp.eval_stride}
-    strides |= {f"ttt_{hp.ttt_mode}": hp.eval_stride} if hp.ttt_enabled else {}
-    for name, stride in strides.items():
-        scorer = Evaluator(forward, val, hp, runtime, stride, log)
+    what was scored until then. Returns the last one, for the end of the log."""
+    for name, stride in final_strides(hp).items():
+        log.stage(name)
+        scorer = Evaluator(forward, val, hp, runtime, stride, log, name)
         try:
             if name.startswith("ttt"):
                 {"sgd": ttt_sgd, "lora": ttt_lora}[hp.ttt_mode](model, scorer)
             else:
                 scorer.score(scorer.windows())
-            scorer.result().log(log, f"final_int6_{name}_exact")
+            score = scorer.result()
+            score.log(log, f"final_int6_{name}_exact")
         except KeyboardInterrupt:
-            scorer.result(complete=False).log(log, f"final_int6_{name}_partial")
+            scored = scorer.result(complete=False)
+            if scored.targets:
+                scored.log(log, f"final_int6_{name}_partial")
             raise
+    return f"{score.bits_per_byte:.4f} bits per byte ({name})"
 
 
 def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[bytes, int]:
@@ -2610,19 +2893,35 @@ def export(run: Training, hessians: dict[str, Tensor], metadata: dict) -> tuple[
     started = time.perf_counter()
     code_bytes = Path(__file__).stat().st_size
     weights = run.optimizer.weights()
-    blob = b""
+    blob, path = b"", None
+    log.stage("export")
     if run.runtime.comm.rank == 0:
         log(f"export: coding {sum(w.numel() for w in weights.values()):,} weights, {'GPTQ' if hessians else 'plain'}")
         max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
-        with replacing(ARTIFACT) as partial:
-            partial.write_bytes(blob)
+        path = keep_artifact(blob, log)
     blob = run.runtime.comm.share(blob)
     total = len(blob) + code_bytes
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
     fields = {"model_bytes": len(blob), "code_bytes": code_bytes, "wall_seconds": time.perf_counter() - started}
-    log(f"Total submission size int6+{hp.compressor}: {total} bytes", event="artifact", path=str(ARTIFACT), **fields)
+    log(f"Total submission size int6+{hp.compressor}: {total} bytes", event="artifact", path=str(path), **fields)
     return blob, total
+
+
+def keep_artifact(blob: bytes, log: Log) -> Path:
+    """Write the artifact beside the log, with a copy as ARTIFACT, or else to the temporary folder. Returns its path."""
+    path = log.artifact
+    try:
+        for name in (path, ARTIFACT):
+            with replacing(name) as partial:
+                partial.write_bytes(blob)
+    except UserError as error:
+        with writing("to the temporary folder"):
+            path = Path(tempfile.mkdtemp(), log.artifact.name)
+            path.write_bytes(blob)
+        log.failure = f"{error}; the artifact is {path}"
+        log(f"note: {log.failure}")
+    return path
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
@@ -2634,20 +2933,37 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     require(total <= SUBMISSION_CAP, f"{large}: not a valid run; set TARGET_BYTES={SUBMISSION_CAP} or a smaller model")
 
 
+def compile_for_evaluation(model: GPT, val: Validation, runtime: Runtime, log: Log) -> Callable:
+    """The forward of EVAL_ONLY. On a CPU a small text would be scored before its forward is compiled."""
+    wanted, on_cpu = model.hp.compile, runtime.device.type == "cpu"
+    compiled = runtime.compiled and wanted != "train"
+    if compiled and on_cpu and wanted == "auto":
+        compiled = val.targets * sum(p.numel() for p in model.parameters()) >= WORTH_COMPILING
+        if not compiled:
+            log("note: the text is too small to compile for on a CPU; COMPILE=1 compiles")
+    if compiled:
+        way = "; COMPILE=0 begins at once" if on_cpu else ""
+        log(f"compiling the evaluation, which takes minutes the first time{way}", bar=("compiling", 0))
+    return compile_whole(model, compiled)
+
+
 def evaluate_only(environ: dict[str, str], path: str) -> None:
     """Load the artifact at `path` and score it."""
     blob, hp = read_artifact(path, environ)
     with reading_artifact(path):
         weights = load_artifact(blob)
     with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
-        trained = log.files and "\n  EVAL_ONLY=\n" in Path(log.files[0].name).read_text(encoding="utf-8")
-        require(not trained, f"RUN_ID={log.name} has the log of a training, which this would replace: set another")
+        log.require_unused(hp, runtime.comm)
         log.header(hp, runtime)
-        val, model = Validation(hp, runtime.device), GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
+        val = Validation(hp, runtime.device)
+        log.note(val.note)
+        model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        forward = compile_whole(model.to(runtime.device), runtime.compiled and hp.compile != "train")
+        forward = compile_for_evaluation(model.to(runtime.device), val, runtime, log)
         warm_up_evaluation(forward, val, hp, runtime)
-        score_artifact(model, forward, val, hp, runtime, log)
+        score = score_artifact(model, forward, val, hp, runtime, log)
+        total = len(blob) + Path(__file__).stat().st_size
+        log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
 
 
 def train_and_score(hp: Hyperparameters) -> None:
@@ -2657,9 +2973,12 @@ def train_and_score(hp: Hyperparameters) -> None:
     require(not missing, f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {missing}: pip install {missing}")
     outline(hp)  # an artifact that nothing can load is refused before the training
     with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+        log.require_unused(hp, runtime.comm)
         path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # the log's lock also guards them
+        require_space(hp, runtime.comm, log)
         log.header(hp, runtime, notes, resumed=path is not None)
         val = Validation(hp, runtime.device)
+        log.note(val.note)
         run = Training(hp, runtime, log, val)
         data = f"val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{len(run.loader.stream.paths)}"
         work = f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
@@ -2674,15 +2993,19 @@ def train_and_score(hp: Hyperparameters) -> None:
         if runtime.device.type == "cuda":
             peak = f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
         log(f"peak_memory: {peak}\nexporting {averaged}")
-        before = evaluate(run.eval_forward, val, hp, runtime, hp.eval_seq_len)
+        log.stage("averaged weights")
+        before = evaluate(run.eval_forward, val, hp, runtime, hp.eval_seq_len, log, "averaged weights")
         seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail alike
         before.log(log, "final_average_exact")
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}
         blob, total = export(run, hessians, {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training})
         run.model.load_state_dict(load_artifact(blob))
-        score_artifact(run.model, run.eval_forward, val, hp, runtime, log)
+        score = score_artifact(run.model, run.eval_forward, val, hp, runtime, log)
         run.checkpoints.written.result()
+        paths = {"DATA_PATH": hp.data_path, "TOKENIZER_PATH": hp.tokenizer_path, "EVAL_ONLY": str(log.artifact)}
+        again = " ".join(f"{name}={shlex.quote(path)}" for name, path in paths.items())
+        log.finish(runtime.comm, score, total, f"{again} python train_gpt.py", f"{log.artifact} (copy: {ARTIFACT}), ")
         check_limits(total, seconds, hp)
 
 
@@ -2690,6 +3013,12 @@ def main() -> None:
     """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero status."""
     text = {"description": __doc__.split("\n\n")[0], "epilog": "Knobs (environment variables):\n" + knob_help()}
     argparse.ArgumentParser(**text, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
+        raise KeyboardInterrupt(signal.Signals(number))
+
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         hp = Hyperparameters.from_env(dict(os.environ))
         return evaluate_only(dict(os.environ), hp.eval_only) if hp.eval_only else train_and_score(hp)
@@ -2699,11 +3028,17 @@ def main() -> None:
         status, sentence = 1, f"a GPU's memory is full ({reason(error)}): set a lower MICRO_BATCH_TOKENS"
     except Stopped as stopped:
         number, step, path = stopped.args
-        advice = f"set RESUME=auto to continue from {path}" if path else "no checkpoint could be written, see the log"
+        lost = "no checkpoint could be written, see the log"
+        if not hp.checkpoint_every:
+            lost = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+        advice = f"set RESUME=auto to continue from {path}" if path else lost
         status, sentence = 128 + number, f"stopped by {number.name} after step {step}; {advice}"
-    except KeyboardInterrupt:
-        status, sentence = 130, "interrupted by Ctrl-C; what was finished until then is in the log"
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupted:
+        number, name = (signal.SIGTERM, "SIGTERM") if interrupted.args else (signal.SIGINT, "Ctrl-C")
+        status, sentence = 128 + number, f"interrupted by {name}; what was finished until then is in the log"
+        if number == signal.SIGTERM and os.environ.get("LOCAL_RANK", "0") != "0":
+            os._exit(status)  # the node's first rank says it, or the launcher ends the ranks that an error has left
+    complain(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that shuts down
         sys.stdout.flush()
         os._exit(status)

@@ -32,15 +32,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import train_gpt
-from common import SMALL, run
+from common import SMALL, image_file
 from inspect_artifact import order0_entropy
+
+# isort: split
+import numpy as np
+import torch
 
 Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
 Coder = tuple[Callable, Callable]  # write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
@@ -229,7 +230,7 @@ def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runti
     return rows
 
 
-def draw(rows: list[dict], path: str) -> None:
+def draw(rows: list[dict], path: Path) -> None:
     """Plot bits per byte lost against megabytes."""
     import matplotlib
 
@@ -255,7 +256,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of coders")
     parser.add_argument("--quantise", action="store_true", help="train a model and compare ways to quantise it")
     parser.add_argument("--sizes", nargs="+", type=float, default=[1.0, 0.85, 0.7, 0.55], help="fractions of the bytes")
-    parser.add_argument("--plot", help="plot the loss by quantisation to this file")
+    parser.add_argument("--plot", type=image_file, help="plot the loss by quantisation to this file")
     arguments = parser.parse_args()
     if bool(arguments.artifact) == arguments.quantise:
         parser.error("give either artifacts or --quantise")
@@ -270,4 +271,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

@@ -27,15 +27,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import run
+from common import image_file, positive
 from train_gpt import Hyperparameters
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 CHUNK = 64  # queries of one product
 
@@ -174,7 +175,7 @@ def compare(scorer: Scorer, arguments: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def draw(rows: list[dict], path: str) -> None:
+def draw(rows: list[dict], path: Path) -> None:
     """Plot banded minus sliding against training tokens per weight, a point for each model and band or sinks."""
     import matplotlib
 
@@ -216,9 +217,9 @@ def main() -> None:
     parser.add_argument("--bands", nargs="+", type=float, default=[0.5, 0.75, 1.0], help="W, times the training length")
     parser.add_argument("--sinks", nargs="+", type=int, default=[0, 1, 2, 4])
     parser.add_argument("--overlaps", nargs="+", type=float, default=[2.0], help="times the training length")
-    parser.add_argument("--block", type=int, default=8, help="positions of a block, times the training length")
-    parser.add_argument("--strides", type=int, default=32, help="sliding windows of T are T divided by this apart")
-    parser.add_argument("--plot", help="draw banded minus sliding against the length of training to this file")
+    parser.add_argument("--block", type=positive, default=8, help="positions of a block, times the training length")
+    parser.add_argument("--strides", type=positive, default=32, help="sliding windows of T are T divided by this apart")
+    parser.add_argument("--plot", type=image_file, help="draw banded minus sliding by length of training to this file")
     arguments = parser.parse_args()
     print(f"{'model':32}{'steps':>7}{'tok/w':>8}  {'way':34}{'bpb':>9}{'-sliding':>10}{'se':>9}")
     rows = []
@@ -232,4 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

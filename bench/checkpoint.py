@@ -18,14 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
-from common import SMALL, run
+from common import SMALL, positive
+
+# isort: split
+import numpy as np
 
 KNOBS = {
     "TRAIN_BATCH_TOKENS": "4096",
@@ -76,8 +77,8 @@ def measure(training: train_gpt.Training, count: int, rounds: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="the record's model")
-    parser.add_argument("--steps", type=int, default=8, help="steps per group")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=positive, default=8, help="steps per group")
+    parser.add_argument("--rounds", type=positive, default=5)
     arguments = parser.parse_args()
     knobs = {**(RECORD if arguments.record else SMALL), **KNOBS}
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
@@ -100,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

@@ -1,5 +1,6 @@
-"""What the benchmarks share: the small model, turns between variants, another script, and the end after a mistake."""
+"""What the benchmarks share: the small model, turns between variants, another script, and the file of a plot."""
 
+import argparse
 import importlib.util
 import statistics
 import sys
@@ -23,12 +24,25 @@ SMALL = {  # 4.1 million parameters, for a CPU
 }
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call `main`. A UserError ends the program with its sentence and status 1."""
+def positive(text: str) -> int:
+    """A whole number above 0, as the type of an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def image_file(text: str) -> Path:
+    """The path of a plot, as the type of an argument: one that cannot be drawn is refused before the work begins."""
     try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise argparse.ArgumentTypeError(f"{error}: pip install -r requirements-dev.txt") from error
+    path, formats = Path(text), FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower()[1:] not in formats:
+        raise argparse.ArgumentTypeError(f"{text} has no known format: end it in one of .{', .'.join(sorted(formats))}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is in no folder: make {path.parent} first")
+    return path
 
 
 def load_script(path: Path) -> ModuleType:
@@ -43,7 +57,9 @@ def load_script(path: Path) -> ModuleType:
         specification.loader.exec_module(module)
     except (ImportError, SyntaxError) as error:
         raise UserError(f"--against {path} cannot be imported: {error}") from error
-    module.UserError = UserError  # so that `run` reports its errors too
+    if not hasattr(module, "Hyperparameters"):
+        raise UserError(f"--against {path} has no Hyperparameters: give another version of train_gpt.py")
+    module.UserError = UserError  # so that `run_program` reports its errors too
     return module
 
 

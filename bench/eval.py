@@ -35,14 +35,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import SMALL, load_script, report, run, take_turns
+from common import SMALL, image_file, load_script, positive, report, take_turns
 from flops import peak_flops, window_flops
+
+# isort: split
+import numpy as np
+import torch
 
 
 def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int) -> float:
@@ -176,7 +177,7 @@ def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
         (only_read, stride), band = train_gpt.band_block(hp), hp.eval_seq_len
     windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
     total = 0.0
-    for start, scored, stop in windows.T.tolist():
+    for start, scored, stop, *_ in windows.T.tolist():
         first = start if mode in ("sliding, published", "sliding, all") else scored  # of last layer and head
         total += window_flops(hp, stop - start, stop - first, band)
     return total
@@ -230,7 +231,7 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
     return rows
 
 
-def draw(rows: list[dict], path: str) -> None:
+def draw(rows: list[dict], path: Path) -> None:
     """Plot bits per byte against the length of the window and against the stride."""
     import matplotlib
 
@@ -251,13 +252,13 @@ def draw(rows: list[dict], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=int, default=0, help="number of windows to time (default: 8 batches)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--windows", type=positive, default=0, help="number of windows to time (default: 8 batches)")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare evaluations with it")
     parser.add_argument("--artifact", help="score this artifact on the validation text instead of random tokens")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[], help="score the artifact with these windows")
-    parser.add_argument("--strides", nargs="+", type=int, default=[], help="score the artifact with these strides")
-    parser.add_argument("--plot", help="plot these scores to this file")
+    parser.add_argument("--lengths", nargs="+", type=positive, default=[], help="score the artifact with these windows")
+    parser.add_argument("--strides", nargs="+", type=positive, default=[], help="score the artifact with these strides")
+    parser.add_argument("--plot", type=image_file, help="plot these scores to this file")
     arguments = parser.parse_args()
     if arguments.against:
         compare(arguments.against, arguments.windows, arguments.rounds)
@@ -273,4 +274,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

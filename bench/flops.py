@@ -4,12 +4,13 @@ import math
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 from train_gpt import Hyperparameters
+
+# isort: split
+import torch
 
 # Dense bf16 peaks in FLOP/s from the data sheets, by a part of the device's name.
 PEAK_FLOPS = {

@@ -34,8 +34,7 @@ SUPPORT = HERE / "pretended_h100"
 sys.path.insert(0, str(HERE))
 
 import flops
-from common import run
-from train_gpt import Hyperparameters, UserError
+from train_gpt import Hyperparameters, UserError, run_program
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 HOME = Path(os.environ.get("PRETENDED_H100_HOME") or CACHE / "pretended-h100")  # 7 GB per version of torch
@@ -400,4 +399,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_program(main)

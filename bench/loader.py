@@ -25,15 +25,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
-from common import run
+from common import positive
+
+# isort: split
+import numpy as np
+import torch
 
 
 class PlainLoader:
@@ -144,11 +145,11 @@ def report(found: list[Variant], hp: train_gpt.Hyperparameters, borders: set[int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 8], help="numbers of ranks (default: 1 8)")
-    parser.add_argument("--passes", type=int, default=3, help="timed passes over the data")
+    parser.add_argument("--ranks", nargs="+", type=positive, default=[1, 8], help="numbers of ranks (default: 1 8)")
+    parser.add_argument("--passes", type=positive, default=3, help="timed passes over the data")
     parser.add_argument("--work-ms", type=float, default=0.0, help="pause between two batches")
-    parser.add_argument("--shards", type=int, default=6)
-    parser.add_argument("--shard-tokens", type=int, default=10_000_000)
+    parser.add_argument("--shards", type=positive, default=6)
+    parser.add_argument("--shard-tokens", type=positive, default=10_000_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         environment = dict(os.environ)
@@ -172,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

@@ -27,13 +27,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import report, run, take_turns
+from common import positive, report, take_turns
+
+# isort: split
+import torch
+import torch.distributed as dist
 
 A, B, C = train_gpt.NEWTON_SCHULZ["quintic"][0]
 MOMENTUM, RATE, DECAY = 0.95, 0.02, 0.04
@@ -203,9 +204,9 @@ def launch(arguments: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=11)
-    parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=positive, default=11)
+    parser.add_argument("--dim", type=positive, default=512)
+    parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the comparison with all-reduce; 0: leave it out")
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -221,4 +222,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

@@ -31,15 +31,16 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import SMALL, run
+from common import SMALL, image_file, positive
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
+
+# isort: split
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 MODEL = {**SMALL, "TRAIN_BATCH_TOKENS": "8192", "COMPILE": "0"}
 FIT_BYTES = (1024, 4 << 20)  # the all-reduces to which alpha and beta are fitted
@@ -322,9 +323,9 @@ def main() -> None:
     parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
     parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
     parser.add_argument("--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3")
-    parser.add_argument("--plot", type=Path, help="draw both curves to this file")
+    parser.add_argument("--plot", type=image_file, help="draw both curves to this file")
     parser.add_argument("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -349,4 +350,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

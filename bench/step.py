@@ -32,16 +32,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
-from common import SMALL, load_script, report, run, take_turns
+from common import SMALL, load_script, positive, report, take_turns
 from flops import flops_per_token, peak_flops
+
+# isort: split
+import numpy as np
+import torch
 
 RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
 PARTS = ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average")
@@ -178,10 +179,12 @@ def main() -> None:
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--micro", nargs="+", type=int, default=micro, help="tokens per forward")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--micro", nargs="+", type=positive, default=micro, help="tokens per forward")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
-    parser.add_argument("--of", type=int, default=8 if gpu else 1, help="do the optimizer's work of one of W ranks")
+    parser.add_argument(
+        "--of", type=positive, default=8 if gpu else 1, help="do the optimizer's work of one of so many"
+    )
     parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare whole steps with it")
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
@@ -211,4 +214,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    train_gpt.run_program(main)

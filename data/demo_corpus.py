@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
 import tokenize_text
-from train_gpt import UserError
+from train_gpt import UserError, run_program
 
 VOCAB_SIZE = 1024
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -65,13 +65,18 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
     digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()).hexdigest()
     made_by = {"tool": "data/demo_corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
     manifest = shards.read_manifest(folder)
-    if manifest and manifest["made_by"] == made_by:
+    before = manifest.get("made_by") if manifest else None
+    if before == made_by:
         return f"already there: {json.dumps(manifest['splits'])}"
+    ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
+    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} holds something else than the demonstration's data: choose another folder")
     started = time.perf_counter()
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
         raise UserError(
-            f"{library} has only {len(texts)} texts for training and validation: use a complete Python installation"
+            f"{library} has {len(texts)} texts, too few for both splits: use a complete Python installation "
+            "or another --val-bytes"
         )
     names = first + [name for name in texts if name not in set(first)]
     with tempfile.TemporaryDirectory() as temporary:
@@ -90,11 +95,8 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, default=library, help="folder of the library (default: %(default)s)")
     parser.add_argument("--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)")
     arguments = parser.parse_args()
-    try:
-        print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -274,16 +274,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.train_shards < 0:
         parser.error("--train-shards must not be negative")
-    try:
-        if arguments.check:
-            print(check(arguments.variant, arguments.target))
-        else:
-            print(
-                download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target)
-            )
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    if arguments.check:
+        print(check(arguments.variant, arguments.target))
+    else:
+        print(download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target))
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

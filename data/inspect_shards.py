@@ -15,15 +15,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
-import sentencepiece
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import caseops
 import shards
 import train_gpt
 from train_gpt import BOS, UserError
+
+# isort: split
+import numpy as np
+import sentencepiece
 
 
 class SplitReport:
@@ -97,7 +98,8 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     """Print the report. Returns sentences on what is wrong. Raises UserError if a file cannot be read."""
     manifest = shards.read_manifest(folder)
     reports = [SplitReport(folder, split) for split in ("train", "val")]
-    status, wrong = status_of([path for report in reports for path in report.stream.paths], folder, manifest)
+    files = [path for split in ("train", "val", "val_bytes") for path in train_gpt.shard_paths(folder, split)]
+    status, wrong = status_of(files, folder, manifest)
     tokenizer = find_tokenizer(tokenizer, folder, manifest)
     pieces = counter = None
     if tokenizer:
@@ -115,6 +117,12 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
             print(f"{path.name}: {counts}, {status[path.name]}")
             if pieces and largest >= pieces.vocab_size():
                 wrong.append(f"{path} holds token {largest}, but the tokenizer has {pieces.vocab_size()} pieces")
+    if counter and counter.caseops and not (manifest and manifest["tokenizer"].get("caseops")):
+        print("the tokenizer has CaseOps operators of another grammar (README.md): no bytes and samples")
+        pieces = counter = None
+    exact = train_gpt.read_sidecar(folder, len(reports[1].stream))
+    if exact is not None:
+        print(f"val: {exact[1:].sum(dtype=np.int64):,} bytes by fineweb_val_bytes_*.bin, which the score uses")
     for report in reports:
         print(describe(report, None if wrong else counter))
         if report.stream.shards[0][0] != BOS:
@@ -126,7 +134,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
         wrong.append(f"{folder} has {both} training documents that are also in validation: split the data again")
     if pieces and not wrong:
         show_samples(reports[1], functools.partial(text_of, pieces, counter), samples)
-    elif not pieces:
+    elif not tokenizer:
         print("no tokenizer (--tokenizer): no bytes and samples")
     return wrong
 
@@ -167,13 +175,10 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)")
     parser.add_argument("--samples", type=int, default=3, help="number of validation documents to print (default: 3)")
     arguments = parser.parse_args()
-    try:
-        wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)
     if wrong:
         sys.exit("\n".join(f"error: {sentence}" for sentence in wrong))
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

@@ -20,12 +20,13 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 from train_gpt import UserError
+
+# isort: split
+import numpy as np
 
 MANIFEST = "manifest.json"
 FORMAT = 1

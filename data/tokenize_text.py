@@ -36,15 +36,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import sentencepiece
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import caseops
 import shards
 import train_gpt
 from train_gpt import UserError
+
+# isort: split
+import numpy as np
+import sentencepiece
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHUNK_BYTES = 1 << 20  # text per task of a worker
@@ -150,10 +151,12 @@ def text_of(record: Record, reading: Reading) -> str:
         if isinstance(text, bytes):
             text = text.decode()
         if is_json:
-            text = json.loads(text)
-            if not isinstance(text, dict) or not isinstance(text.get(reading.field), str):
-                raise UserError(f"{where} has no text in a field {reading.field!r}: set --field")
-            text = text[reading.field]
+            entry = json.loads(text)
+            fields = {k: v for k, v in entry.items() if isinstance(v, str)} if isinstance(entry, dict) else {}
+            if reading.field not in fields:
+                advice = f"set --field to one of {', '.join(list(fields)[:9])}, or" if fields else "fix or"
+                raise UserError(f"{where} has no text in a field {reading.field!r}: {advice} remove that line")
+            text = fields[reading.field]
         text.encode()  # fails for a lone surrogate, which JSON can contain
     except UnicodeError as error:
         raise UserError(f"{where} is not UTF-8 text ({error.reason}): convert it") from error
@@ -324,7 +327,26 @@ def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, s
             text = kept(normaliser.normalize(text_of(record, reading)))
             if text and split.side(key_of(text)) == "train":
                 chosen.append(text)
+    if not chosen and share < 2**32:
+        raise UserError(
+            f"the sample of --sample-bytes {sample_bytes} has no document for training: raise it, or lower --val-docs "
+            "or --val-fraction"
+        )
+    if not chosen:
+        raise nothing_left("train", len(split.val_keys))
     return sorted(chosen)
+
+
+def nothing_left(split: str, documents: int) -> UserError:
+    """The error that all documents are in the other split."""
+    if not documents:
+        return UserError("no document was left for train and val: the files are empty, give other ones")
+    change = f"set --val-docs below {documents} or" if split == "train" else "set --val-docs or"
+    way = "lower" if split == "train" else "higher"
+    return UserError(
+        f"no document was left for {split}, as all {documents} are in the other split: {change} a {way} "
+        "--val-fraction, give more text, or use --separator to split it into documents"
+    )
 
 
 def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity", operators: str = "") -> bytes:
@@ -435,18 +457,16 @@ def write_shards(
     for name, writer in writers.items():
         writer.close()
         if not writer.files:
-            total = sum(counts["documents"] for counts in tally.splits.values())
-            raise UserError(
-                f"no document was left for {name}, as all {total} are in the other split: give more text, --separator "
-                "to split it into documents, or another --val-docs or --val-fraction"
-            )
+            raise nothing_left(name, sum(counts["documents"] for counts in tally.splits.values()))
     return tally, {name: entry for writer in writers.values() for name, entry in writer.files.items()}
 
 
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
     """A folder beside `out` that replaces it if the body succeeds and is removed otherwise."""
-    if out.exists() and not force and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: choose another folder")
+    if out.exists() and not force and any(out.iterdir()):
         raise UserError(f"--out {out} exists already: choose another folder, or --force to replace its contents")
     partial, old = (out.with_name(out.name + suffix) for suffix in (".partial", ".old"))
     with train_gpt.writing(partial):
@@ -496,6 +516,9 @@ def build(
     if "return_type" not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters:
         raise UserError(f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt")
     side = options.val_docs, options.val_fraction
+    for path in (Path.cwd(), *files):
+        if path.resolve().is_relative_to(out.resolve()) and force:
+            raise UserError(f"--out {out} would be replaced, but {path} is in it: choose another folder")
     with new_folder(out, force) as folder:
         model = folder / "tokenizer.model"
         if options.tokenizer:
@@ -545,7 +568,8 @@ def parse_arguments() -> argparse.Namespace:
         "--out", type=Path, required=True, help="folder to write: shards, tokenizer.model, manifest.json"
     )
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--vocab-size", type=int, help="train a tokenizer with this many pieces (262 to 65536)")
+    pieces = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
+    which.add_argument("--vocab-size", type=int, help=pieces)
     which.add_argument("--tokenizer", type=Path, help="use this SentencePiece model")
     parser.add_argument(
         "--normalizer",
@@ -587,7 +611,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
             "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
         )
     for name, low, high in (
-        ("vocab_size", 256, 65536),
+        ("vocab_size", FEWEST_PIECES, 65536),
         ("val_docs", 0, 1 << 40),
         ("val_fraction", 0, 1),
         ("shard_tokens", 1, 1 << 30),
@@ -602,16 +626,19 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 @contextlib.contextmanager
 def spooled(inputs: list[str], stdin_format: str, out: Path) -> Iterator[list[Path]]:
     """The inputs as paths. Standard input becomes a temporary file, as training a tokenizer reads it twice."""
+    if "-" not in inputs:
+        yield [Path(name) for name in inputs]
+        return
     spool = out.with_name(f"{out.name}.stdin.{stdin_format}")
     try:
-        if "-" in inputs:
-            with train_gpt.writing(spool):
-                spool.parent.mkdir(parents=True, exist_ok=True)
-                with open(spool, "wb") as file:
-                    shutil.copyfileobj(sys.stdin.buffer, file)
+        with train_gpt.writing(spool):
+            spool.parent.mkdir(parents=True, exist_ok=True)
+            with open(spool, "wb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file)
         yield [spool if name == "-" else Path(name) for name in inputs]
     finally:
-        spool.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is none if it could not be written
+            spool.unlink()
 
 
 def main() -> None:
@@ -620,12 +647,9 @@ def main() -> None:
         sys.exit(f"error: --tokenizer {arguments.tokenizer} is not a file")
     options = Options(**{name: getattr(arguments, name) for name in Options._fields})
     reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
-    try:
-        with spooled(arguments.inputs, arguments.stdin_format, arguments.out) as inputs:
-            files = find_files(inputs)
-            tally = build(files, arguments.out, options, reading, force=arguments.force, progress=progress_bar(files))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with spooled(arguments.inputs, arguments.stdin_format, arguments.out) as inputs:
+        files = find_files(inputs)
+        tally = build(files, arguments.out, options, reading, force=arguments.force, progress=progress_bar(files))
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
     out = arguments.out
@@ -633,4 +657,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

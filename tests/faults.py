@@ -4,6 +4,7 @@ kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing
 term   SIGTERM, as a batch system sends it
 int    Ctrl-C
 late   SIGTERM during the first validation
+score  SIGTERM during the scores of the artifact
 nan    a gradient that is not finite
 jump   the clock jumps forward by 1,000 seconds
 none   nothing
@@ -51,6 +52,12 @@ def main() -> None:
             strike(fault, None)
         return evaluate(*arguments)
 
+    def scoring(*arguments):
+        if fault == "score":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(*arguments)
+
+    score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
     evaluate, train_gpt.evaluate = train_gpt.evaluate, interrupted
     train_gpt.Training.train_step = faulty
     train_gpt.main()

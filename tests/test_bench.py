@@ -1,5 +1,6 @@
 """bench/: what its programs compute beside times."""
 
+import argparse
 import collections
 import importlib.util
 import json
@@ -20,6 +21,7 @@ from train_gpt import Hyperparameters
 sys.path.insert(0, str(ROOT / "bench"))
 
 import banded
+import common
 import flops
 import h100
 import scaling
@@ -136,7 +138,7 @@ def test_ranks_that_cannot_share_a_batch(data):
     assert [scaling.sequences(hp, ranks) for ranks in (1, 8, 24)] == [24, 3, 1]
     for ranks in (16, 48):  # 1.5 and 0.5 sequences per rank
         assert scaling.sequences(hp, ranks) == 0
-        runtime = types.SimpleNamespace(comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"))
+        runtime = types.SimpleNamespace(comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"), attention="flash")
         with pytest.raises(train_gpt.UserError, match=f"so {ranks} ranks cannot share its sequences evenly"):
             train_gpt.TrainingLoader(hp, runtime)
 
@@ -168,10 +170,25 @@ def test_another_version_of_the_script_is_compared(program, tmp_path):
 
 def test_what_is_not_another_version_is_refused(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
-    for name, part in (("broken.py", "cannot be imported"), ("none.py", "is not a Python file")):
+    (tmp_path / "empty.py").write_text("")
+    for name, part in (
+        ("broken.py", "cannot be imported"),
+        ("none.py", "is not a Python file"),
+        ("empty.py", "has no Hyperparameters: give another version"),
+    ):
         result = run([ROOT / "bench" / "step.py", "--against", tmp_path / name], {}, tmp_path)
         assert result.returncode == 1
         assert part in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ""])
+def test_numbers_of_rounds_are_positive(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number above 0"):
+        common.positive(text)
+    assert common.positive("3") == 3
+    programs = [path.read_text() for path in (ROOT / "bench").glob("*.py")]
+    options = [line for program in programs for line in program.splitlines() if '"--rounds"' in line]
+    assert len(options) == 5 and all("type=positive" in line for line in options)
 
 
 @pytest.fixture(scope="module")

@@ -137,17 +137,71 @@ def test_validation_counts_every_target(one_rank):
     assert val.targets == len(stream) - 1 == len(val.nbytes)
 
 
-@pytest.mark.parametrize("knob", ["DOC_ATTENTION", "EVAL_DOCUMENTS"])
-def test_documents_need_starts(one_rank, tmp_path, data, knob):
-    """Without them both knobs would change nothing, and a user would not know."""
+LORA = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8}
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("knobs", [{"DOC_ATTENTION": 1}, {"EVAL_DOCUMENTS": 1}, LORA])
+def test_documents_need_starts(one_rank, tmp_path, data, knobs, split):
+    """Without them these knobs would change nothing, and a user would not know."""
     shutil.copytree(data, tmp_path / "data")
-    for shard in (tmp_path / "data").glob("fineweb_val_*.bin"):
+    for shard in train_gpt.shard_paths(tmp_path / "data", split):
         tokens = np.array(train_gpt.read_shard(shard))
         write_shard(shard, np.where(tokens == train_gpt.BOS, 5, tokens))
-    for value in (0, 1):
-        hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **{knob: value})
-        with pytest.raises(UserError, match="has no document starts") if value else contextlib.nullcontext():
+    for changes in ({}, knobs):
+        hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **changes)
+        with pytest.raises(UserError, match="does not mark where they begin") if changes else contextlib.nullcontext():
+            Validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
+
+
+def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
+    shutil.copytree(data, tmp_path / "data")
+    hp, runtime = one_rank(DATA_PATH=tmp_path / "data")
+    without = Validation(hp, runtime.device)
+    tokens = without.targets + 1
+    exact = np.arange(tokens) % 7
+    middle = tokens // 3  # other shards than the tokens'
+    write_shard(tmp_path / "data" / "fineweb_val_bytes_000000.bin", exact[:middle])
+    write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", exact[middle:])
+    found = Validation(hp, runtime.device)
+    assert torch.equal(found.tokens, without.tokens) and found.nbytes.tolist() == exact[1:].tolist()
+    counted = f"says {exact[1:].sum()} bytes, which the score uses; the tokenizer counts {without.total_bytes}"
+    assert counted in found.note and found.total_bytes == exact[1:].sum() and not without.note
+    for rest, error in (
+        (exact[middle:-1], f"hold the bytes of {tokens - 1} tokens, but the shards hold {tokens}"),
+        (np.append(exact[middle:], 1), f"hold the bytes of {tokens + 1} tokens, but the shards hold {tokens}"),
+        (exact[middle:] + (1 << 15), "32774 bytes for a token are impossible"),
+    ):
+        write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", rest)
+        with pytest.raises(UserError, match=error):
             Validation(hp, runtime.device)
+
+
+def test_rows_hold_the_documents_that_begin_anywhere_in_them():
+    for last, error in ((64, contextlib.nullcontext()), (63, pytest.raises(UserError, match="3 documents begin"))):
+        with error:
+            train_gpt.check_documents(np.array([0, 10, last]), 64, "fa3")
+
+
+@pytest.mark.parametrize("attention, starts, refused", [("fa3", 2, False), ("fa3", 3, True), ("flash", 3, False)])
+def test_documents_are_counted_for_flash_attention_3(one_rank, tmp_path, data, attention, starts, refused):
+    """On a GPU more documents than its bounds have room for would be an error of indexing that kills the run."""
+    shutil.copytree(data, tmp_path / "data")
+    tokens = np.full(1000, 5)
+    tokens[500 : 500 + starts] = train_gpt.BOS
+    for path in (*train_gpt.shard_paths(tmp_path / "data", "train"), *train_gpt.shard_paths(tmp_path / "data", "val")):
+        write_shard(path, tokens)
+    sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64}
+    hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
+    runtime = dataclasses.replace(runtime, attention=attention)
+    sentence = "3 documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes 2"
+    outcome = pytest.raises(UserError, match=sentence) if refused else contextlib.nullcontext()
+    loader = TrainingLoader(hp, runtime)
+    with outcome:
+        for step in range(loader.blocks // loader.rows + 1):
+            loader.batch(step)
+    with outcome:
+        train_gpt.Evaluator(None, Validation(hp, runtime.device), hp, runtime, 64)
 
 
 def broken_shard(folder, kind):

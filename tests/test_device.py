@@ -136,9 +136,9 @@ def test_test_time_training(elsewhere, monkeypatch):
     run = elsewhere(TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1)
     scorer = silent_evaluator(run)
     assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
-    start = train_gpt.lora_adapter(run.hp, META)
-    assert on_device(*train_gpt.lora_documents(scorer, run.val.spans(True)[:3], 24, 2, start).values())
-    assert on_device(scorer.nats, scorer.count)
+    documents, adam = train_gpt.lora_begin(run.hp, train_gpt.lora_adapter(run.hp, META), 3)
+    train_gpt.lora_step(scorer, run.val.spans(True)[:3], documents, 0, 24, documents[:2], adam)
+    assert on_device(scorer.nats, scorer.count, *documents[0].values(), *adam.state[documents[0]["k.a"]].values())
     run.loader.close()
 
 

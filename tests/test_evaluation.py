@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import sys
 from types import ModuleType
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -132,16 +134,33 @@ def test_long_windows_do_not_break_the_model(setting):
 # Windows, documents, and the last layer, which only computes what is scored
 
 
-@pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 5), (64, 1)])
-def test_windows_cover_every_span_once(window, stride):
-    spans = np.array([[0, 3], [3, 35], [35, 36], [36, 200], [200, 232], [232, 265]])
-    starts, firsts, stops = train_gpt.plan_windows(spans, window, stride)
-    scored = np.concatenate([np.arange(a, b) for a, b in zip(firsts, stops, strict=True)])
-    assert sorted(scored) == list(range(265))
-    for start, first, stop in zip(starts, firsts, stops, strict=True):
-        begin, end = next((a, b) for a, b in spans if a <= start < b)
-        assert begin <= start <= first < stop <= min(end, start + window), "no window crosses the border of a span"
-        assert start == begin or first - start == window - stride, "all windows but the first have context"
+SPANS = np.array([[0, 3], [3, 35], [35, 36], [36, 200], [200, 232], [232, 265]])
+
+
+@pytest.mark.parametrize("narrowest", [0, 1, 4, 10])
+@pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 5), (64, 1), (10, 3)])
+def test_windows_cover_every_span_once(window, stride, narrowest):
+    windows = train_gpt.plan_windows(SPANS, window, stride, narrowest).T.tolist()
+    scored = np.concatenate([np.arange(first, stop) for _, first, stop, *_ in windows])
+    assert np.array_equal(scored, np.arange(265)), "in stream order"
+    for start, first, stop, width, n in windows:
+        begin, end = next((a, b) for a, b in SPANS if a <= start < b)
+        assert begin <= start <= first < stop <= min(end, start + width), "no window crosses the border of a span"
+        assert first == start + width - n, "the last n positions begin with the first that counts"
+        assert start == begin or (width, n) == (window, stride), "all windows behind the start of a span have context"
+
+
+@pytest.mark.parametrize("narrowest, widths", [(0, {32}), (4, {4, 8, 16, 32}), (8, {8, 16, 32}), (10, {16, 32})])
+def test_windows_of_a_span_do_not_depend_on_its_end(narrowest, widths):
+    """Also those at its start, which are narrower for short spans. A span is a document, whose end is in the future."""
+    plan = lambda end: train_gpt.plan_windows(np.array([[7, end]]), 32, 8, narrowest).T.tolist()  # noqa: E731
+    whole = plan(107)
+    assert {width for start, *_, width, _ in whole if start == 7} == widths
+    for end in range(8, 107):
+        windows = plan(end)
+        for (*place, stop, width, n), (*expected, full, of, last) in zip(windows, whole, strict=False):
+            assert (place, stop, width, n) == (expected, min(full, end), of, last)
+        assert windows[-1][2] == end, "and there are as many as the span needs"
 
 
 @pytest.mark.parametrize("n", [1, 5, 23, 24])
@@ -361,6 +380,32 @@ def test_a_last_document_start_is_read_once(setting, stride):
     assert (found[0][0] == train_gpt.BOS).sum() == (val.tokens[start : val.targets] == train_gpt.BOS).sum() > 0
 
 
+def test_a_window_reads_nothing_behind_its_targets(setting):
+    """Documents behind a short one would be more than FlashAttention 3 has room for in a narrow window."""
+    hp, runtime, val, model = banded(setting)
+    found = []
+    noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
+    scorer = train_gpt.Evaluator(noted, val, hp, runtime, 8)
+    scorer.batch(noted, torch.arange(32)[None], 32, torch.tensor([[0]]), torch.tensor([[10]]))
+    assert torch.equal(found[0][0, :10], val.tokens[:10].long()) and not found[0][0, 10:].any()
+
+
+def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
+    hp, runtime, val, _ = banded(setting, EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, DOC_ATTENTION=1)
+    val.documents = np.array([0, 100, 101])  # three in 128 positions are as many as fit, two in 32 are not
+    with pytest.raises(train_gpt.UserError, match="2 documents begin within 32 positions"):
+        train_gpt.Evaluator(None, val, hp, dataclasses.replace(runtime, attention="fa3"), 128)
+
+
+def test_losses_that_are_not_finite_are_no_score(setting):
+    hp, runtime, val, model = banded(setting)
+    with torch.no_grad():
+        model.smear_gate.fill_(math.nan)
+    sentence = f"{val.targets} of {val.targets} validation losses are not finite: the weights are damaged"
+    with pytest.raises(train_gpt.UserError, match=sentence):
+        train_gpt.evaluate(model, val, hp, runtime, hp.eval_seq_len)
+
+
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6] * 27])  # (2, 88)
 
 
@@ -389,7 +434,7 @@ def fa3(monkeypatch):
     """The script's use of FlashAttention 3. Its window counts the positions before the query, and it aligns the last
     query of a sequence with the last key."""
 
-    def fixed(q, k, v, causal=False, window_size=(-1, -1)):
+    def fixed(q, k, v, causal=False, window_size=(-1, -1), deterministic=False):
         before, after = window_size
         assert causal and after in (0, -1)
         return train_gpt.attend_last(q, k, v, before + 1), None
@@ -418,6 +463,16 @@ def test_windows_and_lengths_of_flash_attention_3(fa3, band, n, document):
     q, k, v = torch.randn(2, n, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.attend_last(q, k, v, band, document)
     torch.testing.assert_close(fa3(q, k, v, band, document), expected)
+
+
+def test_flash_attention_3_repeats_its_gradients_if_asked_to(fa3, monkeypatch):
+    asked = []
+    module = sys.modules["flash_attn_interface"]
+    monkeypatch.setattr(module, "flash_attn_func", lambda q, k, v, **options: asked.append(options) or q)
+    for wanted in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)
+        train_gpt.load_attention("fa3")(*torch.randn(3, 1, 8, 2, 8))
+    assert asked == [{"causal": True}, {"causal": True, "deterministic": True}]
 
 
 def test_more_documents_than_flash_attention_has_lengths_for_are_an_error(fa3):
@@ -457,7 +512,7 @@ def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, str
     inside = torch.zeros(val.targets, dtype=torch.bool)  # in the document's first 32 positions, in a window with all
     windows = found[0].windows().T.tolist()
     for begin, end in val.spans(True).tolist():
-        for start, scored, stop in windows:
+        for start, scored, stop, *_ in windows:
             if start <= begin:
                 inside[max(scored, begin) : min(stop, end, begin + 32)] = True
     assert inside.sum() > 100
@@ -470,33 +525,68 @@ def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
     model.forward = lambda ids, *rest, **more: shapes.add(ids.size(1)) or forward(ids, *rest, **more)
     scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
     scorer.score(scorer.windows())
-    assert shapes == {128, 64}, "a document of up to 64 tokens takes half a block"
+    assert shapes == {128, 64, 32, 16, 8}, "a document of up to 64 tokens takes half a block"
     for begin, end in val.spans(True):
         alone = one_long_pass(model, hp, val.tokens[begin : end + 1])
         torch.testing.assert_close(scorer.nats[begin:end], alone, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("training", ["", "sgd", "lora"])
-def test_the_warm_up_compiles_the_shapes_of_a_banded_run(setting, blocks, training):
-    """Test-time training uses windows."""
-    knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 64} if training else {}
-    hp, runtime, val, model = banded(setting, EVAL_STRIDE=4, TTT_LORA_CHUNK=4, **knobs)
-    shapes, forward = [], model.forward
+def noting_shapes(model) -> set:
+    """The set that gets everything that a compiled graph of this model depends on, whenever it is called."""
+    shapes, forward = set(), model.forward
 
-    def noted(ids, targets, reduction="mean", **rest):
-        if not any(p.requires_grad for p in model.parameters()) or not torch.is_grad_enabled():  # not SGD's gradients
-            shapes.append((ids.shape, targets.shape, rest.get("band", 0), "adapter" in rest))
-        return forward(ids, targets, reduction, **rest)
+    def noted(ids, targets, reduction="mean", band=0, **rest):
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        shapes.add((*ids.shape, targets.size(1), reduction, band, "adapter" in rest, trained, model.visits))
+        return forward(ids, targets, reduction, band=band, **rest)
 
     model.forward = noted
-    train_gpt.warm_up_evaluation(model, val, hp, runtime)
-    warm = set(shapes)
-    shapes.clear()
-    evaluate(model, val, hp, runtime, 0)
-    assert {shape[2] for shape in shapes} == {8}
-    if training:
-        TTT[training](model, train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride))
-    assert set(shapes) <= warm
+    return shapes
+
+
+WARM = [("", 0, 0, 1), ("", 1, 0, 2), ("sgd", 0, 0, 1), ("sgd", 1, 1, 2), ("lora", 0, 0, 1), ("lora", 1, 1, 2)]
+
+
+@pytest.mark.parametrize("training, documents, limit, size", WARM)
+@pytest.mark.parametrize("mode", ["banded", "sliding"])
+def test_the_warm_up_compiles_the_shapes_of_a_run(setting, blocks, monkeypatch, training, documents, mode, limit, size):
+    """And no others, apart from what the time limit avoids. Nothing compiles after the limit, on any rank."""
+    knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
+    knobs |= {"EVAL_MODE": mode, "EVAL_DOCUMENTS": documents, "EVAL_MAX_SECONDS": limit}
+    hp, runtime, val, model = banded(setting, EVAL_STRIDE=2, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs)
+    monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
+    for rank in range(size):
+        asked = itertools.count()
+        monkeypatch.setattr(train_gpt, "out_of_time", lambda scorer, asked=asked: limit > 0 and next(asked) >= 3)
+        runtime = dataclasses.replace(runtime, comm=Comm(rank, size))
+        monkeypatch.setattr(runtime.comm, "all_reduce", lambda tensor: lambda: None)
+        shapes = noting_shapes(model)
+        train_gpt.warm_up_evaluation(model, val, hp, runtime)
+        warm = set(shapes)
+        shapes.clear()
+        for name, stride in train_gpt.final_strides(hp).items():
+            scorer = train_gpt.Evaluator(model, val, hp, runtime, stride)
+            if name.startswith("ttt"):
+                TTT[training](model, scorer)
+            else:
+                scorer.score(scorer.windows())
+        assert shapes <= warm, "a graph compiles in a timed evaluation"
+        assert shapes == warm or size > 1 or limit, "a graph that nothing uses"
+        assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
+
+
+@pytest.mark.parametrize("every, expected", [(5, 2), (0, 1)])
+def test_the_warm_up_of_a_model_that_does_not_loop_yet(setting, tmp_path, every, expected):
+    """Before the loop begins, a run only validates, if at all."""
+    hp, runtime, val = setting(LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=1, VAL_LOSS_EVERY=every, TTT_ENABLED=1)
+    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm, tmp_path), val)
+    shapes = noting_shapes(run.model)
+    run.warm_up()
+    run.loader.close()
+    scored = [shape for shape in shapes if shape[3] == "none"]
+    early = [shape for shape in scored if shape[-1] == hp.visits(looping=False)]
+    assert len(early) == expected - 1 and all(shape[2] == hp.eval_seq_len for shape in early)
+    assert len({shape[2] for shape in scored if shape[-1] == hp.visits()}) == 2, "whole windows and their ends"
 
 
 def test_the_mode_of_a_run(script):
@@ -511,6 +601,46 @@ def test_the_mode_of_a_run(script):
     assert read("final_int6_banded_exact", again.stdout) == pytest.approx(banded, abs=1e-7)
     windows = script(EVAL_ONLY="final_model.int6.xz", ATTENTION="math")
     assert "final_int6_sliding_window_exact" in windows.stdout and "banded_exact" not in windows.stdout
+
+
+# Compiling for EVAL_ONLY
+
+
+@pytest.mark.parametrize(
+    "wanted, device, worth, compiled, said",
+    [
+        ("auto", "cpu", 1e5, False, "note: the text is too small to compile for on a CPU; COMPILE=1 compiles"),
+        (
+            "auto",
+            "cpu",
+            1,
+            True,
+            "compiling the evaluation, which takes minutes the first time; COMPILE=0 begins at once",
+        ),
+        (
+            "1",
+            "cpu",
+            1e9,
+            True,
+            "compiling the evaluation, which takes minutes the first time; COMPILE=0 begins at once",
+        ),
+        ("auto", "cuda", 1e9, True, "compiling the evaluation, which takes minutes the first time"),
+        ("train", "cpu", 1, False, ""),
+    ],
+)
+def test_eval_only_says_that_it_compiles(setting, monkeypatch, wanted, device, worth, compiled, said):
+    """Before it does. On a CPU a small text is scored eagerly: fewer targets times weights than worth it."""
+    hp, runtime, val = setting(COMPILE=wanted)
+    model, lines = made(hp, runtime.attend), []
+    weights = sum(p.numel() for p in model.parameters())
+    monkeypatch.setattr(train_gpt, "WORTH_COMPILING", val.targets * weights * worth)
+    monkeypatch.setattr(train_gpt, "compile_whole", lambda model, compiled: (model, compiled, list(lines)))
+    runtime = dataclasses.replace(runtime, compiled=True, device=torch.device(device))
+    forward = train_gpt.compile_for_evaluation(model, val, runtime, lambda line, **_: lines.append(line))
+    assert lines == [said] * bool(said)
+    assert forward == (model, compiled, lines)
+    eager, lines[:] = dataclasses.replace(runtime, compiled=False), []
+    assert train_gpt.compile_for_evaluation(model, val, eager, lines.append) == (model, False, [])
 
 
 # Test-time training
@@ -616,6 +746,54 @@ def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
     assert "the rest is scored with fixed weights" in lines[0]
 
 
+@pytest.mark.parametrize("mode, steps", [("sgd", 4), ("lora", 5)])
+def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(setting, monkeypatch, mode, steps):
+    """It is asked for before each step. What was scored until then stays, and the rest is scored once."""
+    monkeypatch.setattr(train_gpt, "LORA_ROWS", (128, 128))  # so each step is one forward
+    learnt, asked = [], itertools.count()
+    over = lambda scorer: next(asked) >= steps  # noqa: E731
+    scores = []
+    for limited in (False, True):
+        model, scorer, _ = learner(setting, mode, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TTT_LORA_LR=0.02)
+        with monkeypatch.context() as patch:
+            if limited:
+                patch.setattr(train_gpt, "out_of_time", over)
+                for owner, name in ((train_gpt, "sgd_gradients"), (torch.optim.AdamW, "step")):
+                    real = getattr(owner, name)
+                    patch.setattr(owner, name, lambda *rest, real=real: learnt.append(1) or real(*rest))
+            TTT[mode](model, scorer)
+        assert scorer.result().targets == scorer.val.targets
+        scores.append(scorer.nats[:-1])
+    assert len(learnt) == steps and next(asked) == steps + 1, "asked until the limit, and not after it"
+    place = torch.arange(scorer.val.targets)
+    if mode == "lora":  # within the document
+        place -= torch.from_numpy(np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1)))
+    before = place < {"sgd": 2 * 64, "lora": steps * 8}[mode]  # three epochs on the first chunk and one on the second
+    same = scores[0] == scores[1]
+    assert same[before].all() and not same.all(), "what was scored before the limit stays"
+
+
+def test_sgd_does_not_depend_on_the_training_of_the_model(setting):
+    """An artifact does not know TRAIN_SEQ_LEN, so EVAL_ONLY must not."""
+    scores = []
+    for length in (32, 16, 96):
+        model, scorer, _ = learner(setting, "sgd", 200, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length)
+        train_gpt.ttt_sgd(model, scorer)
+        scores.append(scorer.nats[:-1])
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+
+
+def test_sgd_of_one_chunk_says_that_it_learns_nothing(setting):
+    model, scorer, lines = learner(setting, targets=64, TTT_CHUNK_TOKENS=64)
+    before = weights_of(model)
+    train_gpt.ttt_sgd(model, scorer)
+    assert lines == ["note: TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets, so SGD learns nothing: lower it"]
+    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
+    model, scorer, lines = learner(setting, targets=65, TTT_CHUNK_TOKENS=64)
+    train_gpt.ttt_sgd(model, scorer)
+    assert not lines
+
+
 def adapter_of(hp, documents: int, size=0.0) -> train_gpt.Adapter:
     """The adapter that each of these documents begins with, plus random numbers of this size."""
     generator, adapter = torch.Generator().manual_seed(3), {}
@@ -667,9 +845,18 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
             assert (model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]}) - together).abs().max() > 0.01
 
 
-def lora_documents(scorer, spans, rows=1, chunk=8, start=None) -> train_gpt.Adapter:
-    start = start or train_gpt.lora_adapter(scorer.hp, torch.device("cpu"))
-    return train_gpt.lora_documents(scorer, np.array(spans), chunk, rows, start)
+def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
+    """Score these documents in one batch. Returns what the next one begins with."""
+    begin, found = train_gpt.lora_begin, []
+
+    def noted(hp, first, count):
+        found.append(first)
+        return begin(hp, first, count)
+
+    batches = [np.array(spans), np.zeros((1, 2), np.int64)]
+    with mock.patch.multiple(train_gpt, LORA_ROWS=(rows, rows), LORA_QUEUES=1, lora_begin=noted):
+        list(train_gpt.lora_steps(scorer, batches, [0, 1], np.zeros(len(spans), np.int64)))
+    return found[1]
 
 
 def test_low_rank_training_by_hand(setting):
@@ -710,40 +897,31 @@ def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
         torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
-    """In the order of the stream, per queue and length of the chunk; B begins at zero."""
-    monkeypatch.setattr(train_gpt, "LORA_QUEUES", 2)
+def test_a_batch_begins_with_the_mean_of_an_earlier_one(setting, monkeypatch):
+    """The last one of its queue, in the order of the stream; B begins at zero."""
+    monkeypatch.setattr(train_gpt, "LORA_QUEUES", 3)
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
-    monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((45, 4),))
-    model, scorer, _ = learner(setting, "lora", 1500, TTT_LORA_LR=0.02, MICRO_BATCH_TOKENS=64)
-    places = range(0, 1500, 30)
-    scorer.val.documents = np.array([place for place in places if place % 90 != 60])  # of 30 and 60 targets
-    adapt, calls = train_gpt.lora_documents, []
+    model, scorer, _ = learner(setting, "lora", 500, TTT_LORA_LR=0.02)
+    scorer.val.documents = np.arange(0, 500, 30)  # 17, in nine batches
+    begin, batches = train_gpt.lora_begin, []
 
-    def noted(scorer, spans, chunk, rows, start):
-        end = adapt(scorer, spans, chunk, rows, start)
-        calls.append((spans, chunk, rows, start, end))
-        return end
+    def noted(hp, first, count):
+        documents, adam = begin(hp, first, count)
+        batches.append((first, documents))
+        return documents, adam
 
-    monkeypatch.setattr(train_gpt, "lora_documents", noted)
+    monkeypatch.setattr(train_gpt, "lora_begin", noted)
     train_gpt.ttt_lora(model, scorer)
-    fresh, last, batches = train_gpt.lora_adapter(scorer.hp, torch.device("cpu")), {}, {}
-    for spans, chunk, rows, start, end in calls:
-        lengths = spans[:, 1] - spans[:, 0]
-        assert ((lengths < 45) == (chunk == 4)).all() and rows <= 2 and len(spans) <= 2
-        queues = [queue for queue in last if queue[0] == chunk and last[queue][1] is start]
-        assert queues or all(torch.equal(start[name], fresh[name]) for name in fresh)
-        queue = queues[0] if queues else (chunk, len(last))
-        if queues:
-            assert last[queue][0] < spans[:, 0].min(), "documents of earlier batches come earlier in the stream"
-        for name in start:
-            moved = not torch.equal(end[name], start[name])
-            assert moved == (name.endswith(".a") and lengths.max() > chunk), "B stays zero"
-        last[queue] = (int(spans[:, 0].max()), end)
-        batches[queue] = batches.get(queue, 0) + 1
-    assert len(batches) == 4 and max(batches.values()) > 2, "two queues of each length"
-    scored = np.concatenate([spans for spans, *_ in calls])
-    assert np.array_equal(scored[np.argsort(scored[:, 0])], scorer.val.spans(True))
+    assert [len(documents) for _, documents in batches] == [2] * 8 + [1]
+    fresh = train_gpt.lora_adapter(scorer.hp, torch.device("cpu"))
+    for number, (first, _) in enumerate(batches):
+        for name, factor in first.items():
+            expected = fresh[name]
+            if number >= 3 and name.endswith(".a"):
+                ends = [document[name] for document in batches[number - 3][1]]
+                expected = (ends[0] + ends[1]) / 2
+                assert not torch.equal(expected, fresh[name])
+            torch.testing.assert_close(factor, expected)
 
 
 def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
@@ -811,20 +989,34 @@ def test_rank_of_the_change(setting, rank):
         assert (torch.linalg.matrix_rank(change, rtol=1e-5) == rank).all()
 
 
-def test_documents_have_chunks_by_their_length(setting):
-    """Few targets: a short chunk, so that a step comes before the end. TTT_LORA_CHUNK limits all chunks."""
-    for chunk, expected in ((48, {48: (2000, math.inf), 24: (256, 2000), 8: (0, 256)}), (8, {8: (0, math.inf)})):
-        _, scorer, _ = learner(setting, "lora", EVAL_SEQ_LEN=64)
-        scorer.hp = dataclasses.replace(scorer.hp, ttt_lora_chunk=chunk)
-        ends = np.cumsum([255, 256, 1999, 2000, 1, 5000])
-        scorer.val.spans = lambda documents, ends=ends: np.stack((np.append(0, ends[:-1]), ends), axis=1)
-        rounds = train_gpt.lora_rounds(scorer)
-        assert [size for size, *_ in rounds] == list(expected)
-        for size, _, spans in rounds:
-            low, high = expected[size]
-            lengths = spans[:, 1] - spans[:, 0]
-            assert ((low <= lengths) & (lengths < high)).all()
-        assert sum(len(spans) for *_, spans in rounds) == 6
+@pytest.mark.parametrize("limit, sizes", [(48, {8, 24, 48}), (10, {8, 10}), (5, {5})])
+def test_chunks_follow_from_the_position(hyperparameters, limit, sizes):
+    """Short ones at the start of a document, whatever its length. TTT_LORA_CHUNK limits all chunks."""
+    hp = hyperparameters(TTT_LORA_CHUNK=limit, EVAL_SEQ_LEN=64)
+    whole = train_gpt.lora_chunks(hp, 5000)
+    assert whole[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(whole)), "one behind the other"
+    assert {stop - begin for begin, stop in whole} == sizes
+    for begin, stop in whole:
+        assert stop - begin == min(limit, 8 if begin < 256 else 24 if begin < 2000 else 48)
+    for length in (1, 7, 8, 9, 255, 256, 257, 1999, 2000, 2024, 4999):
+        chunks = train_gpt.lora_chunks(hp, length)
+        assert chunks == whole[: len(chunks)] and chunks[-1][0] < length <= chunks[-1][1]
+
+
+def test_the_row_of_a_document_follows_from_those_before_it(setting, monkeypatch):
+    """Those that still go on move up, so a document's place does not depend on later ones. It may round differently."""
+    _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
+    monkeypatch.setattr(train_gpt, "LORA_ROWS", (2, 1))
+    groups, step = [], train_gpt.lora_step
+    monkeypatch.setattr(train_gpt, "lora_step", lambda s, spans, *rest: groups.append(spans[:, 0].tolist()))
+    batch = np.array([[0, 4], [4, 44], [44, 48], [48, 84]])
+    list(train_gpt.lora_steps(scorer, [batch], [0], np.zeros(4, np.int64)))
+    assert groups == [[0, 4], [44, 48]] + [[4, 48]] * 3 + [[4], [48]]
+    monkeypatch.setattr(train_gpt, "lora_step", step)
+    shapes = noting_shapes(scorer.forward)
+    list(train_gpt.lora_steps(scorer, [batch], [0], np.zeros(4, np.int64)))
+    assert {shape[0] for shape in shapes if shape[2] > 8} == {2}, "always as many rows"
+    assert {shape[0] for shape in shapes if shape[2] == 8} >= {1}, "fewer behind the first window of 32"
 
 
 def test_weights_have_gradients_again(setting):

@@ -70,8 +70,35 @@ def test_published_range():
     """ROW_RANGE=published keeps #399's rule (fault B13): the largest weight / 31, at least 1 / 31."""
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
     codes, scale = quantised(rows, 6, None)
-    assert scale.flatten().tolist() == pytest.approx([1 / 31, 3.1 / 31], rel=0.07)
+    assert scale.flatten().tolist() == [float(torch.tensor(reach / 31).half()) for reach in (1, 3.1)]
     assert codes.tolist() == (rows / scale).round().tolist() and codes[0].tolist() == [3, -6, 2]
+
+
+def test_published_range_keeps_the_largest_weight():
+    """With a step of four bits, 1.027 became 0.969."""
+    rows = torch.linspace(1, 2, 1000)[:, None]
+    codes, scale = quantised(rows, 6, None)
+    assert (codes * scale - rows).abs().max() < 2**-10
+
+
+def test_an_artifact_keeps_the_published_steps(hyperparameters):
+    model = noise(made(hyperparameters(ROW_RANGE="published", COMPRESSOR="lzma")))
+    weights = weights_of(model)
+    loaded = train_gpt.load_artifact(train_gpt.pack_artifact(weights, model.hp))
+    for (kind, name, before), (_, _, after) in zip(
+        train_gpt.export_views(weights), train_gpt.export_views(loaded), strict=True
+    ):
+        if kind:
+            codes, scale = quantised(before, *train_gpt.code_range(kind, model.hp))
+            assert torch.equal(after, codes * scale), name
+
+
+def test_an_artifact_that_is_not_finite_is_refused(model, tmp_path, env):
+    weights = weights_of(model)
+    weights["smear_gate"][3] = math.nan
+    (tmp_path / "nan.xz").write_bytes(train_gpt.pack_artifact(weights, model.hp))
+    with pytest.raises(UserError, match="nan.xz cannot be used: smear_gate has values that are not finite"):
+        train_gpt.evaluate_only(env(), str(tmp_path / "nan.xz"))
 
 
 def correlated(width, count, seed) -> torch.Tensor:

@@ -55,6 +55,7 @@ def test_the_whole_script(env, tmp_path, version):
     scores = {"final_int6_roundtrip_exact", "final_int6_sliding_window_exact", "final_int6_ttt_sgd_exact"}
     assert scores | {"start", "warmup", "train", "val", "gptq", "checkpoint", "artifact"} <= first.keys()
     assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
+    Path(tmp_path, "logs", "pretended.jsonl").unlink()  # a finished run is refused
     second = run(TTT_ENABLED=1, TTT_MODE="lora", RESUME="auto", ITERATIONS=16)
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second

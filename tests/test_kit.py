@@ -1,19 +1,19 @@
 """Demonstration data and report, and run.sh."""
 
+import ast
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-import torch
 
 import train_gpt
-from conftest import ROOT, TINY, run
+from conftest import ROOT, TINY, VOCAB, run, write_shard
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
 import demo_corpus
-import demo_size
 import report
 
 
@@ -49,7 +49,7 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    assert report.decode(tokens, folder / "tokenizer.model") == expected
+    assert report.validation(str(folder), str(folder / "tokenizer.model")) == (len(tokens), expected)
     assert counter.count(tokens).sum() == len(expected)
     assert (tokens == train_gpt.BOS).sum() == len(held_out)
     assert "made in" in line
@@ -73,6 +73,15 @@ def test_corpus_is_made_once(built, library):
     assert demo_corpus.build(built[0], library, val_bytes=4000).startswith("made in")
 
 
+def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
+    (tmp_path / "mine").mkdir()
+    for mine in (tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"):
+        mine.write_text("mine")
+        with pytest.raises(train_gpt.UserError, match="holds something else than the demonstration's data"):
+            demo_corpus.build(mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000)
+        assert mine.read_text() == "mine"
+
+
 @pytest.fixture(scope="module")
 def demonstrated(built, tmp_path_factory):
     """A tiny run on the demonstration's data: (data, folder of the run)."""
@@ -91,43 +100,35 @@ def demonstrated(built, tmp_path_factory):
     return built[0], folder
 
 
-@pytest.mark.parametrize("speed, name", [(2e12, "large"), (1.2e12, "large"), (1.19e12, "small"), (1e9, "small")])
-def test_the_demonstration_fits_the_machine(speed, name, monkeypatch):
-    """Knobs of both sizes are valid, DEMO_SIZE overrides the measured speed, and the sentence says why."""
-    monkeypatch.setattr(demo_size, "product_speed", lambda dtype: speed)
-    chosen, sentence = demo_size.choose("")
-    assert chosen == name and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
-    for fixed in demo_size.SIZES:
-        assert demo_size.choose(fixed)[0] == fixed and "DEMO_SIZE" in demo_size.choose(fixed)[1]
-        train_gpt.Hyperparameters.from_env({knob: str(value) for knob, value in demo_size.SIZES[fixed].items()})
-    with pytest.raises(train_gpt.UserError, match="DEMO_SIZE=huge is not one of small, large"):
-        demo_size.choose("huge")
-
-
-def test_speed_of_matrix_products_is_positive():
-    assert demo_size.product_speed(torch.float32, seconds=0.0) > 0
-
-
 def test_report(demonstrated):
     data, folder = demonstrated
-    command = [ROOT / "tools" / "report.py", data, "logs/demo.jsonl", "final_model.int6.xz", "--tokens", "5"]
+    command = [
+        ROOT / "tools" / "report.py",
+        "logs/demo.jsonl",
+        "logs/demo.int6.xz",
+        "--tokens",
+        "5",
+        "--prompt",
+        "if",
+    ]
     result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     assert result.returncode == 0, result.stderr
     history = report.read_events(folder / "logs" / "demo.jsonl")
     events = {event["event"]: event for event in history}
-    rows = {row[0]: row[1] for row in report.table(events, data)}
+    text = report.validation(str(data), str(data / "tokenizer.model"))
+    rows = {row[0]: row[1] for row in report.table(events, *text)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
     assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
-    assert "a sample, begun with 'def __init__(self,'" in result.stdout
+    assert "a sample, begun with 'if'" in result.stdout
     printed, _, curve = result.stdout.partition("\n\ntraining loss")
     assert curve.count("*") > 1
     scores = zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True)
     assert all(line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores)
     events["start"]["hyperparameters"]["eval_mode"] = "banded"
     with pytest.raises(train_gpt.UserError, match="the log has no event final_int6_banded_exact"):
-        report.table(events, data)
+        report.table(events, *text)
     events["final_int6_banded_exact"] = {"val_bpb": 3.5}
-    assert report.table(events, data)[-1] == ("artifact, banded pass", 3.5, "the score")
+    assert report.table(events, *text)[-1] == ("artifact, banded pass", 3.5, "the score")
 
 
 def test_loss_curve():
@@ -143,12 +144,42 @@ def test_loss_curve():
     assert report.curve(events[:2]) == []
 
 
+def test_report_of_own_data(data, env, tmp_path):
+    """All validation shards and the log's tokenizer are used; the sample begins as the validation text does."""
+    assert run([ROOT / "train_gpt.py"], env(RUN_ID="own", VAL_LOSS_EVERY=4), tmp_path).returncode == 0
+    tokens, text = report.validation(str(data), str(data / "tokenizer.model"))
+    parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
+    assert tokens == sum(map(len, parts))
+    counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
+    assert len(text) == counter.count(np.concatenate(parts)).sum(), "a document continues in the second shard"
+    result = run([ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz", "--tokens", "2"], {}, tmp_path)
+    assert result.returncode == 0, result.stderr
+    begun = re.search(r"a sample, begun with (.+):", result.stdout)[1]
+    assert len(begun) > 5 and text.decode().strip().startswith(ast.literal_eval(begun))
+
+
+def test_text_without_document_starts_is_whole(data, tmp_path):
+    tokens = train_gpt.read_shard(data / "fineweb_val_000000.bin")[5:24]
+    write_shard(tmp_path / "fineweb_val_000000.bin", tokens)
+    expected = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB).count(np.append(train_gpt.BOS, tokens)).sum()
+    count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"))
+    assert train_gpt.BOS not in tokens and count == 19 and len(text) == expected
+
+
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
-    data, folder = demonstrated
+    _, folder = demonstrated
     lines = (folder / "logs" / "demo.jsonl").read_text().splitlines()
-    (tmp_path / "cut.jsonl").write_text("\n".join(lines[:3]))
-    for log, part in (("cut.jsonl", "did not finish"), ("none.jsonl", "cannot read")):
-        result = run([ROOT / "tools" / "report.py", data, tmp_path / log, "x.xz"], {}, tmp_path)
+    for name, text in {
+        "cut": "\n".join(lines[:3]),
+        "empty": "",
+        "other": "{}",
+        "list": "[1]",
+        "event": '{"event": 1}',
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    wrong = [(f"{name}.jsonl", "cannot read") for name in ("none", "empty", "other", "list", "event")]
+    for log, part in (("cut.jsonl", "did not finish"), *wrong):
+        result = run([ROOT / "tools" / "report.py", tmp_path / log, "x.xz"], {}, tmp_path)
         assert result.returncode == 1
         assert part in result.stderr and "Traceback" not in result.stderr
 

@@ -4,13 +4,12 @@ import dataclasses
 import sys
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt
 from conftest import PARTS, ROOT, made
-from train_gpt import BOS, Validation
+from train_gpt import BOS
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -22,28 +21,27 @@ WAYS = {
     "documents": {"EVAL_DOCUMENTS": 1},
     "parts": PARTS,
     "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "EVAL_STRIDE": 8, "MICRO_BATCH_TOKENS": 40},  # blocks score 8
+    "widths": {"EVAL_DOCUMENTS": 1, "EVAL_SEQ_LEN": 256, "EVAL_STRIDE": 64},
+    "banded documents": {"EVAL_DOCUMENTS": 1, "EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "EVAL_STRIDE": 8},
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
-    "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8, "TTT_LORA_LR": 0.05},
+    "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24, "TTT_LORA_LR": 0.05},
 }
-TARGETS = 300
+TARGETS = legality.TARGETS
 
 
 @pytest.fixture
 def setting(one_rank):
     """A function: (way) -> (evaluator for the probes, tokens (n + 1,), hyperparameters)."""
 
-    def make(way, **changes):
+    def make(way, together=False, **changes):
         hp, runtime = one_rank(**{**WAYS[way], **changes})
-        val = Validation(hp, runtime.device)
         hp = dataclasses.replace(hp, vocab_size=64)  # C2 evaluates once for each token of the vocabulary
         model = made(hp, runtime.attend, torch.float32, 0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-        evaluate = legality.evaluator_of(train_gpt, hp, runtime, model)
-        tokens = val.tokens[: TARGETS + 1] % (hp.vocab_size - 2) + 2  # neither padding nor BOS
-        tokens[[25, 110, 210]] = BOS  # four documents
-        return evaluate, tokens, hp
+        evaluate = legality.evaluator_of(train_gpt, hp, runtime, model, together)
+        return evaluate, legality.random_stream(TARGETS, hp.vocab_size, BOS), hp
 
     return make
 
@@ -53,14 +51,9 @@ CUTS = legality.CUTS
 
 @pytest.mark.parametrize("way", WAYS)
 def test_c1_future_tokens_change_nothing_before_them(setting, way):
+    """Where later documents begin, too."""
     evaluate, tokens, hp = setting(way)
-    spread = lambda changed: torch.where(changed == BOS, 5, changed)  # noqa: E731
-
-    def same_documents(changed):
-        """Evaluate replaced tokens with the same document boundaries, as those decide which texts share a batch."""
-        return evaluate(torch.where(tokens == BOS, BOS, spread(changed)) if way in ("documents", "lora") else changed)
-
-    assert legality.future(same_documents, tokens, hp.vocab_size, CUTS) == ""
+    assert legality.future(evaluate, tokens, hp.vocab_size, CUTS) == ""
 
 
 @pytest.mark.parametrize("way", ["plain", "sliding", "documents", "banded"])
@@ -172,32 +165,52 @@ def test_learning_before_scoring_is_caught(setting):
 
 
 def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
-    """Low-rank training hands A on in the order of the stream. Longest first, a document would know a later one."""
+    """Low-rank training hands A on in the order of the stream. Backwards, a document would know a later one."""
     evaluate, tokens, hp = setting("lora")
-    fixed = lambda changed: evaluate(torch.where(tokens == BOS, BOS, torch.where(changed == BOS, 5, changed)))  # noqa: E731
-    assert legality.future(fixed, tokens, hp.vocab_size, CUTS) == ""
-    rounds = train_gpt.lora_rounds
-    longest = lambda round_: -int(np.ptp(round_[-1]))  # noqa: E731
-    monkeypatch.setattr(train_gpt, "lora_rounds", lambda scorer: sorted(rounds(scorer), key=longest))
-    assert legality.future(fixed, tokens, hp.vocab_size, CUTS).startswith("C1")
+    steps = train_gpt.lora_steps
+    monkeypatch.setattr(train_gpt, "lora_steps", lambda scorer, batches, *rest: steps(scorer, batches[::-1], *rest))
+    assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
     events = legality.spied(train_gpt, evaluate, tokens)
     assert "after an update that followed later ones" in legality.order(events, TARGETS)
 
 
-def test_batches_of_documents_of_several_lengths(setting, monkeypatch):
-    """What the probes above see with one document at a time also holds for batches, queues and three lengths."""
-    evaluate, tokens, hp = setting("lora")
-    tokens = tokens.clone()
-    tokens[[40, 60, 75, 90, 130, 150, 170, 175, 240, 270]] = BOS
-    sizes = {"LORA_QUEUES": 2, "LORA_BATCH": 2, "LORA_CHUNKS": ((16, 3), (30, 5))}
-    monkeypatch.setattr(legality, "hands_on", lambda script: False)  # keep these sizes
+@pytest.mark.parametrize("together", [False, True])
+def test_chunks_by_the_length_of_a_document_are_caught(setting, monkeypatch, together):
+    """An earlier version chose 8 targets for documents of under 256, and 24 for longer ones."""
+    evaluate, tokens, hp = setting("lora", together)
+
+    def by_length(hp, length):
+        size = 8 if length < 256 else 24
+        return [(begin, begin + size) for begin in range(0, length, size)]
+
+    monkeypatch.setattr(train_gpt, "lora_chunks", by_length)
+    assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
+
+
+def test_windows_by_the_length_of_a_document_are_caught(setting, monkeypatch):
+    """Another width of the forward changes the last bits of a loss."""
+    evaluate, tokens, hp = setting("widths")
+    plan = train_gpt.plan_windows
+
+    def by_length(spans, window, stride, narrowest):
+        windows = plan(spans, window, stride)
+        short = windows[2] - windows[0] <= window // 2
+        windows[3:, short] = window // 2
+        return windows
+
+    monkeypatch.setattr(train_gpt, "plan_windows", by_length)
+    assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
+    """What the probes above see with one document at a time also holds for batches, queues and forwards of several."""
+    sizes = {"LORA_QUEUES": 2, "LORA_BATCH": 4, "LORA_CHUNKS": ((16, 3), (30, 5)), "LORA_ROWS": (rows, 2)}
     for name, value in sizes.items():
         monkeypatch.setattr(train_gpt, name, value)
-
-    def fixed(changed):
-        return evaluate(torch.where(tokens == BOS, BOS, torch.where(changed == BOS, 5, changed)))
-
-    assert legality.future(fixed, tokens, hp.vocab_size, CUTS) == ""
+    evaluate, tokens, hp = setting("lora", together=True)
+    tokens[[40, 60, 75, 90, 130, 150, 170, 175, 240, 270]] = BOS
+    assert legality.future(evaluate, tokens, hp.vocab_size, CUTS) == ""
     assert legality.complete(evaluate, tokens) == ""
 
 
@@ -214,7 +227,7 @@ def test_training_with_a_rate_of_zero_is_no_training(setting):
     still, _, _ = setting("lora", TTT_LORA_LR=0)
     lora, _, _ = setting("lora")
     differ = lora(tokens) != still(tokens)
-    for begin in (0, 25, 110, 210):
+    for begin in (0, 9, 25, 288):
         assert not differ[begin : begin + 8].any(), "each document begins without changes"
         assert differ[begin + 8 : begin + 16].any()
 

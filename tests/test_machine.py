@@ -54,6 +54,7 @@ class cuda:
     device_count = lambda: int(os.environ.get("GPUS", 0))
 """
 LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.environ.get('WARMDOWN_FRAC'))"
+SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
 
 
 class Machine:
@@ -68,7 +69,9 @@ class Machine:
         for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
-        (self.repository / "tools" / "demo_size.py").write_text("print('NUM_LAYERS=2\\nran tools/demo_size.py')")
+        settings = "\n".join([*SETTINGS.split(), "ran tools/demo.py"])
+        (self.repository / "tools" / "demo.py").write_text(f"print({settings!r})")
+        shutil.copy(ROOT / "tools" / "launch.py", self.repository / "tools")
         self.python(self.root / "bin" / "python3")
         self.nvidia_smi("No devices were found")
         self.torch(folder / "fresh", "2.13.0")
@@ -135,14 +138,19 @@ def pins(name):
 
 
 PINS = pins("requirements.txt")
-TRAINING = "ran data/demo_corpus.py\nran tools/demo_size.py\nran train_gpt.py\nran tools/report.py\n"
+TRAINING = "ran tools/demo.py\nran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
+
+
+def trained(result):
+    """The demonstration's programs have run, in this order."""
+    return result.returncode == 0 and result.stdout.partition("\nnext:\n")[0] == TRAINING
 
 
 def test_a_complete_python_is_used_as_it_is(machine):
     machine.torch(machine.root / "site")
     machine.has(*NAMES, version="0.1")
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     assert machine.installations() == [] and not (machine.repository / ".venv").exists()
 
 
@@ -152,7 +160,7 @@ def test_only_what_is_missing_is_installed(machine):
     machine.has("numpy", version="1.26.4")
     machine.has("torch", version="2.9.1+cu128")
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     command, *constraints = machine.installations()
     assert command.startswith("machine install ") and not (machine.repository / ".venv").exists()
     assert {word for word in command.split() if "==" in word} == {PINS[name] for name in NAMES if name != "numpy"}
@@ -179,7 +187,7 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
     machine.has("numpy")
     (machine.root / "managed").touch()
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     refused, made, *rest = [line for line in machine.installations() if not line.startswith("constraint")]
     assert refused.startswith("machine install ") and made == "venv --system-site-packages .venv"
     (command,) = rest
@@ -195,12 +203,12 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
     (machine.root / "pyvenv.cfg").touch()
     (machine.root / "no-pip").touch()
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     first, second = [line for line in machine.installations() if not line.startswith("constraint")]
     assert first == "machine ensurepip" and second.startswith("machine install ") and PINS["constriction"] in second
 
 
-@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_size.py", "tools/report.py"])
+@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py", "tools/report.py"])
 def test_ctrl_c_is_one_sentence(machine, name):
     """As in a terminal, all processes of the group get SIGINT. Python would print a traceback."""
     machine.torch(machine.root / "site")
@@ -214,7 +222,7 @@ def test_ctrl_c_is_one_sentence(machine, name):
     assert process.returncode == 130 and error == "error: interrupted by Ctrl-C; start again to go on\n"
 
 
-@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_size.py"])
+@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py"])
 def test_a_failure_before_the_training_ends_the_demonstration(machine, name):
     machine.torch(machine.root / "site")
     machine.has(*NAMES)
@@ -228,7 +236,7 @@ def test_without_a_supported_torch_everything_is_installed(machine, version):
     if version:
         machine.torch(machine.root / "site", version)
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     made, command = machine.installations()
     assert made == "venv .venv" and command.startswith(".venv install ") and command.endswith("-r requirements.txt")
 
@@ -238,7 +246,7 @@ def test_the_venv_is_next(machine):
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site", "2.10.0a0+git123")
     result = machine.run()
-    assert result.returncode == 0 and result.stdout == TRAINING, result.stderr
+    assert trained(result), result.stderr
     (command,) = [line for line in machine.installations() if not line.startswith("constraint")]
     assert command.startswith(".venv install ") and {word for word in command.split() if "==" in word} == {
         PINS[name] for name in NAMES
@@ -279,13 +287,13 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda)
         f"error: nvidia-smi lists GPUs, but torch {build} (CUDA {cuda}) of python3 sees none: install"
     )
     assert "set DEVICE=cpu" in line
-    assert complete.run(GPUS=counted, USABLE="0", DEVICE="cpu").stdout == TRAINING
+    assert trained(complete.run(GPUS=counted, USABLE="0", DEVICE="cpu"))
     assert " sees none (CUDA_VISIBLE_DEVICES=9): " in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
 
 
 def test_device_cpu_wants_the_demonstration(complete):
     complete.nvidia_smi(LISTED)
-    assert complete.run(GPUS="8", USABLE="1", DEVICE="cpu").stdout == TRAINING
+    assert trained(complete.run(GPUS="8", USABLE="1", DEVICE="cpu"))
     assert complete.run(GPUS="8", USABLE="1").stdout.startswith("launched")
 
 
@@ -293,7 +301,7 @@ def test_device_cpu_wants_the_demonstration(complete):
 def test_without_gpus_the_demonstration_runs(complete, status, text):
     complete.nvidia_smi(text, status)
     result = complete.run()
-    assert result.returncode == 0 and result.stdout == TRAINING and result.stderr == ""
+    assert trained(result) and result.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -303,12 +311,62 @@ def test_without_gpus_the_demonstration_runs(complete, status, text):
         (4, {}, 4, "0.41"),
         (8, {"NPROC": "4"}, 4, "0.41"),
         (8, {"NPROC": "4", "WARMDOWN_FRAC": "0.5"}, 4, "0.5"),
+        (4, {"WARMDOWN_ITERS": "100"}, 4, None),
         (16, {"NPROC": "8"}, 8, None),
     ],
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
     result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    assert result.stdout == f"launched ['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py'] frac {fraction}\n"
+    launched = f"launched ['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py'] frac {fraction}\n"
+    assert result.stdout.partition("\nnext:\n")[0] == launched
+
+
+@pytest.mark.parametrize("grid, fraction", [("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", "0.41")])
+def test_a_warmdown_in_steps_of_a_grid_wins(complete, grid, fraction):
+    (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
+    assert complete.run(GPUS="4", USABLE="1", GRID=grid).stdout.partition("\n")[0].endswith(f"frac {fraction}")
+
+
+def test_a_sweep_starts_its_runs_with_the_launcher(complete):
+    (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
+    result = complete.run(SEEDS="1 2")
+    assert "launched ['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']" in result.stdout
+    assert "report" not in result.stdout and result.returncode == 0
+
+
+def test_the_demonstration_has_the_settings_of_its_tool(complete):
+    """Values may have spaces. As many ranks as NPROC says are started."""
+    (complete.repository / "tools" / "demo.py").write_text("print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')")
+    show = "import os; print('rank', *map(os.environ.get, ['RANK', 'WORLD_SIZE', 'DATA_PATH', 'OMP_WAIT_POLICY']))"
+    (complete.repository / "train_gpt.py").write_text(show)
+    result = complete.run()
+    ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
+    assert ranks == ["rank 0 2 a b PASSIVE", "rank 1 2 a b PASSIVE"], result.stderr
+
+
+def test_own_data_are_used_as_they_are(complete):
+    """No text of the demonstration is made, and the sample does not begin like a Python program."""
+    arguments = "import sys; print(sys.argv[1:])"
+    (complete.repository / "tools" / "report.py").write_text(arguments)
+    own, default = complete.run(DATA_PATH="mine"), complete.run()
+    assert "demo_corpus" not in own.stdout and "'--prompt', ''" in own.stdout, own.stderr
+    assert "demo_corpus" in default.stdout and "'--prompt', 'def __init__(self,'" in default.stdout
+
+
+def test_the_end_says_how_to_go_on(machine):
+    """With .venv, also how to activate it, unless it is."""
+    activate, data = "    source .venv/bin/activate\n", "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
+    evaluate = f"    {data} EVAL_ONLY=logs/demo.int6.xz python train_gpt.py\n"
+    machine.python(machine.repository / ".venv" / "bin" / "python")
+    machine.torch(machine.repository / ".venv" / "site")
+    result = machine.run()
+    assert "\nnext:\n" + activate in result.stdout and evaluate in result.stdout
+    active = machine.run(VIRTUAL_ENV=str(machine.repository / ".venv"))
+    assert activate not in active.stdout and evaluate in active.stdout
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    plain = machine.run()
+    assert activate not in plain.stdout and evaluate.replace("python train", "python3 train") in plain.stdout
 
 
 def test_requirements_are_what_is_imported():
@@ -320,7 +378,7 @@ def test_requirements_are_what_is_imported():
     assert set(PINS) <= imported and imported - set(PINS) <= {"triton", "flash_attn_interface"}
     assert all(re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in pins("requirements-dev.txt").values())
     readme = (ROOT / "README.md").read_text()
-    (words,) = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
+    words, *_ = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
     words = words.split()
     listed = pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
     assert listed == PINS

@@ -431,6 +431,33 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, hyp
             train_gpt.choose_attention(*choice)
 
 
+REPEATED = """if True:
+    import sys; sys.path.insert(0, {root!r})
+    import torch, train_gpt
+    torch.set_num_threads(2)
+    table = torch.randn(64, 32, requires_grad=True)
+    ids, factors = torch.randint(0, 64, (64, 1024)), torch.randn(64, 1024, 32)
+    with train_gpt.Runtime.start(train_gpt.Hyperparameters(device="cpu", compile="1")):
+        loss = train_gpt.compile_whole(lambda: (torch.nn.functional.embedding(ids, table) * factors).sum(), True)
+        print(len({{torch.autograd.grad(loss(), table)[0].numpy().tobytes() for _ in range(10)}}))"""
+
+
+def test_compiled_gradients_of_an_embedding_repeat_bit_for_bit(tmp_path):
+    """Two threads that add to one row in the order in which they arrive gave 6 results in 10 repetitions."""
+    result = run(["-c", REPEATED.format(root=str(ROOT))], {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, tmp_path)
+    assert result.stdout.split() == ["1"], result.stderr
+
+
+def test_a_deterministic_gpu_has_a_workspace_for_cublas(monkeypatch):
+    """cuBLAS does not repeat its results without it, and torch refuses to run."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    train_gpt.choose_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in train_gpt.os.environ
+    train_gpt.choose_deterministic(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert train_gpt.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
 @pytest.mark.slow
 def test_compiled_kernels_are_not_mixed_up(tmp_path):
     """torch's cache on disk does not distinguish kernels: it answered with the graph of the one that was compiled

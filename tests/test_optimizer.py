@@ -308,6 +308,24 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
 
 
+def test_the_gradient_norm_is_gathered_and_not_reduced(hyperparameters, monkeypatch):
+    """Two groups may add in another order, and replicas that clip differently drift apart."""
+    hp = hyperparameters()
+    model = made(hp)
+    optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
+    for name in ("all_reduce", "reduce_scatter"):
+        monkeypatch.setattr(Comm, name, lambda *tensors: pytest.fail("the norm is reduced"))
+    # Rank 0 has all squares twice as large.
+    gather = lambda self, full, mine: (full.copy_(torch.cat([2 * mine, mine])), lambda: None)[1]  # noqa: E731
+    monkeypatch.setattr(Comm, "all_gather", gather)
+    optimizer.flat_grad.fill_(0.1)
+    for shard in optimizer.banks.values():
+        shard.grad_shard.normal_()
+    squares = sum(shard.grad_shard.square().sum() for shard in optimizer.banks.values())
+    expected = (3 * squares + optimizer.flat_grad.square().sum()).sqrt()
+    torch.testing.assert_close(optimizer.gradient_norm(), expected)
+
+
 def test_tensors_are_all_state(hyperparameters):
     """Fault B11: #399's state_dict was empty after sharded steps. A copy of the state continues like the original."""
     hp, model, optimizer = prepared(hyperparameters)

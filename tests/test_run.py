@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def finished(tmp_path_factory, data):
         tmp_path_factory.mktemp("run"),
         {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY},
     )
-    knobs |= {"RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.6, "NUM_LAYER": 3}
+    knobs |= {"RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.6}
     return folder, run([ROOT / "train_gpt.py"], {name: str(value) for name, value in knobs.items()}, folder)
 
 
@@ -41,6 +42,11 @@ def evaluating(env, path, **changes) -> dict[str, str]:
     """The environment that scores the artifact at `path`. The shape of the model comes from the file."""
     knobs = env(EVAL_ONLY=path, **changes)
     return {name: value for name, value in knobs.items() if name.lower() not in train_gpt.knobs_with("model")}
+
+
+def events_of(path) -> dict[str, dict]:
+    """The last event of each kind in a log."""
+    return {event["event"]: event for event in map(json.loads, path.read_text().splitlines())}
 
 
 def test_log_lines_are_those_that_tools_read(finished):
@@ -53,7 +59,6 @@ def test_log_lines_are_those_that_tools_read(finished):
     source = (ROOT / "train_gpt.py").read_text()
     assert log.startswith(source), "the log begins with the source"
     assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log and f"torch {torch.__version__}" in log
-    assert "NUM_LAYER is set but is not a knob; did you mean NUM_LAYERS?" in log
 
 
 def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
@@ -89,9 +94,19 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
     events = [json.loads(line) for line in (folder / "logs" / "tiny.jsonl").read_text().splitlines()]
     kinds = [event["event"] for event in events]
     finals = [f"final_{name}_exact" for name in ("average", "int6_roundtrip", "int6_sliding_window")]
-    assert list(dict.fromkeys(kinds)) == ["start", "warmup", "train", "val", "gptq", finals[0], "artifact", *finals[1:]]
+    assert list(dict.fromkeys(kinds)) == [
+        "start",
+        "warmup",
+        "train",
+        "val",
+        "gptq",
+        finals[0],
+        "artifact",
+        *finals[1:],
+        "finished",
+    ]
     assert kinds.count("train") == 12
-    last = events[-1]
+    last = events[-2]
     assert last["event"] == "final_int6_sliding_window_exact"
     assert f"val_loss:{last['val_loss']:.8f} val_bpb:{last['val_bpb']:.8f}" in result.stdout
     tokens, nbytes = (int(x) for x in re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups())
@@ -101,9 +116,29 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
 def test_sizes_are_those_of_the_files(finished):
     folder, result = finished
     model, code = (folder / "final_model.int6.xz").stat().st_size, (ROOT / "train_gpt.py").stat().st_size
+    kept = folder / "logs" / "tiny.int6.xz"
+    assert kept.read_bytes() == (folder / "final_model.int6.xz").read_bytes()
+    assert events_of(folder / "logs" / "tiny.jsonl")["artifact"]["path"] == "logs/tiny.int6.xz"
     sizes = f"int6+ans: {model} bytes\nCode size: {code} bytes\nTotal submission size int6+ans: {model + code} bytes"
     assert sizes in result.stdout
     assert sorted(p.name for p in folder.iterdir()) == ["final_model.int6.xz", "logs"]
+
+
+def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tmp_path):
+    """The command works as it is printed. An evaluation ends in the same way."""
+    folder, result = finished
+    end, files, following = result.stdout.splitlines()[-3:]
+    score = float(re.findall(r"final_int6_sliding_window_exact .* val_bpb:(\S+)", result.stdout)[0])
+    size = (folder / "final_model.int6.xz").stat().st_size + (ROOT / "train_gpt.py").stat().st_size
+    assert end == f"finished: {score:.4f} bits per byte (sliding_window), {size:,} of 16,000,000 bytes"
+    assert files == "files: logs/tiny.int6.xz (copy: final_model.int6.xz), logs/tiny.txt, logs/tiny.jsonl"
+    command = re.fullmatch(r"next: (.*) python train_gpt.py", following)[1]
+    shutil.copytree(folder / "logs", tmp_path / "logs")
+    settings = dict(word.split("=") for word in command.split())
+    again = run([ROOT / "train_gpt.py"], {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", **settings}, tmp_path)
+    assert again.returncode == 0, again.stderr
+    found, _, following = again.stdout.splitlines()[-3:]
+    assert found == end and following == "next: python tools/inspect_artifact.py logs/tiny.int6.xz"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -153,25 +188,88 @@ def test_evaluations_are_timed_without_compiling(finished, env, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "compile_whole", recorded)
     monkeypatch.setattr(train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a))
-    changes = {"EVAL_SEQ_LEN": 512, "EVAL_STRIDE": 64, "VAL_BATCH_SIZE": 1024, "EVAL_DOCUMENTS": documents}
+    changes = {
+        "EVAL_SEQ_LEN": 512,
+        "EVAL_STRIDE": 64,
+        "VAL_BATCH_SIZE": 1024,
+        "EVAL_DOCUMENTS": documents,
+        "COMPILE": 1,
+    }
     path = finished[0] / "final_model.int6.xz"
     train_gpt.evaluate_only(evaluating(env, path, **changes), str(path))
     assert before == [shapes] and len(shapes) >= 2 + 2 * documents
 
 
-def test_eval_only_keeps_the_log_of_a_training(finished, env, tmp_path):
-    """With the RUN_ID of a finished training it replaced that training's log."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path, ranks):
+    """Another training or evaluation with its RUN_ID replaced it."""
     shutil.copytree(finished[0], tmp_path / "run")
     log, path = tmp_path / "run" / "logs" / "tiny.txt", finished[0] / "final_model.int6.xz"
     before = log.read_bytes()
-    result = run([ROOT / "train_gpt.py"], evaluating(env, path, RUN_ID="tiny"), tmp_path / "run")
-    assert result.returncode == 1 and log.read_bytes() == before
-    assert "RUN_ID=tiny has the log of a training, which this would replace: set another" in sentence(result)
-    for _ in range(2):  # a log of an evaluation is replaced
-        again = run([ROOT / "train_gpt.py"], evaluating(env, path, RUN_ID="score"), tmp_path / "run")
-        assert again.returncode == 0, again.stderr
-    text = (tmp_path / "run" / "logs" / "score.txt").read_text()
-    assert text.count("\nfinal_int6_sliding_window_exact") == 1
+    used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt and .jsonl"
+    for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
+        result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks)
+        assert result.returncode == 1 and result.stderr.count(used) == 1 and log.read_bytes() == before
+        assert "lost a collective" not in result.stderr
+
+
+def log_of(hyperparameters, folder, *kinds, **changes):
+    """A new log where an earlier run left these events."""
+    (folder / "r.jsonl").write_text("".join(f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds))
+    hp = hyperparameters(RUN_ID="r", **changes)
+    return hp, train_gpt.Log(hp, train_gpt.Comm(), folder)
+
+
+@pytest.mark.parametrize(
+    "kinds, evaluation, used",
+    [
+        ((), "", False),
+        (("start", "train"), "", False),
+        (("start", "train", "artifact", "final_int6_roundtrip_exact"), "", False),
+        (("start", "train", "finished"), "", True),
+        (("start", "train"), "x.xz", True),
+        (("start", "final_int6_roundtrip_exact"), "x.xz", False),
+        (("start", "final_int6_roundtrip_exact", "finished"), "x.xz", True),
+    ],
+)
+def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
+    hp, log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
+    with pytest.raises(train_gpt.UserError, match="RUN_ID=r is used") if used else contextlib.nullcontext():
+        log.require_unused(hp, train_gpt.Comm())
+
+
+def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp_path, capsys):
+    """The console has it, and the run ends with the reason and without the event of a finished run."""
+    hp, log = log_of(hyperparameters, tmp_path)
+    log("first")
+    log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+    log("second")
+    assert capsys.readouterr().out == "first\nsecond\n"
+    with pytest.raises(train_gpt.UserError, match="cannot write /dev/full: No space left on device; free space"):
+        log.finish(train_gpt.Comm(), "1.0 bits per byte", 5, "go on")
+    assert "finished" not in (tmp_path / "r.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "free, every, part",
+    [
+        (10 << 20, "", "logs has 10 MiB of free space, but the run may need 39: free some"),
+        (80 << 20, "", ""),
+        (80 << 20, "5", "checkpoints/r has 80 MiB of free space, but the run may need 128"),
+    ],
+)
+def test_the_space_is_checked_before_the_training(free, every, part, hyperparameters, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and shutil._ntuple_diskusage(0, 0, free))
+    hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
+    log = train_gpt.Log(hp, train_gpt.Comm())
+    with pytest.raises(train_gpt.UserError, match=part) if part else contextlib.nullcontext():
+        train_gpt.require_space(hp, train_gpt.Comm(), log)
+    Path("checkpoints/r").mkdir(parents=True)
+    for step in (1, 2):  # what is there needs no more space
+        Path(f"checkpoints/r/step_{step:08d}.safetensors").touch()
+    if free > 40 << 20:
+        train_gpt.require_space(hp, train_gpt.Comm(), log)
 
 
 def test_the_artifact_describes_the_run(finished):
@@ -298,8 +396,10 @@ def test_time_for_calibration_is_reserved(one_rank, tmp_path, monkeypatch):
     """Training has the cap less a tenth more than what the warm-up measured for all batches of the calibration."""
     monkeypatch.setattr(train_gpt.Training, "calibrate", lambda self, batches: ({}, 0.25 * len(batches)))
     training = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
+    before = training.clock.end(0)
     training.warm_up()
-    assert training.clock.cap == pytest.approx(3 - 1.1)
+    training.clock.reset(0, 0.0, [])
+    assert training.clock.end(0) == pytest.approx(before - 1.1) == 3 - 1.1
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -444,7 +544,7 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_*.bin; run data/download_fineweb.py"),
+        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist: set the folder of your shards, or run da"),
         ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"NUM_HEADS": 5}, "MODEL_DIM=32 is not a multiple of NUM_HEADS=5"),
@@ -462,9 +562,38 @@ def test_mistakes_end_with_one_sentence(script, changes, part):
     assert result.returncode == 1 and part in sentence(result)
 
 
+@pytest.mark.parametrize(
+    "content, status, expected",
+    [
+        ("import nowhere", 1, "No module named 'nowhere': run `source .venv/bin/activate`, or `pip install -r requi"),
+        ("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
+    ],
+)
+def test_a_failed_import_is_one_sentence(content, status, expected, script, tmp_path):
+    """A package is missing, or Ctrl-C comes while torch is imported."""
+    (tmp_path / "torch.py").write_text(content)
+    result = script(fresh=True, PYTHONPATH=tmp_path)
+    assert result.returncode == status and result.stderr.startswith(f"error: {expected}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
+    """All ranks of a node read the same knobs. A launcher ends the others as soon as the first has printed."""
+    waited = []
+    monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    monkeypatch.setenv("NUM_LAYERS", "no")
+    for rank, before in ((0, []), (1, [(5, "")])):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            train_gpt.main()
+        assert waited == before and capsys.readouterr().err.startswith("error: NUM_LAYERS='no' is not a whole number")
+
+
 def test_empty_data_folder(script, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "/empty has no fineweb_val_*.bin" in sentence(script(DATA_PATH=tmp_path / "empty"))
+    assert "/empty has no fineweb_val_NNNNNN.bin" in sentence(script(DATA_PATH=tmp_path / "empty"))
 
 
 def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
@@ -489,14 +618,19 @@ def test_full_disk(env, tmp_path):
     assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(result)
 
 
-def test_full_disk_at_the_export(script, tmp_path):
-    """The old artifact stays, the error names the file, and no partial file remains."""
+def test_full_disk_at_the_export(env, tmp_path):
+    """The artifact goes to the temporary folder, the scores follow, and the last line says where it is."""
     (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
     (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
-    result = script()
-    assert result.returncode == 1 and "cannot write final_model.int6.xz: No space left on device" in sentence(result)
+    (tmp_path / "spare").mkdir()
+    knobs = env(RUN_ID="full", TMPDIR=tmp_path / "spare")
+    result = run([ROOT / "train_gpt.py"], knobs, tmp_path, fresh=True)  # a fork would keep another TMPDIR
+    (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
+    reason = "cannot write final_model.int6.xz: No space left on device; free space or choose a writable folder"
+    assert result.returncode == 1 and sentence(result) == f"error: {reason}; the artifact is {spare}"
+    assert train_gpt.load_artifact(spare.read_bytes()) and "final_int6_sliding_window_exact" in result.stdout
     assert (tmp_path / "final_model.int6.xz").read_bytes() == b"of an earlier run"
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.partial")) and "finished" not in events_of(tmp_path / "logs" / "full.jsonl")
 
 
 def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys):
@@ -526,3 +660,18 @@ def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypat
     assert ("training: step 20 25% |" in shown) == terminal and ("step:20 train_loss:3\n" in shown) != terminal
     assert "a result\n" in shown and (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
     assert not terminal or shown.endswith("\r"), "the bar is removed"
+
+
+def test_the_bar_shows_every_stage(env, tmp_path, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    for name, value in env(GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000).items():
+        monkeypatch.setenv(name, value)
+    train_gpt.main()
+    order = ("warm-up", "validation", "GPTQ", "averaged weights", "export", "roundtrip", "sliding_window", "ttt_sgd")
+    begins = [screen.getvalue().find(f"\r{stage} 0% |") for stage in order]
+    assert begins == sorted(begins) and begins[0] >= 0, dict(zip(order, begins, strict=True))
+    assert "\rtraining: step 10, loss " in screen.getvalue()

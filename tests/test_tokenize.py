@@ -330,6 +330,31 @@ def test_shards_with_caseops(sources, tmp_path, capsys):
     assert shards.read_manifest(out)["tokenizer"]["caseops"] is False and decoded(out, "val") == DOCUMENTS[:5]
 
 
+def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path, env):
+    out = tmp_path / "out"
+    build(sources, out, caseops=True)
+    hp = train_gpt.Hyperparameters.from_env(env(DATA_PATH=out, TOKENIZER_PATH=out / "tokenizer.model"))
+    tokens = train_gpt.read_shard(out / "fineweb_val_000000.bin")
+    counted, note = train_gpt.count_bytes(hp, tokens)
+    assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5]) and not note
+    (out / "manifest.json").unlink()  # as beside the published shards, whose tokenizer has the same operators
+    with pytest.raises(UserError, match="has CaseOps operators, but .* so the bytes are unknown: get one of them"):
+        train_gpt.count_bytes(hp, tokens)
+    shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
+    assert (train_gpt.count_bytes(hp, tokens)[0] == 3).all()
+
+
+def test_shards_of_another_caseops_grammar_are_inspected(sources, tmp_path, capsys):
+    out = tmp_path / "out"
+    build(sources, out, caseops=True)
+    (out / "manifest.json").unlink()
+    shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(train_gpt.TokenStream(out, "val", 400)), 3))
+    assert inspect_shards.inspect(out, out / "tokenizer.model", 1) == []
+    printed = capsys.readouterr().out
+    assert "operators of another grammar (README.md): no bytes and samples" in printed and "document 1" not in printed
+    assert "by fineweb_val_bytes_*.bin, which the score uses" in printed
+
+
 def test_caseops_needs_a_tokenizer_of_ours(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="4 operators, 256 bytes, space and newline make 266"):
         tokenize_text.train_tokenizer(["a"], 265, operators=CASE_OPERATORS)
@@ -507,8 +532,12 @@ def test_standard_input_and_what_is_printed(tmp_path):
 @pytest.mark.parametrize(
     "name, content, part",
     [
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "a.jsonl, line 2 has no text in a field 'text'"),
-        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"txt": "y"}\n',
+            "a.jsonl, line 2 has no text in a field 'text': set --field to one of txt",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text in a field 'text': fix or remove that line"),
         ("a.jsonl", b"[1]\n", "line 1 has no text"),
         ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
@@ -562,12 +591,64 @@ def test_foreign_tokenizers(sources, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--vocab-size", 100], ["--vocab-size", 70000], ["--vocab-size", 400, "--val-fraction", 2]]
+    "arguments, part",
+    [
+        (["--vocab-size", 100], "--vocab-size 100 is not between 262 and 65536"),
+        (["--vocab-size", 70000], "--vocab-size 70000 is not between 262 and 65536"),
+        (["--vocab-size", 400, "--val-fraction", 2], "--val-fraction 2.0 is not between 0 and 1"),
+    ],
 )
-def test_arguments_out_of_bounds(arguments, tmp_path):
+def test_arguments_out_of_bounds(arguments, part, tmp_path):
     side = [] if "--val-fraction" in arguments else ["--val-docs", 1]
     result = run_tool("-", "--out", tmp_path / "out", *arguments, *side)
-    assert result.returncode == 2 and "is not between" in result.stderr
+    assert result.returncode == 2 and part in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["--val-docs", 100000], "left for train, as all 3 are in the other split: set --val-docs below 3 or a lower"),
+        (["--val-fraction", 1e-12], "left for val, as all 3 are in the other split: set --val-docs or a higher"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_a_split_without_documents_is_named(tmp_path, tokenizer, options, part):
+    """Also if a tokenizer is trained, which needs a training document first."""
+    (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
+    (tmp_path / "a.txt").write_text("|".join(DOCUMENTS[:3]))
+    given = ["--tokenizer", tmp_path / "t.model"] if tokenizer else ["--vocab-size", 280]
+    result = run_tool(tmp_path / "a.txt", "--separator", "|", "--out", tmp_path / "out", *given, *options)
+    assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_sample_without_documents_is_named(sources, tmp_path):
+    with pytest.raises(UserError, match="the sample of --sample-bytes 1 has no document for training: raise it"):
+        build(sources, tmp_path / "out", tokenizer=None, vocab_size=400, sample_bytes=1, val_docs=0, val_fraction=0.1)
+
+
+@pytest.mark.parametrize("place", ["here", "input", "file"])
+def test_force_replaces_no_input_and_no_file(sources, tmp_path, monkeypatch, place):
+    (tmp_path / "in").mkdir()
+    inside = tmp_path / "in" / "a.txt"
+    inside.write_text("one")
+    if place == "here":
+        monkeypatch.chdir(tmp_path / "in")
+    out = {"here": Path("."), "input": tmp_path / "in", "file": inside}[place]
+    files = sources["jsonl"] if place != "input" else [inside]
+    with pytest.raises(UserError, match="--out .* (would be replaced, but .* is in it|is a file)"):
+        tokenize_text.build(files, out, Options(vocab_size=400, val_docs=5), Reading(), force=True)
+    assert inside.read_text() == "one"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "-"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
+    """No folder can be below a file, also for root."""
+    (tmp_path / "a.txt").write_text("one|two")
+    out = tmp_path / "a.txt" / "out"
+    source = tmp_path / name if name != "-" else name
+    result = run_tool(source, "--out", out, "--vocab-size", 300, "--val-docs", 1, stdin="one")
+    assert result.returncode == 1 and result.stderr.startswith(f"error: cannot write {out}.")
+    assert result.stderr.endswith("; free space or choose a writable folder\n")
 
 
 def test_a_worker_that_dies_is_named(sources, tmp_path, monkeypatch):
@@ -651,7 +732,7 @@ def first_document(path: Path) -> list[int]:
 def test_inspection_of_nothing(tmp_path):
     command = [forks.python(), ROOT / "data" / "inspect_shards.py", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1 and f"{tmp_path} has no fineweb_train_*.bin" in result.stderr
+    assert result.returncode == 1 and f"{tmp_path} has no fineweb_train_NNNNNN.bin" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import inspect_artifact
 import pack_code
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
-LIMIT = 36_000  # bytes of the packed script, 0.23 % of what the challenge allows
+LIMIT = 40_000  # bytes of the packed script, 0.25 % of what the challenge allows
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,10 @@ def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path
     assert packed.stat().st_size < LIMIT
     logs = []
     for script in (ROOT / "train_gpt.py", packed):
-        result = run([script], env(RUN_ID="p", TRAIN_LOG_EVERY=1), tmp_path)
+        name = f"p{len(logs)}"
+        result = run([script], env(RUN_ID=name, TRAIN_LOG_EVERY=1), tmp_path)
         assert result.returncode == 0, result.stderr
-        logs.append((tmp_path / "logs" / "p.txt").read_bytes())
+        logs.append((tmp_path / "logs" / f"{name}.txt").read_bytes())
     assert len(figures(logs[0])) >= 14
     assert figures(logs[1]) == figures(logs[0])
     assert f"Code size: {packed.stat().st_size} bytes\n".encode() in logs[1]
@@ -66,7 +67,7 @@ def test_a_packed_run_resumes_as_a_plain_one(packed, env, tmp_path):
     """A checkpoint notes the source. Another one is a note, not an error."""
     variables = env(RUN_ID="p", CHECKPOINT_EVERY="6", RESUME="auto", ITERATIONS="12")
     assert run([packed], variables, tmp_path).returncode == 0
-    (tmp_path / "final_model.int6.xz").unlink()
+    (tmp_path / "logs" / "p.jsonl").unlink()  # as if it had been killed before its end
     result = run([ROOT / "train_gpt.py"], variables, tmp_path)
     assert result.returncode == 0, result.stderr
     log = (tmp_path / "logs" / "p.txt").read_text()

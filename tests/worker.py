@@ -7,6 +7,8 @@ clocks      updates under a clock that advances with every reading, at another s
             digest of its weights
 checkpoint  2 updates and a checkpoint; each rank saves its state
 restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its weights
+limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1; each rank saves its steps
+            and the number of scored targets
 apart       the whole script, each rank in a folder of its own, as on several nodes
 late        the same with a timer that is 1,000 s ahead on rank 1
 """
@@ -88,6 +90,22 @@ def restore(run: train_gpt.Training, folder: Path) -> None:
     (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
 
 
+def limit(run: train_gpt.Training, folder: Path) -> None:
+    scorer = train_gpt.Evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
+    work, steps, rank = train_gpt.lora_steps, [], run.runtime.comm.rank
+
+    def counted(*arguments):
+        for step in work(*arguments):
+            steps.append(step)
+            scorer.started -= 1e9 * (len(steps) == 5)
+            yield step
+
+    scorer.started -= 1e9 * rank
+    train_gpt.lora_steps, train_gpt.LORA_BATCH = counted, 2
+    train_gpt.ttt_lora(run.model, scorer)
+    (folder / f"limit{rank}").write_text(f"{len(steps)} {scorer.result().targets == run.val.targets}")
+
+
 def apart(folder: Path) -> None:
     place = folder / f"node{os.environ.get('RANK', 0)}"
     place.mkdir(exist_ok=True)
@@ -108,7 +126,14 @@ def main() -> None:
         return {"apart": apart, "late": late}[mode](folder)
     if mode == "rounding":
         unequal_start()
-    act = {"steps": steps, "rounding": steps, "clocks": clocks, "checkpoint": checkpoint, "restore": restore}[mode]
+    act = {
+        "steps": steps,
+        "rounding": steps,
+        "clocks": clocks,
+        "checkpoint": checkpoint,
+        "restore": restore,
+        "limit": limit,
+    }[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log, val = train_gpt.Log(hp, runtime.comm, folder), train_gpt.Validation(hp, runtime.device)

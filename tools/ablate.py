@@ -44,8 +44,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
@@ -54,7 +52,11 @@ import flops
 import runs
 import sweep
 import train_gpt
+from common import positive
 from train_gpt import Hyperparameters, UserError
+
+# isort: split
+import torch
 
 # 4.1 million parameters; a step took 0.67 s on 2 cores.
 # fmt: off
@@ -199,7 +201,7 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
 def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     """The finished run of this name; it is started or continued if necessary. Raises UserError if it fails.
 
-    It works in a folder of its own, because all runs write their artifact under one name.
+    It works in a folder of its own, because all runs copy their artifact to one name.
     """
     environ = {**environ, "RUN_ID": run_id}
     if done := sweep.finished(environ, run_id):
@@ -210,8 +212,7 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     fault = sweep.execute([sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder)
     if fault:
         raise UserError(f"{run_id} failed: {fault}")
-    if not environ.get("EVAL_ONLY"):
-        sweep.keep_artifact(run_id, folder)
+    sweep.LOGS.mkdir(exist_ok=True)
     for log in (folder / sweep.LOGS).iterdir():
         log.replace(sweep.LOGS / log.name)
     shutil.rmtree(folder)
@@ -240,7 +241,7 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
         run = finish(run_id, environ)
         if not arguments.also:
             return run, None
-        artifact = {"EVAL_ONLY": str(sweep.artifact_of(run_id).resolve()), "DATA_PATH": str(arguments.also)}
+        artifact = {"EVAL_ONLY": str(Path(sweep.LOGS, f"{run_id}.int6.xz").resolve()), "DATA_PATH": str(arguments.also)}
         unused = {"CHECKPOINT_EVERY": "", "RESUME": ""}
         return run, finish(f"{run_id}_also", environ | artifact | unused)
 
@@ -339,7 +340,7 @@ def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
     """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError for another line."""
     texts = []
     found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         if line.startswith("#") or not line.strip():
             continue
         try:
@@ -532,7 +533,7 @@ def main() -> None:
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
     length.add_argument("--tokens-per-weight", type=float, default=0.0, help="the record in small, with so many tokens")
     parser.add_argument("--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
     parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target, or the record's")
     parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
@@ -561,4 +562,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

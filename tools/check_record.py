@@ -34,7 +34,8 @@ import make_record
 import pack_code
 import runs
 from make_record import CAP, SECONDS
-from runs import Run, UserError
+from runs import Run
+from train_gpt import UserError, run_program
 
 # fmt: off
 # What the challenge's own requirements.txt installs; it holds for folders without a requirements.txt.
@@ -347,7 +348,8 @@ def script(folder: Folder) -> Iterator[Verdict]:
 
 def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
     """The imports of the script. It cannot run without those at its top; others may be optional."""
-    every, top = modules(ast.walk(tree)), modules(tree.body)
+    at_top = [inner for node in tree.body for inner in (node.body if isinstance(node, ast.With) else [node])]
+    every, top = modules(ast.walk(tree)), modules(at_top)
     path = folder.path / "requirements.txt"
     allowed, where = GIVEN, "the challenge's own requirements (the folder has none)"
     if path.exists():
@@ -446,8 +448,9 @@ def rescore(folder: Folder, artifact: Path, data: Path, tokenizer: Path) -> Iter
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         (place / "data").mkdir()
-        for shard in sorted(data.glob("fineweb_val_*.bin")):
-            (place / "data" / shard.name).symlink_to(shard.resolve())
+        # A sidecar has the exact bytes; the manifest names the tokenizer.
+        for path in (*data.glob("fineweb_val_*.bin"), *data.glob("manifest.json")):
+            (place / "data" / path.name).symlink_to(path.resolve())
         (place / "train_gpt.py").write_bytes(folder.code)
         variables = environment(
             EVAL_ONLY=artifact.resolve(), DATA_PATH="data", TOKENIZER_PATH=tokenizer.resolve(), RUN_ID="again"
@@ -498,17 +501,14 @@ def main() -> None:
     parser.add_argument("--data-path", type=Path, help="folder with the validation shards")
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards")
     arguments = parser.parse_args()
-    try:
-        found = check(
-            Folder(arguments.folder),
-            arguments.against,
-            arguments.legality,
-            arguments.artifact,
-            arguments.data_path,
-            arguments.tokenizer,
-        )
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    found = check(
+        Folder(arguments.folder),
+        arguments.against,
+        arguments.legality,
+        arguments.artifact,
+        arguments.data_path,
+        arguments.tokenizer,
+    )
     for status, rule, detail in found:
         print(f"{status:5} {rule}{': ' if detail else ''}{detail}")
     broken, other = (sum(line.status == status for line in found) for status in ("FAIL", "n/a"))
@@ -518,4 +518,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

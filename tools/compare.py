@@ -16,10 +16,12 @@ import statistics
 import sys
 from typing import NamedTuple
 
-from scipy import stats
-
 import runs
 from runs import Run, UserError
+from train_gpt import importing, run_program
+
+with importing("requirements-dev.txt"):
+    from scipy import stats
 
 MARGIN = 0.005  # nats
 LEVEL = 0.01  # p
@@ -157,7 +159,12 @@ def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -
 
 
 def report(a: list[Run], b: list[Run], speed: bool) -> tuple[bool, str]:
-    """(whether B would count, the whole report)."""
+    """(whether B would count, the whole report). Raises UserError if some runs, but not all, are on both sides."""
+    paths_a, paths_b = ({run.path.resolve() for run in side} for side in (a, b))
+    if paths_a == paths_b:
+        return False, f"{runs.table(a)}\n\nB is equal to A: both are the same runs"
+    if shared := paths_a & paths_b:
+        raise UserError(f"{min(shared)} is on both sides: leave it out of one of them")
     lines = []
     for name, side in (("A", a), ("B", b)):
         lines += [f"{name}: {side[0].path.parent}, score {side[0].score_name}", runs.table(side), ""]
@@ -178,13 +185,10 @@ def main() -> None:
     parser.add_argument("b", help="logs of the candidate")
     parser.add_argument("--speed", action="store_true", help="B claims the same machine learning, only faster")
     arguments = parser.parse_args()
-    try:
-        counts, text = report(runs.read_group(arguments.a), runs.read_group(arguments.b), arguments.speed)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    counts, text = report(runs.read_group(arguments.a), runs.read_group(arguments.b), arguments.speed)
     print(text)
     sys.exit(0 if counts else 3)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

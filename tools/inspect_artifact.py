@@ -14,11 +14,12 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+
+# isort: split
+import numpy as np
 
 CHECKSUM_BYTES = 32
 
@@ -67,11 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("artifact")
     arguments = parser.parse_args()
-    try:
-        print(inspection(arguments.artifact))
-    except train_gpt.UserError as error:
-        sys.exit(f"error: {error}")
+    print(inspection(arguments.artifact))
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

@@ -25,17 +25,22 @@ import torch
 Evaluate = Callable[[torch.Tensor], torch.Tensor]
 
 
-def future(evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iterable[int]) -> str:
-    """C1: if all tokens after target t are replaced by others, nats[: t + 1] stay equal bit for bit."""
+def future(evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iterable[int], bos: int = 1) -> str:
+    """C1: if all tokens after target t are replaced by others, nats[: t + 1] stay equal bit for bit. No document begins
+    where one began before, so these boundaries move as well: none is left after t, or some are at other places."""
     before = evaluate(tokens)
     generator = torch.Generator().manual_seed(0)
     for cut in cuts:
         changed = tokens.clone()
-        shift = torch.randint(1, vocab_size, (len(tokens) - cut - 2,), generator=generator, dtype=torch.int32)
-        changed[cut + 2 :] = (changed[cut + 2 :] + shift) % vocab_size
-        wrong = (evaluate(changed)[: cut + 1] != before[: cut + 1]).nonzero()
-        if len(wrong):
-            return f"C1: the loss of target {int(wrong[0])} changes with tokens after target {cut}"
+        rest = changed[cut + 2 :]  # a view
+        other = torch.randint(1, vocab_size, rest.shape, generator=generator, dtype=torch.int32)
+        rest.copy_((rest + other) % vocab_size)
+        rest[rest == bos] = bos + 1
+        for places in ([], [0, 3, 19]):
+            rest[[place for place in places if place < len(rest)]] = bos
+            wrong = (evaluate(changed)[: cut + 1] != before[: cut + 1]).nonzero()
+            if len(wrong):
+                return f"C1: the loss of target {int(wrong[0])} changes with tokens after target {cut}"
     return ""
 
 
@@ -104,10 +109,12 @@ def order(events: list[tuple[str, list[int]]], targets: int, within: Callable[[i
     return f"C4: target {min(missing)} is never scored" if missing else ""
 
 
-def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
+def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False) -> Evaluate:
     """The script's evaluation with these hyperparameters, on a copy of the model each time, as training changes it.
 
-    The function takes a second argument for tests of the probes: what to do to (model, evaluator) before it scores.
+    Low-rank training takes one document after the other, each with what the one before learned, so that a short stream
+    shows a leak between them. `together`: its documents share forwards, as in a run. The function takes a second
+    argument for tests of the probes: what to do to (model, evaluator) before it scores.
     """
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
@@ -119,17 +126,17 @@ def evaluator_of(script: ModuleType, hp, runtime, model) -> Evaluate:
         stream.total_bytes = stream.targets
         own = copy.deepcopy(model)
         banded = getattr(hp, "eval_mode", "") == "banded" and not hp.ttt_enabled  # older records have windows only
-        evaluator = script.Evaluator(own, stream, hp, runtime, 0 if banded else hp.eval_stride, lambda text: None)
+        stride = 0 if banded else hp.eval_stride
+        evaluator = script.Evaluator(own, stream, hp, runtime, stride, lambda line, **fields: None)
         if leak:
             leak(own, evaluator)
         if hp.ttt_enabled and has_classes(script):
             getattr(script.ScoreFirst(own, evaluator, None), hp.ttt_mode)()
         elif hp.ttt_enabled:
-            # One document after the other, each with what the one before learned: a short stream must show a leak.
-            sizes = {"LORA_QUEUES": 1, "LORA_BATCH": 1} if hands_on(script) else {}
+            sizes = {"LORA_QUEUES": 1, "LORA_BATCH": 1} if hands_on(script) and not together else {}
             with mock.patch.multiple(script, **sizes) if sizes else contextlib.nullcontext():
                 {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
-        elif banded:
+        elif hasattr(evaluator, "windows"):
             evaluator.score(evaluator.windows())
         else:
             evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
@@ -195,11 +202,12 @@ SMALL = {
     "XSA_LAST_N": "2", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "TRAIN_SEQ_LEN": "32", "SHORT_SEQ_PARTS": "1",
     "TRAIN_BATCH_TOKENS": "768", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8", "VAL_BATCH_SIZE": "256", "COMPILE": "0",
     "COMPUTE_DTYPE": "float32", "DEVICE": "cpu", "ATTENTION": "auto", "TTT_CHUNK_TOKENS": "40", "TTT_LR": "0.05",
-    "TTT_LORA_CHUNK": "8", "TTT_LORA_LR": "0.05", "TTT_FREEZE_BLOCKS": "0", "EVAL_MAX_SECONDS": "0", "EVAL_ONLY": "",
+    "TTT_LORA_CHUNK": "24", "TTT_LORA_LR": "0.05", "TTT_FREEZE_BLOCKS": "0", "EVAL_MAX_SECONDS": "0", "EVAL_ONLY": "",
     "EVAL_MODE": "sliding",
 }
 # fmt: on
 CUTS = (40, 63, 64, 137, 250)
+TARGETS = 300  # of the stream that is probed
 
 
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
@@ -219,8 +227,14 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
     for kind in kinds:
         hp = script.Hyperparameters.from_env({**knobs, **SMALL, **kind})
         with script.Runtime.start(hp) as runtime:
-            evaluate = evaluator_of(script, hp, runtime, random_model(script, hp, runtime))
-            if fault := probe_all(script, hp, lambda tokens, evaluate=evaluate: evaluate(tokens, leak)):
+            model = random_model(script, hp, runtime)
+            evaluate, together = (evaluator_of(script, hp, runtime, model, shared) for shared in (False, True))
+            fault = probe_all(script, hp, lambda tokens, evaluate=evaluate: evaluate(tokens, leak))
+            if not fault and hp.ttt_enabled and hp.ttt_mode == "lora":
+                fault = future(
+                    together, random_stream(TARGETS, hp.vocab_size, script.BOS), hp.vocab_size, CUTS, script.BOS
+                )
+            if fault:
                 return f"{fault} ({' '.join(f'{name}={value}' for name, value in kind.items())})"
     return ""
 
@@ -236,31 +250,29 @@ def random_model(script: ModuleType, hp, runtime):
     return model
 
 
-def probe_all(script: ModuleType, hp, evaluate: Evaluate, targets: int = 300) -> str:
-    """The first fault in one kind of evaluation, or ""."""
+def random_stream(targets: int, vocab_size: int, bos: int, begins: Iterable[int] = (0, 9, 25, 288)) -> torch.Tensor:
+    """Random tokens (targets + 1,) with documents that begin at these places; one of them has over 256 targets."""
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(2, hp.vocab_size, (targets + 1,), generator=generator, dtype=torch.int32)
-    boundary = torch.zeros(len(tokens), dtype=torch.bool)
-    boundary[[0, 25, 110, 210]] = True
-    tokens[boundary] = script.BOS
+    tokens = torch.randint(2, vocab_size, (targets + 1,), generator=generator, dtype=torch.int32)
+    tokens[list(begins)] = bos
+    return tokens
+
+
+def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
+    """The first fault in one kind of evaluation, or ""."""
+    tokens = random_stream(TARGETS, hp.vocab_size, script.BOS)
     adapts_documents = hp.ttt_enabled and hp.ttt_mode == "lora"
     # Where documents hand something on, the whole stream is one pass, else each of them.
-    number = [0] * targets if hands_on(script) else documents_of(tokens, script.BOS)
-
-    def same_documents(changed: torch.Tensor) -> torch.Tensor:
-        """Evaluate replaced tokens with the same document boundaries, as those decide which texts share a batch."""
-        return evaluate(torch.where(boundary, script.BOS, torch.where(changed == script.BOS, 5, changed)))
-
-    by_document = same_documents if hp.eval_documents or adapts_documents else evaluate
+    number = [0] * TARGETS if hands_on(script) else documents_of(tokens, script.BOS)
     few, positions = (tokens[:48], (44,)) if hp.ttt_enabled else (tokens[:60], (3, 50))
     probes = [
-        lambda: future(by_document, tokens, hp.vocab_size, CUTS),
+        lambda: future(evaluate, tokens, hp.vocab_size, CUTS, script.BOS),
         # The learning rate of test-time training depends on the length of the stream.
         lambda: "" if hp.ttt_enabled else truncation(evaluate, tokens, CUTS),
         lambda: distribution(evaluate, few, hp.vocab_size, positions),
         lambda: complete(evaluate, tokens),
         lambda: order(
-            spied(script, evaluate, tokens), targets, lambda target: number[target] if adapts_documents else 0
+            spied(script, evaluate, tokens), TARGETS, lambda target: number[target] if adapts_documents else 0
         ),
     ]
     return next((fault for probe in probes if (fault := probe())), "")

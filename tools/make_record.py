@@ -2,7 +2,7 @@
 """Make a submission folder from the logs of its seeds.
 
     python tools/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada \\
-        logs/run_seed*.txt
+        "logs/run_seed*.txt"
 
 writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the script that ran),
 train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. README.md marks what
@@ -260,6 +260,8 @@ def make(
     seeds = [run.seed for run in members]
     if None in seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"the logs have seeds {seeds}: each log needs its own seed")
+    for run in members:
+        run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
     if members[0].started is None and not given["date"]:
         raise UserError(f"{members[0].path} does not contain its start time: give --date YYYY-MM-DD")
@@ -298,7 +300,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", type=Path, help="one text log per seed")
+    parser.add_argument("logs", nargs="+", help="text logs, one per seed; folders of logs and patterns")
     parser.add_argument("--track", required=True, help="10min_16mb, non_record_16mb, ...")
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
@@ -312,14 +314,11 @@ def main() -> None:
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
     track = arguments.track.removeprefix("track_")
-    try:
-        against = runs.read_group(arguments.against) if arguments.against else None
-        members = [runs.read_run(path) for path in arguments.logs]
-        folder = make(members, given, track, arguments.root, arguments.script, against)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    against = runs.read_group(arguments.against) if arguments.against else None
+    members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
+    folder = make(members, given, track, arguments.root, arguments.script, against)
     print(f"made: {folder}\nnow fill in README.md, then run: python tools/check_record.py {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Plot runs from their logs, or the bytes of an artifact.
 
-    python tools/plot.py logs/base_seed*.txt logs/new_seed*.txt -o runs.png        # loss, score, learning rate, speed
+    python tools/plot.py "logs/base_seed*.txt" "logs/new_seed*.txt" -o runs.png    # loss, score, learning rate, speed
     python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png  # tokens per second against ranks
     python tools/plot.py --artifact final_model.int6.xz -o bytes.png               # bytes of each tensor
 
-Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the highest.
+Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the highest. A loss or score
+with more than 20 points is drawn without its first 5 %.
 """
 
 import argparse
@@ -15,17 +16,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
-import numpy as np
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import runs
 import train_gpt
+from common import image_file
 from runs import Point, Run, UserError
+
+with train_gpt.importing("requirements-dev.txt"):
+    import matplotlib
+    import numpy as np
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
 Curve = tuple[np.ndarray, np.ndarray]  # x and y, both (n,)
 
@@ -65,6 +69,13 @@ def curve(points: list[Point], x: str, field: str) -> Curve:
     return np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
 
 
+def late(points: Curve) -> Curve:
+    """A curve without its first 5 %, where the loss falls from that of a random model; the whole of a short one."""
+    x, y = points
+    kept = x >= 0.05 * x[-1] if len(x) > 20 else slice(None)
+    return x[kept], y[kept]
+
+
 def step_times(points: list[Point]) -> Curve:
     """Milliseconds per step between two logged steps, against the later one."""
     timed = [point for point in points if point.seconds is not None]
@@ -102,27 +113,15 @@ def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Cur
     axis.grid(alpha=0.3)
 
 
-def limit(axis: plt.Axes, members: list[Run], field: str) -> None:
-    """Scale the y axis to the run without its first 5 %, where the loss falls from that of a random model."""
-    curves = [curve(run.train if field == "train_loss" else run.val, "step", field) for run in members]
-    late = np.concatenate([y[x >= 0.05 * x[-1]] for x, y in curves if len(x)] or [np.array([])])
-    if len(late):
-        low, high = late.min(), late.max()
-        margin = 0.05 * (high - low) or 0.05
-        axis.set_ylim(low - margin, high + margin)
-
-
 def draw_runs(members: list[Run], output: Path) -> None:
     """Training loss and validation bits per byte against steps and seconds; learning rate and time per step."""
     found = groups(members)
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
-        panel(axes[0][column], found, lambda run, x=x: curve(run.train, x, "train_loss"))
-        panel(axes[1][column], found, lambda run, x=x: curve(run.val, x, "val_bpb"), marker="o")
+        panel(axes[0][column], found, lambda run, x=x: late(curve(run.train, x, "train_loss")))
+        panel(axes[1][column], found, lambda run, x=x: late(curve(run.val, x, "val_bpb")), marker="o")
         axes[0][column].set(xlabel=label, ylabel="training loss (nats per token)")
         axes[1][column].set(xlabel=label, ylabel="validation (bits per byte)")
-        limit(axes[0][column], members, "train_loss")
-        limit(axes[1][column], members, "val_bpb")
     panel(axes[2][0], found, lambda run: curve(run.train, "step", "lr_scale"))
     axes[2][0].set(xlabel="step", ylabel="learning rate (fraction of its peak)", ylim=(0, 1.08))
     panel(axes[2][1], found, lambda run: step_times(run.train))
@@ -184,25 +183,22 @@ def draw_bytes(path: str, output: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="*", type=Path, help="text logs of runs")
+    parser.add_argument("logs", nargs="*", help="text logs of runs, folders of logs, patterns")
     parser.add_argument("--scaling", action="store_true", help="plot speed against ranks")
     parser.add_argument("--artifact", help="plot the bytes of an artifact")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs.png"))
+    parser.add_argument("-o", "--output", type=image_file, default="runs.png", help="default: %(default)s")
     arguments = parser.parse_args()
     if bool(arguments.logs) == bool(arguments.artifact):
         parser.error("give either logs or --artifact")
-    try:
-        with train_gpt.writing(arguments.output):
-            if arguments.artifact:
-                draw_bytes(arguments.artifact, arguments.output)
-            else:
-                members = [runs.read_run(path) for path in arguments.logs]
-                draw = draw_scaling if arguments.scaling else draw_runs
-                draw(members, arguments.output)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    with train_gpt.writing(arguments.output):
+        if arguments.artifact:
+            draw_bytes(arguments.artifact, arguments.output)
+        else:
+            members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
+            draw = draw_scaling if arguments.scaling else draw_runs
+            draw(members, arguments.output)
     print(f"drawn: {arguments.output}")
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Print some sampled text, a demonstration's results beside simpler ways to code the same text, and its loss curve.
 
-python tools/report.py demo_data logs/demo.jsonl final_model.int6.xz
+    python tools/report.py logs/demo.jsonl logs/demo.int6.xz
+
+The log names the data. All of its validation text is decoded and compressed.
 """
 
 import argparse
@@ -12,47 +14,55 @@ import os
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import caseops
+import train_gpt
+from sample import load
+from train_gpt import UserError
+
+# isort: split
 import numpy as np
 import sentencepiece
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import train_gpt
-from train_gpt import UserError
-
-PROMPT = "def __init__(self,"
 
 
 def read_events(path: Path) -> list[dict]:
     """The events of a run's log of JSON lines."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        if {"event", "hyperparameters"} <= events[0].keys() and all("event" in event for event in events):
+            return events
+        raise ValueError("it does not begin with a run's settings")
+    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
         raise UserError(f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run") from error
 
 
-def decode(tokens: np.ndarray, tokenizer: Path) -> bytes:
-    """The text of tokens (n,), documents joined."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
+def validation(data: str, tokenizer: str) -> tuple[int, bytes]:
+    """(tokens, text) of the validation shards, documents joined."""
+    stream = train_gpt.TokenStream(data, "val", 1 << 16)
+    tokens = stream.read(0, len(stream))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
     documents = np.split(tokens, np.flatnonzero(tokens == train_gpt.BOS))
-    return "".join(pieces.decode(document[1:].tolist()) for document in documents if len(document)).encode()
+    texts = [pieces.decode(document[document != train_gpt.BOS].tolist()) for document in documents]
+    if train_gpt.ByteCounter(tokenizer, pieces.vocab_size()).caseops:
+        texts = map(caseops.decode, texts)
+    return len(tokens), "".join(texts).encode()
 
 
 NAMES = {"sliding_window": "sliding windows", "banded": "banded pass"}
 
 
-def table(events: dict[str, dict], data: Path) -> list[tuple[str, float, str]]:
-    """Rows (method, bits per byte, remark), all on the same validation text."""
+def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, float, str]]:
+    """Rows (method, bits per byte, remark), all on the validation text, which has `tokens`."""
     banded = events["start"]["hyperparameters"].get("eval_mode") == "banded"
     way = "banded" if banded else "sliding_window"
     missing = {"val", "artifact", f"final_int6_{way}_exact"} - set(events)
     if missing:
         raise UserError(f"the log has no event {min(missing)}: the run did not finish, run it again")
-    tokens = train_gpt.read_shard(data / "fineweb_val_000000.bin")
-    text = decode(tokens, data / "tokenizer.model")
     vocabulary = events["start"]["hyperparameters"]["vocab_size"]
-    uniform = math.log2(vocabulary) * len(tokens) / len(text)
+    uniform = math.log2(vocabulary) * tokens / len(text)
     xz = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
     last = events["val"]
     weights = f"model, last weights{', banded pass' * banded}"
@@ -88,54 +98,44 @@ def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
     ]
 
 
-@torch.no_grad()
-def sample(artifact: str, tokenizer: Path, length: int, temperature: float = 0.8, seed: int = 1) -> str:
-    """PROMPT continued by the artifact's model with `length` tokens."""
-    blob, hp = train_gpt.read_artifact(artifact, dict(os.environ))
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer))
-    with train_gpt.Runtime.start(hp) as runtime:
-        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
-        model.load_state_dict(train_gpt.load_artifact(blob))
-        model = model.to(runtime.device)
-        generator = torch.Generator().manual_seed(seed)
-        ids = [train_gpt.BOS, *pieces.encode(PROMPT)]
-        for _ in range(length):
-            window = torch.tensor([ids[-hp.eval_seq_len :]], device=runtime.device)
-            probabilities = (model(window)[0, -1].cpu() / temperature).softmax(-1)
-            ids.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return pieces.decode(ids[1:])
+def sample(artifact: str, tokenizer: str, prompt: str, length: int, temperature: float = 0.8, seed: int = 1) -> str:
+    """`prompt` continued by the artifact's model with at most `length` tokens."""
+    reader, pieces = load(artifact, os.environ | {"TOKENIZER_PATH": tokenizer})
+    reader.ids += pieces.encode(prompt)
+    for _ in reader.continued(length, temperature, torch.Generator().manual_seed(seed)):
+        pass
+    return pieces.decode(reader.ids)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, help="folder made by data/demo_corpus.py")
     parser.add_argument("log", type=Path, help="logs/<RUN_ID>.jsonl")
     parser.add_argument("artifact")
+    parser.add_argument("--prompt", default="", help="of the sample (default: the beginning of the validation text)")
     parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
     parser.add_argument("--note", default="", help="a sentence about the run")
     arguments = parser.parse_args()
-    try:
-        history = read_events(arguments.log)
-        events = {event["event"]: event for event in history}  # the last of each kind
-        rows = table(events, arguments.data)
-        with train_gpt.reading_artifact(arguments.artifact):
-            text = sample(arguments.artifact, arguments.data / "tokenizer.model", arguments.tokens)
-        print(f"\na sample, begun with {PROMPT!r}:\n")
-        print("\n".join("    " + line for line in text.splitlines()))
-        model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]
-        print(
-            f"\nsubmission: {model:,} bytes of weights + {code:,} of code = "
-            f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
-        )
-        if arguments.note:
-            print(arguments.note)
-        print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
-        for method, bits, remark in rows:
-            print(f"  {method:34}{bits:8.4f}  {remark}")
-        print("", *curve(history), sep="\n")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    history = read_events(arguments.log)
+    events = {event["event"]: event for event in history}  # the last of each kind
+    knobs = events["start"]["hyperparameters"]
+    tokens, text = validation(knobs["data_path"], knobs["tokenizer_path"])
+    rows = table(events, tokens, text)
+    prompt = arguments.prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
+    continued = sample(arguments.artifact, knobs["tokenizer_path"], prompt, arguments.tokens)
+    print(f"\na sample, begun with {prompt!r}:\n")
+    print("\n".join("    " + line for line in continued.splitlines()))
+    model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]
+    print(
+        f"\nsubmission: {model:,} bytes of weights + {code:,} of code = "
+        f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
+    )
+    if arguments.note:
+        print(arguments.note)
+    print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
+    for method, bits, remark in rows:
+        print(f"  {method:34}{bits:8.4f}  {remark}")
+    print("", *curve(history), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    train_gpt.run_program(main)

@@ -32,6 +32,10 @@ SCORE = re.compile(
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
 
+class Unfinished(UserError):
+    """A log without steps or without a final score."""
+
+
 class Point(NamedTuple):
     """One logged step."""
 
@@ -98,9 +102,9 @@ class Run:
 
     @property
     def score(self) -> Score:
-        """The score that counts. Raises UserError if the run did not finish."""
-        if self.score_name is None:
-            raise UserError(f"{self.path} has no final score: the run did not finish; run it again or leave it out")
+        """The score that counts. Raises Unfinished if the run did not finish."""
+        if self.score_name is None or any("partial" in name for name in self.scores):
+            raise Unfinished(f"{self.path} has no final score: the run did not finish; run it again or leave it out")
         return self.scores[self.score_name]
 
     @property
@@ -128,13 +132,13 @@ def is_before_export(name: str) -> bool:
 
 
 def read_run(path: Path) -> Run:
-    """The run in a text log. Raises UserError if the log contains no run or several."""
+    """The run in a text log. Raises UserError if the log contains no run (Unfinished) or several."""
     source, lines = _read_lines(path)
     text = "\n".join(lines)
     train, val = _points(path, lines)
     scores = _scores(lines)
     if not train and not val and not scores:
-        raise UserError(f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log")
+        raise Unfinished(f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log")
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
@@ -262,13 +266,22 @@ def _versions(lines: list[str]) -> dict[str, str]:
 
 
 def read_group(text: str) -> list[Run]:
-    """The runs of a group: a folder of logs, a log, a pattern, or several of these separated by commas.
+    """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a note.
 
-    Raises UserError if there are none, if a seed occurs twice, or if they have different configurations.
+    Raises UserError if none is left, if a seed occurs twice, or if they have different configurations.
     """
-    members = [read_run(path) for part in text.split(",") for path in _logs(part)]
-    for run in members:
-        run.score  # noqa: B018  raises if the run did not finish
+    members, failed = [], []
+    for path in find_logs(text):
+        try:
+            run = read_run(path)
+            run.score  # noqa: B018  raises if the run did not finish
+            members.append(run)
+        except Unfinished as error:
+            failed.append(error)
+    if not members:
+        raise failed[0]
+    for error in failed:
+        print(f"left out: {error}", file=sys.stderr)
     if difference := differences(members):
         raise UserError(f"the logs of {text} mix configurations: {difference}; give the logs of one configuration")
     seeds = [run.seed for run in members if run.seed is not None]
@@ -278,17 +291,22 @@ def read_group(text: str) -> list[Run]:
     return members
 
 
-def _logs(part: str) -> list[Path]:
-    """The logs of a folder, pattern or path. Raises UserError if there are none."""
-    if Path(part).is_dir():
-        files = [path for path in sorted(Path(part).iterdir()) if path.name != "requirements.txt"]
-    elif any(char in part for char in "*?["):
-        files = [Path(name) for name in sorted(glob.glob(part))]
+def find_logs(text: str) -> list[Path]:
+    """The logs of a folder, a log, a pattern, or several of these separated by commas. Raises UserError if a folder or
+    a pattern has none."""
+    if Path(text).is_file():
+        return [Path(text)]
+    if "," in text:
+        return [path for part in text.split(",") for path in find_logs(part)]
+    if Path(text).is_dir():
+        files = [path for path in sorted(Path(text).iterdir()) if path.name != "requirements.txt"]
+    elif any(char in text for char in "*?["):
+        files = [Path(name) for name in sorted(glob.glob(text))]
     else:
-        return [Path(part)]
+        return [Path(text)]  # reading it will fail and say why
     found = [path for path in files if path.suffix in (".log", ".txt")]
     if not found:
-        raise UserError(f"there are no logs in {part}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'")
+        raise UserError(f"there are no logs in {text}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'")
     return found
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pack_code
 import runs
-from train_gpt import ARTIFACT, SUBMISSION_CAP, Hyperparameters, UserError
+from train_gpt import SUBMISSION_CAP, Hyperparameters, UserError, run_program
 
 LOGS = Path("logs")
 
@@ -29,7 +29,7 @@ def combinations(grid: str) -> list[dict[str, str]]:
     axes = []
     for part in grid.split():
         name, _, values = part.partition("=")
-        if name.lower() not in Hyperparameters.__dataclass_fields__ or not values:
+        if name not in runs.KNOBS or not values:
             raise UserError(f"GRID has {part!r}, which is not KNOB=value,value; python train_gpt.py --help lists knobs")
         axes.append([(name, value) for value in values.split(",")])
     return [dict(chosen) for chosen in itertools.product(*axes)]
@@ -94,17 +94,6 @@ def execute(command: list[str], environ: dict[str, str], quiet: bool = False, fo
     return "" if status == 0 else message or f"error: exit status {status}"
 
 
-def artifact_of(run_id: str) -> Path:
-    """The path at which the artifact of a run is kept."""
-    return LOGS / f"{run_id}{''.join(ARTIFACT.suffixes)}"
-
-
-def keep_artifact(run_id: str, folder: Path = Path()) -> None:
-    """Move the artifact that a run has just written in its folder beside the run's log."""
-    LOGS.mkdir(exist_ok=True)
-    (folder / ARTIFACT).replace(artifact_of(run_id))
-
-
 def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dict[str, str]) -> str:
     """A table for each combination of the grid, then the failed and the missing runs."""
     groups: dict[str, list[dict[str, str]]] = {}
@@ -149,7 +138,6 @@ def sweep(command: list[str]) -> int:
             run = None if message else finished(environ, run_id)
             if run:
                 done[run_id] = run
-                keep_artifact(run_id)
             else:
                 failed[run_id] = message or f"error: it exited with 0, but {LOGS / run_id}.txt has no final score"
                 status = 1
@@ -162,11 +150,8 @@ def sweep(command: list[str]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="+", help="the command that starts one run, after --")
-    try:
-        sys.exit(sweep(parser.parse_args().command))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(sweep(parser.parse_args().command))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -203,10 +203,12 @@ def provide_flash_attention(lengths: set[int]) -> None:
     seen = {length: keys_in_document(length) for length in lengths}
     module = types.ModuleType("flash_attn_interface")
 
-    def flash_attn_func(q, k, v, causal, window_size=(-1, -1)):
+    def flash_attn_func(q, k, v, causal, window_size=(-1, -1), deterministic=False):
         return attention(*map(dense_rows, (q, k, v)), window_size[0] + 1)[0]
 
-    def flash_attn_varlen_func(q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1)):
+    def flash_attn_varlen_func(
+        q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1), deterministic=False
+    ):
         rows = (dense_rows(t)[None] for t in (q, k, v))
         return attention(*rows, min(seen[longest], window_size[0] + 1 or longest))[0][0]
 
@@ -378,6 +380,7 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
     examples, options["repeats"] = chunks_of(script, hp, runtime, model)
     scorer = script.Evaluator(forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride)
     start = script.lora_adapter(hp, runtime.device)
+    documents, adam = script.lora_begin(hp, start, script.LORA_BATCH)
     step = torch.optim.AdamW.step
 
     def counted(self) -> None:
@@ -387,10 +390,11 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
         note("part", "other")
 
     def work():
-        for counted.part, (rows, chunk, stop) in examples.items():
+        for counted.part, chunk in examples.items():
             scorer.batch = part_of(scorer, counted.part)
+            group = documents[: script.lora_shape(scorer, *chunk)[0]]
             with mock.patch.object(torch.optim.AdamW, "step", counted):
-                script.lora_documents(scorer, np.zeros((rows, 2), np.int64), chunk, rows, start, [stop])
+                script.lora_step(scorer, np.zeros((len(group), 2), np.int64), group, *chunk, group, adam)
 
     return work
 
@@ -405,24 +409,21 @@ def part_of(scorer, part: str) -> Callable:
     return batch
 
 
-def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int, int]], dict[str, int]]:
-    """By name of the part: (documents side by side, targets, where they end) of the first chunk of each shape, and how
-    often rank 0 has this shape, by the script's own plan for documents like the challenge's."""
-    examples: dict[str, tuple[int, int, int]] = {}
+def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """By name of the part: [begin, stop) of the first chunk of each shape, and how often rank 0 has this shape, by the
+    script's own plan for documents like the challenge's."""
+    examples: dict[str, tuple[int, int]] = {}
     repeats: dict[str, int] = collections.Counter()
-    window = hp.eval_seq_len
 
-    def planned(scorer, spans, chunk, rows, start):
-        for longest in np.sort(np.ptp(spans, axis=1))[::-1][::rows].tolist():  # of each group of `rows` documents
-            for stop in range(chunk, longest + chunk, chunk):
-                width = min(window // part for part in script.LORA_PARTS if window // part >= min(stop, window))
-                part = f"window of {width}" + f", last {chunk}" * (stop > window)
-                examples.setdefault(part, (rows, chunk, stop))
-                repeats[part] += 1
-                repeats[f"{part}, AdamW"] += 1
-        return start
+    def planned(scorer, spans, adapters, begin, stop, learning, adam):
+        rows, width, n = script.lora_shape(scorer, begin, stop)
+        part = f"{rows} windows of {width}" + f", last {n}" * (n < width)
+        examples.setdefault(part, (begin, stop))
+        repeats[part] += 1
+        repeats[f"{part}, AdamW"] += bool(learning)
 
-    with mock.patch.object(script, "lora_documents", planned):
+    nothing = {"lora_adapter": lambda *_: {}, "lora_begin": lambda hp, start, count: ([{}] * count, None)}
+    with mock.patch.multiple(script, lora_step=planned, **nothing):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
         script.ttt_lora(model, script.Evaluator(model, data, hp, runtime, hp.eval_stride))
     return examples, repeats
@@ -452,6 +453,8 @@ def main() -> None:
     name, attend, refused = script.choose_attention(hp, device, dtype, False)
     if name != hp.attention:
         sys.exit(f"ATTENTION={hp.attention} cannot be traced: {'; '.join(refused)}")
+    if hasattr(script, "choose_deterministic"):
+        script.choose_deterministic(hp.deterministic)
     micro = hp.micro_batch_tokens or 98_304
     runtime = script.Runtime(
         script.Comm(0, options["ranks"]), device, dtype, hp.compile != "0", name, attend, micro, ()

@@ -1,0 +1,178 @@
+"""tools/demo.py: the demonstration's settings on imitated machines, with the user's own winning."""
+
+import re
+import sys
+
+import pytest
+
+import train_gpt
+from conftest import ROOT, run
+
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
+
+import demo
+import shards
+
+
+@pytest.mark.parametrize("speed, name", [(2e12, "large"), (1.2e12, "large"), (1.19e12, "small"), (1e9, "small")])
+def test_the_model_fits_the_machine(speed, name, monkeypatch):
+    """DEMO_SIZE overrides the measured speed, and the sentence says why."""
+    monkeypatch.setattr(demo, "forked", lambda calls: speed)
+    chosen, sentence = demo.choose_size({}, 2)
+    assert chosen == name and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
+    for fixed in demo.SIZES:
+        assert demo.choose_size({"DEMO_SIZE": fixed}, 2) == (
+            fixed,
+            f"the demonstration's model is {fixed}, as DEMO_SIZE says",
+        )
+    with pytest.raises(train_gpt.UserError, match="DEMO_SIZE=huge is not one of small, large"):
+        demo.choose_size({"DEMO_SIZE": "huge"}, 2)
+
+
+@pytest.mark.parametrize(
+    "cores, fixed, pairs",
+    [
+        (1, (None, None), [(1, 1)]),
+        (2, (None, None), [(1, 2), (2, 1)]),
+        (3, (None, None), [(1, 3), (2, 1)]),
+        (4, (None, None), [(1, 4), (2, 2), (4, 1)]),
+        (16, (None, None), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1)]),
+        (64, (None, None), [(1, 64), (2, 32), (4, 16), (8, 8), (8, 4), (8, 2), (8, 1)]),
+        (4, (2, None), [(2, 2), (2, 1)]),
+        (4, (None, 2), [(1, 2), (2, 2)]),
+        (2, (None, 4), [(1, 4)]),
+        (4, (3, 5), [(3, 5)]),
+    ],
+)
+def test_candidates_divide_the_eight_sequences_and_use_all_cores(cores, fixed, pairs):
+    assert demo.candidates(cores, 8, *fixed) == pairs
+
+
+@pytest.mark.parametrize(
+    "quota, expected",
+    [
+        ({}, 3),
+        ({"cpu.max": "max 100000"}, 3),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+    ],
+)
+def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
+    """CPUs 0 and 4 are hyperthreads of one core, 1 and 5 of another; of the last, only one may be used."""
+    for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2,6"}.items():
+        path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(siblings + "\n")
+    for name, text in quota.items():
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert demo.physical_cores({0, 1, 2, 4, 5}, tmp_path) == expected
+
+
+def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch):
+    speeds = {(1, 4): 5.0, (2, 2): 7.0, (4, 1): 6.0}
+    monkeypatch.setattr(demo, "measure", lambda environ, pairs: {pair: speeds[pair] for pair in pairs})
+    environ = {name: str(value) for name, value in demo.SIZES["small"].items()}
+    chosen, sentence = demo.choose_ranks(environ, 4)
+    assert chosen == {"NPROC": "2", "OMP_NUM_THREADS": "2"}
+    measured = "4 cores, steps per second by processes x threads: 2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0"
+    assert sentence == f"{measured}; NPROC=2 OMP_NUM_THREADS=2"
+    chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
+    assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"} and sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
+
+
+def test_real_steps_are_timed_by_several_ranks(env):
+    """A pair that cannot run, as 5 ranks cannot share 24 sequences, has speed 0 and does not hang."""
+    code = "import demo, os; print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
+    result = run(["-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); {code}"], env(), ROOT, fresh=True)
+    found = eval(result.stdout)
+    assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
+
+
+def test_a_speed_is_that_of_the_first_process():
+    assert demo.forked([lambda: 2.0, lambda: 3.0]) == 2.0
+    assert demo.forked([lambda: 2.0, lambda: 1 / 0]) == 0.0
+
+
+# Knobs
+
+
+def test_settings_yield_to_the_users(tmp_path):
+    for size in demo.SIZES:
+        found = demo.knobs({}, size, tmp_path)
+        assert found["DATA_PATH"] == "demo_data" and found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
+        assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
+    fewer = demo.knobs({"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}, "small", tmp_path)
+    assert fewer["MAX_WALLCLOCK_SECONDS"] == "7.5" and not {"NUM_LAYERS", "RUN_ID"} & fewer.keys()
+
+
+@pytest.mark.parametrize(
+    "environ, sets",
+    [
+        ({}, True),
+        ({"WARMDOWN_ITERS": "9"}, False),
+        ({"GRID": "SEED=1 WARMDOWN_ITERS=9,10"}, False),
+        ({"GRID": "MATRIX_LR=0.1,0.2"}, True),
+        ({"WARMDOWN_FRAC": "0.1"}, False),
+    ],
+)
+def test_a_users_warmdown_in_steps_wins(environ, sets, tmp_path):
+    """WARMDOWN_FRAC would replace WARMDOWN_ITERS."""
+    assert ("WARMDOWN_FRAC" in demo.knobs(environ, "small", tmp_path)) == sets
+
+
+def test_each_demonstration_has_a_name_of_its_own(tmp_path):
+    """Except in a sweep, which goes on where it was, and for RESUME."""
+    expected = ["demo", "demo2", "demo3"]
+    for name in expected:
+        assert demo.run_id({}, tmp_path) == name
+        (tmp_path / f"{name}.txt").touch()
+    for environ in ({"SEEDS": "1 2"}, {"GRID": "SEED=1"}, {"RESUME": "auto"}):
+        assert demo.run_id(environ, tmp_path) == "demo"
+
+
+def test_own_data_bring_their_tokenizer(tmp_path):
+    def found(**environ):
+        chosen = demo.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
+        return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
+
+    with pytest.raises(
+        train_gpt.UserError, match="has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"
+    ):
+        found()
+    assert found(TOKENIZER_PATH="t.model", VOCAB_SIZE="9") == [None, None, None]
+    entry = {"path": "../t.model", "sha256": "0", "vocab_size": 400}
+    shards.write_manifest(tmp_path, files={}, tokenizer=entry)
+    assert found() == [None, f"{tmp_path}/../t.model", "400"]
+    assert found(TOKENIZER_PATH="other.model") == [None, None, "400"]
+
+
+@pytest.mark.parametrize(
+    "variable, value, sentence",
+    [
+        (
+            "DEMO_SECONDS",
+            "abc",
+            "DEMO_SECONDS=abc is not a positive number: set for example DEMO_SECONDS=60, or unset it",
+        ),
+        ("DEMO_SECONDS", "0", "DEMO_SECONDS=0 is not a positive number: set for example DEMO_SECONDS=60, or unset it"),
+        ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a positive"),
+        ("DEMO_SECOND", "30", "DEMO_SECOND is set but is not a knob; did you mean DEMO_SECONDS?"),
+        ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
+        ("NPROC", "two", "NPROC=two is not a positive number: set for example NPROC=2"),
+        ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your shards, or unset it"),
+        ("RUN_ID", "../x", "RUN_ID=../x is no file name"),
+        ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_is_measured(variable, value, sentence, monkeypatch):
+    monkeypatch.setattr(
+        demo.os, "environ", {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
+    )
+    monkeypatch.setattr(demo, "measure", None)
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
+    with pytest.raises(train_gpt.UserError, match=f"^{re.escape(sentence)}"):
+        demo.main()

@@ -1,0 +1,136 @@
+"""tools/launch.py: ranks start with what torch needs to find each other, and end together."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import launch
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
+
+
+def started(folder, code, ranks=2):
+    """The launcher of ranks that run this Python code."""
+    code = "import os, pathlib, signal, sys, time\nrank = os.environ['RANK']\n" + code
+    return subprocess.Popen(
+        [sys.executable, launch.__file__, sys.executable, "-IS", "-c", code],
+        env={**os.environ, "NPROC": str(ranks)},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+    )
+
+
+def test_ranks_have_the_variables_of_torchrun(tmp_path):
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    process = started(
+        tmp_path, f"os.write(1, (' '.join(map(os.environ.get, {names.split()})) + '\\n').encode())", ranks=3
+    )
+    out, error = process.communicate()
+    lines = sorted(line.split() for line in out.splitlines())
+    assert process.returncode == 0 and error == ""
+    assert lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"] and int(lines[0][-1]) > 0
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_ends_the_others(failing, tmp_path):
+    process = started(tmp_path, f"if rank == '{failing}': sys.exit('error: mine')\ntime.sleep(600)", ranks=3)
+    assert process.communicate() == ("", "error: mine\n") and process.returncode == 1
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    process = started(tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
+    assert process.communicate() == ("", "error: rank 1 was killed by SIGKILL: is the memory full?\n")
+    assert process.returncode == 137
+
+
+def test_a_rank_that_does_not_end_is_killed(tmp_path):
+    """The status is still that of the first failure."""
+    code = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "1":
+    pathlib.Path("ignores").touch()
+    time.sleep(600)
+while not pathlib.Path("ignores").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+    start = f"import launch, sys; launch.GRACE = 0.1; sys.exit(launch.launch([sys.executable, '-c', {code!r}], 2))"
+    result = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "tools")})
+    assert result.returncode == 3
+
+
+def test_ctrl_c_is_one_sentence_of_rank_0(tmp_path):
+    """In a terminal, Ctrl-C reaches the launcher's process group."""
+    code = """
+pathlib.Path(rank).touch()
+try:
+    if rank == "0":
+        while not pathlib.Path("1").exists():
+            time.sleep(0.01)
+        print("waits", flush=True)
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("error: interrupted", file=sys.stderr)
+    sys.exit(130)
+"""
+    process = started(tmp_path, code)
+    assert process.stdout.readline() == "waits\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate()[1] == "error: interrupted\n" and process.returncode == 130
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ranks_do_not_outlive_the_launcher(number, tmp_path):
+    process = started(tmp_path, "print('waits', flush=True)\ntime.sleep(600)")
+    assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+    os.kill(process.pid, number)
+    assert re.fullmatch(r"error: rank \d was killed by SIGTERM\n", process.communicate()[1])
+    assert process.returncode == 143
+
+
+def test_two_ranks_of_the_script_with_a_wrong_knob_print_one_sentence(tmp_path):
+    """The rank that finds a mistake before the process group exists does not leave the other waiting for it."""
+    environ = {**os.environ, "NPROC": "2", "NUM_LAYERS": "no"}
+    command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
+    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
+    assert "NUM_LAYERS='no' is not a whole number" in result.stderr
+
+
+def test_an_error_of_the_first_rank_alone_is_one_sentence(env, tmp_path):
+    """The launcher's SIGTERM was an error of the others: a second sentence, after 5 s."""
+    (tmp_path / "checkpoints" / "r").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "r" / "step_00000004.safetensors").touch()
+    environ = {**os.environ, **env(RUN_ID="r", CHECKPOINT_EVERY=4), "NPROC": "2"}
+    command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
+    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1, result.stderr
+    assert "checkpoints/r holds an earlier run" in result.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["/nowhere/python"]])
+def test_a_command_that_cannot_be_run_is_named(command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch.py", *command])
+    with pytest.raises(SystemExit) as ended:
+        launch.main()
+    assert ended.value.code == 2 and "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "two", "-1", ""])
+def test_a_wrong_number_of_ranks_is_an_error(ranks, tmp_path):
+    process = started(tmp_path, "", ranks)
+    sentence = f"error: NPROC={ranks} is not a number of processes: set for example NPROC=2\n"
+    assert process.communicate() == ("", sentence) and process.returncode == 1

@@ -1,0 +1,193 @@
+"""tools/sample.py: a model continues a text and reads each token once."""
+
+import hashlib
+import io
+import sys
+
+import pytest
+import sentencepiece
+import torch
+
+import train_gpt
+from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, weights_of
+from train_gpt import BOS, UserError
+
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
+
+import caseops
+import sample
+
+SAMPLE = ROOT / "tools" / "sample.py"
+TEXT = torch.randint(4, VOCAB, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+for place in (0, 9, 10, 25, 48):
+    TEXT[place] = BOS
+
+
+@pytest.mark.parametrize("parts", [{}, PARTS, PARTS | {"DOC_ATTENTION": 0}], ids=["plain", "documents", "stream"])
+@pytest.mark.parametrize("pieces", [[1] * 70, [1, 2, 3, 1, 20, 1, 1, 10, 31]], ids=["ones", "mixed"])
+def test_logits_with_kept_keys_are_those_of_the_whole_text(one_rank, parts, pieces):
+    hp, runtime = one_rank(**parts)
+    model = noise(made(hp, runtime.attend))
+    reader = sample.Reader(hp, weights_of(model))
+    reader.ids = []
+    read = 0
+    for n in pieces:
+        reader.ids += TEXT[read : read + n]
+        read += n
+        found = reader.logits()
+        visible = torch.tensor([TEXT[reader.start : read]])
+        assert read == visible.size(1) if read <= hp.eval_seq_len else 16 <= visible.size(1) <= hp.eval_seq_len
+        with torch.no_grad():
+            expected = model(visible)[0, -1]
+        # fp32: both add the same numbers in another order, and one of them rotates keys twice.
+        assert torch.allclose(found, expected, atol=2e-4), (read, (found - expected).abs().max())
+    assert reader.start > 0, "the window has moved"
+
+
+def test_a_token_is_read_with_two_others_and_no_more(hyperparameters, monkeypatch):
+    """When the window of 32 is full, its last half is read again."""
+    reader = sample.Reader(hyperparameters(**PARTS), weights_of(made(hyperparameters(**PARTS))))
+    lengths = []
+    embed = reader.model.embed
+    monkeypatch.setattr(reader.model, "embed", lambda ids, weights: lengths.append(ids.size(1)) or embed(ids, weights))
+    reader.ids = TEXT[:7]
+    monkeypatch.setattr(sample, "sampled", lambda *_: 8)
+    list(reader.continued(30, 0, None))
+    assert lengths == [7, *[3] * 25, 16, 3, 3, 3]
+
+
+def test_sampling():
+    logits = torch.tensor([0.0, 3.0, 1.0])
+    generator = torch.Generator().manual_seed(1)
+    assert {sample.sampled(logits, temperature, generator) for temperature in (0, 5e-324, 0.01)} == {1}
+    drawn = torch.tensor([sample.sampled(logits, 2.0, generator) for _ in range(4000)]).bincount() / 4000
+    # The largest deviation of a share is sqrt(0.25 / 4000) = 0.008; four of them.
+    assert torch.allclose(drawn, (logits / 2).softmax(-1), atol=0.032)
+
+
+def test_a_document_ends_a_text(hyperparameters, monkeypatch):
+    reader = sample.Reader(hyperparameters(), weights_of(made(hyperparameters())))
+    monkeypatch.setattr(sample, "sampled", lambda *_: 7 if len(reader.ids) < 4 else BOS)
+    assert list(reader.continued(9, 0, None)) == [7, 7, 7] and reader.ids == [BOS, 7, 7, 7, BOS]
+    monkeypatch.setattr(sample, "sampled", lambda *_: 8)
+    assert list(reader.continued(2, 0, None)) == [8, 8] and reader.ids[-3:] == [BOS, 8, 8]
+
+
+def test_a_character_of_several_tokens_comes_whole(data):
+    tokenizer = sample.Tokenizer(str(data / "tokenizer.model"), VOCAB)
+    ids = [BOS, *tokenizer.encode("x")]
+    after = tokenizer.encode("\u4e2d!")[-4:]  # three bytes, then a character
+    parts = list(sample.texts(ids, (ids.append(token) for token in after), tokenizer.decode, 0))
+    assert parts == ["x\u4e2d", "!", ""]
+    cut = [BOS, *tokenizer.encode("x"), *after[:1]]
+    assert "".join(sample.texts(cut, iter([0]), tokenizer.decode, 1)) == "\ufffd"
+
+
+def test_prompts_of_a_caseops_tokenizer(tmp_path):
+    text = "The NASA probe of SpaceX."
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([caseops.encode(text)] * 9),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        user_defined_symbols=list(train_gpt.CASE_OPERATORS),
+        pad_id=0,
+        bos_id=1,
+        eos_id=2,
+        unk_id=3,
+        minloglevel=2,
+    )
+    (tmp_path / "t.model").write_bytes(model.getvalue())
+    size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
+    tokenizer = sample.Tokenizer(str(tmp_path / "t.model"), size)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and 4 in ids, "TITLE is a piece"
+
+
+@pytest.fixture(scope="module")
+def artifact(data, tmp_path_factory):
+    """An artifact of a model of random weights, made with the tokenizer of `data`."""
+    hp = train_gpt.Hyperparameters.from_env({name: str(value) for name, value in (TINY | PARTS).items()})
+    digest = hashlib.sha256((data / "tokenizer.model").read_bytes()).hexdigest()
+    blob = train_gpt.pack_artifact(weights_of(noise(made(hp))), hp, metadata={"tokenizer_sha256": digest})
+    path = tmp_path_factory.mktemp("artifact") / "a.int6.xz"
+    path.write_bytes(blob)
+    return path
+
+
+def test_the_program_repeats_itself(artifact, data, tmp_path):
+    def said(*options) -> str:
+        environment = {"TOKENIZER_PATH": str(data / "tokenizer.model"), "DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
+        result = run([SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options], environment, tmp_path)
+        assert result.returncode == 0, result.stderr
+        assert "tokens in" in result.stderr and "per second" in result.stderr
+        return result.stdout
+
+    first = said()
+    assert first.startswith("def x") and len(first) > len("def x\n")
+    assert said() == first
+    assert said("--seed", 2) != first
+    greedy = said("--temperature", 0)
+    assert greedy == said("--temperature", 0, "--seed", 2) != first
+
+
+def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):
+    """Also: standard input that is no terminal is the prompt, and a prompt that is no text is an error."""
+    seen = []
+    monkeypatch.setattr(sample.Reader, "continued", lambda reader, *_: seen.append(list(reader.ids)) or iter([]))
+    typed = iter(["a", "b", "", "c"])
+
+    def line(_) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setenv("TOKENIZER_PATH", str(data / "tokenizer.model"))
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact)])
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("whole\nfile"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    sample.main()
+    encode = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model")).encode
+    a, b, c, whole = (encode(text) for text in ("a", "b", "c", "whole\nfile"))
+    assert seen == [[BOS, *a], [BOS, *a, *b], [BOS, *c]]
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    sample.main()
+    assert seen[3:] == [[BOS, *whole]]
+    assert capsys.readouterr().out == sample.Tokenizer(str(data / "tokenizer.model"), VOCAB).decode(whole) + "\n"
+    for bad in (["--prompt", "\udcff"], []):
+        monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact), *bad])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+        with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
+            sample.main()
+
+
+@pytest.mark.parametrize(
+    "options, status, part",
+    [
+        (["none.xz"], 1, "artifact none.xz cannot be used: No such file"),
+        (["cut.xz"], 1, "artifact cut.xz cannot be used"),
+        (["a.xz"], 1, "TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model is not a file: set it to"),
+        (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of"),
+        (["a.xz", "TOKENIZER_PATH=a.xz"], 1, "is not the tokenizer of"),
+        (["a.xz", "--temperature", "-1"], 2, "--temperature -1.0 is not a number from 0 on"),
+        (["a.xz", "--temperature", "nan"], 2, "--temperature nan is not"),
+        (["a.xz", "--tokens", "0"], 2, "--tokens 0 is below 1"),
+        ([], 2, "required: artifact"),
+    ],
+)
+def test_mistakes_are_named(artifact, data, tmp_path, options, status, part):
+    blob = artifact.read_bytes()
+    (tmp_path / "a.xz").write_bytes(blob)
+    (tmp_path / "cut.xz").write_bytes(blob[:-50])
+    (tmp_path / "other.model").write_bytes((data / "tokenizer.model").read_bytes() + b"\0")
+    environment = dict(option.split("=") for option in options if "=" in option)
+    result = run([SAMPLE, *(option for option in options if "=" not in option)], environment, tmp_path)
+    assert result.returncode == status and part in result.stderr and "Traceback" not in result.stderr, result.stderr

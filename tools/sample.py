@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Let the model of an artifact continue a text.
+
+    export TOKENIZER_PATH=demo_data/tokenizer.model
+    python tools/sample.py logs/demo.int6.xz --prompt "def main(" --tokens 100 --temperature 0.8
+    python tools/sample.py logs/demo.int6.xz                  # talk: a line is added to the text and continued
+    python tools/sample.py logs/demo.int6.xz < notes.txt      # the whole file is the prompt
+
+In a talk an empty line starts another text; Ctrl-D ends it. A text also ends where the model puts a BOS. The tokenizer
+is that of the environment's TOKENIZER_PATH. The text goes to standard output, the speed to standard error.
+"""
+
+import argparse
+import collections
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+
+import caseops
+import train_gpt
+from train_gpt import BOS, UserError
+
+# isort: split
+import sentencepiece
+import torch
+from torch import Tensor
+
+OVERLAP = 2  # the embedding of a token depends on itself and the two tokens before it (SmearGate, BigramHash)
+
+
+class Reader:
+    """A model, a text, and the keys and values of the tokens that the model has read: a token is read once.
+
+    A token is read together with the two before it. Those are computed again for the new token's embedding; only their
+    embeddings count. The model sees at most EVAL_SEQ_LEN tokens. When the text is longer, the model reads the last half
+    of them again, as a text of its own.
+    """
+
+    def __init__(self, hp: train_gpt.Hyperparameters, weights: dict[str, Tensor]):
+        device = train_gpt.choose_device(hp.device, 0)
+        dtype = train_gpt.choose_dtype(hp.compute_dtype, device)
+        self.model = train_gpt.GPT(hp, self.attend, dtype)
+        self.model.load_state_dict(weights)
+        self.model = self.model.to(device)
+        matrices = self.model.matrices()
+        self.model.matrices = lambda: dict(matrices)  # the weights stay, so they are cast once and not per token
+        self.window = hp.eval_seq_len
+        self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another text."""
+        self.ids = [BOS]
+        self.move(0)
+
+    def move(self, start: int) -> None:
+        """Let the model see the text from this token on. Nothing of it is read."""
+        self.start = start
+        self.kept = collections.deque([(self.empty, self.empty)] * len(self.model.visits))
+
+    @torch.no_grad()
+    def logits(self) -> Tensor:
+        """Read the unread tokens. Returns the logits (V,) of the next one."""
+        if len(self.ids) - self.start > self.window:
+            self.move(len(self.ids) - self.window // 2)
+        seen = torch.tensor([self.ids[self.start :]], device=self.empty.device)
+        self.documents = (seen == BOS).cumsum(dim=1)
+        first = max(0, self.kept[0][0].size(1) - OVERLAP)
+        return self.model(seen[:, first:])[0, -1].cpu()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None) -> Tensor:
+        """Attention of the last tokens to all, in place of a kernel. A forward calls it once per visit, in order."""
+        length = self.documents.size(1)
+        old = self.kept.popleft()
+        # Positions of a forward begin at 0. A second rotation moves them to their place, as rotations add up.
+        turn = [table[length - q.size(1)] for table in (self.model.cos, self.model.sin)]
+        q, k = (train_gpt.rotate(x.float(), *turn).to(x.dtype) for x in (q, k))
+        new = length - old[0].size(1)
+        k, v = (torch.cat((before, x[:, -new:]), dim=1) for before, x in zip(old, (k, v), strict=True))
+        self.kept.append((k, v))
+        return train_gpt.attend_last(q, k, v, band, None if document is None else self.documents)
+
+    def continued(self, tokens: int, temperature: float, generator: torch.Generator) -> Iterator[int]:
+        """Sample and append at most so many tokens, one by one, until the document ends."""
+        for _ in range(tokens):
+            self.ids.append(sampled(self.logits(), temperature, generator))
+            if self.ids[-1] == BOS:
+                return
+            yield self.ids[-1]
+
+
+def sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """A token, drawn from softmax(logits / temperature); the likeliest at temperature 0."""
+    if temperature == 0:
+        return int(logits.argmax())
+    below = (logits - logits.max()).double()  # at most 0, so that a low temperature does not overflow
+    return int(torch.multinomial((below / temperature).softmax(-1), 1, generator=generator))
+
+
+class Tokenizer:
+    """Text to tokens and back, with the operators of a CaseOps tokenizer."""
+
+    def __init__(self, path: str, vocab_size: int):
+        self.caseops = train_gpt.ByteCounter(path, vocab_size).caseops  # raises UserError for what is no tokenizer
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
+
+    def encode(self, text: str) -> list[int]:
+        return self.pieces.encode(caseops.encode(text) if self.caseops else text)
+
+    def decode(self, ids: list[int]) -> str:
+        text = self.pieces.decode(ids)
+        return caseops.decode(text) if self.caseops else text
+
+
+def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, Tokenizer]:
+    """The artifact's model and its tokenizer. Raises UserError if one of them cannot be used."""
+    blob, hp = train_gpt.read_artifact(artifact, environ)
+    tokenizer = Tokenizer(hp.tokenizer_path, hp.vocab_size)
+    with train_gpt.reading_artifact(artifact):
+        weights = train_gpt.load_artifact(blob)
+    return Reader(hp, weights), tokenizer
+
+
+def texts(ids: list[int], new: Iterator[int], decode: Callable[[list[int]], str], shown: int) -> Iterator[str]:
+    """The text of `ids` behind its first `shown` characters, in parts, while `new` appends tokens to it. A character of
+    several byte pieces comes when it is complete."""
+    for _ in new:
+        text = decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+    yield decode(ids)[shown:]
+
+
+def prompts(given: str | None) -> Iterator[str]:
+    """The prompts: the given one, the lines typed in a terminal, or the whole of standard input."""
+    try:
+        if given is not None:
+            given.encode()
+            yield given
+        elif sys.stdin.isatty():
+            while True:
+                yield input("> ")
+        else:
+            yield sys.stdin.read()
+    except EOFError:
+        print()
+    except UnicodeError as error:
+        raise UserError(f"the prompt is not UTF-8 text ({error.reason}): convert it") from error
+
+
+def talk(reader: Reader, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+    """Continue every prompt and print the text."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    typed = arguments.prompt is None and sys.stdin.isatty()
+    for prompt in prompts(arguments.prompt):
+        if typed and not prompt:
+            reader.restart()
+            continue
+        reader.ids += tokenizer.encode(prompt)
+        before = len(reader.ids)
+        shown = len(tokenizer.decode(reader.ids)) if typed else 0  # the user sees what was typed
+        began = time.perf_counter()
+        new = reader.continued(arguments.tokens, arguments.temperature, generator)
+        for part in texts(reader.ids, new, tokenizer.decode, shown):
+            print(part, end="", flush=True)
+        print(flush=True)
+        count, seconds = len(reader.ids) - before, time.perf_counter() - began
+        ended = "; the document ends here" if reader.ids[-1] == BOS else ""
+        print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} per second{ended}", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", help="logs/<RUN_ID>.int6.xz")
+    parser.add_argument("--prompt", help="text to continue; default: standard input")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8")
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200")
+    parser.add_argument("--seed", type=int, default=1, help="of the random numbers; default: 1")
+    arguments = parser.parse_args()
+    if not 0 <= arguments.temperature < math.inf:
+        parser.error(f"--temperature {arguments.temperature} is not a number from 0 on; 0 takes the likeliest token")
+    if not 0 <= arguments.seed < 1 << 63:
+        parser.error(f"--seed {arguments.seed} is not between 0 and 2^63")
+    if arguments.tokens < 1:
+        parser.error(f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt")
+    talk(*load(arguments.artifact, dict(os.environ)), arguments)
+
+
+if __name__ == "__main__":
+    train_gpt.run_program(main)
