@@ -172,12 +172,11 @@ record() {  # on GPUs
 }
 
 demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that is on every machine, or on DATA_PATH
-    local settings note knob own="${DATA_PATH:-}" prompt=""
+    local settings knob own="${DATA_PATH:-}" prompt=""
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
     settings=$(quietly "$PYTHON" tools/demo.py)
-    note=${settings##*$'\n'}
-    echo "$note"
+    echo "${settings##*$'\n'}"
     while IFS= read -r knob; do export "$knob"; done <<<"${settings%$'\n'*}"
     if [ -z "$own" ]; then
         prompt="def __init__(self,"
@@ -188,7 +187,7 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
         if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
             quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
         fi
-        quietly "$PYTHON" tools/report.py "logs/$RUN_ID.jsonl" "logs/$RUN_ID.int6.xz" --prompt "$prompt" --note "$note"
+        quietly "$PYTHON" tools/report.py "logs/$RUN_ID.jsonl" "logs/$RUN_ID.int6.xz" --prompt "$prompt"
     fi
     next_steps
 }

@@ -56,7 +56,7 @@ from typing import NamedTuple
 
 
 def complain(sentence: str) -> None:
-    """Print an error. The ranks of a node mostly fail alike: the first one prints, and its launcher ends the others."""
+    """Print an error. A mistake usually fails all ranks of a node: the first prints, and its launcher ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -70,7 +70,8 @@ def importing(requirements: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        complain(f"{error}: run `source .venv/bin/activate`, or `pip install -r {requirements}`")
+        activate = "run `source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
+        complain(f"{error}: {activate}`pip install -r {requirements}`")
         sys.exit(1)
     except KeyboardInterrupt:
         complain("interrupted by Ctrl-C")
@@ -564,7 +565,7 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     if not shard_paths(data_path, "val_bytes"):
         return None
     stream = TokenStream(data_path, "val_bytes", 1 << 16)
-    found = f"{stream.paths[0]} and its like hold the bytes of {len(stream)} tokens, but the shards hold {count}"
+    found = f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens, but the shards hold {count}"
     require(len(stream) == count, f"{found}: download both again")
     nbytes = stream.read(0, count)
     require(0 < nbytes.max() < 1 << 15, f"{stream.paths[0]}: {nbytes.max()} bytes for a token are impossible")
@@ -1576,7 +1577,7 @@ def phases(hp: Hyperparameters) -> list[StepSettings]:
 
 
 class Clock:
-    """Training time: a timer that validation pauses, and rank 0's reading of it, by which all ranks decide alike."""
+    """Training time: a timer that validation pauses, and rank 0's reading of it, from which all ranks decide."""
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap or math.inf
@@ -1936,6 +1937,7 @@ def load_artifact(blob: bytes) -> dict[str, Tensor]:
 def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
     """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and its windows unless
     `environ` sets others. Raises UserError if it is invalid or model or tokenizer differ from the artifact's."""
+    require(Path(path).is_file(), f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz")
     with reading_artifact(path):
         blob = read_small(Path(path))
         header, made, _, _ = open_artifact(blob)
@@ -2430,7 +2432,7 @@ class Log:
         fields |= {"run_id": self.name, "started": started, "hyperparameters": dataclasses.asdict(hp)}
         self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
         for note in (*runtime.notes, *notes):
-            self(f"note: {note}")
+            self.note(note)
         require(not self.failure, self.failure)
 
     def finish(self, comm: Comm, score: str, total: int, advice: str, made: str = "") -> None:
@@ -2527,7 +2529,7 @@ class Checkpoints:
             fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
             self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
         except (UserError, SafetensorError, OSError) as error:  # such as a full disk; the run continues without it
-            self.log(f"note: there is no checkpoint of step {step}: {error}")
+            self.log.note(f"there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob("step_*.safetensors"), default=None)
 
 
@@ -2713,7 +2715,7 @@ class Training:
             while not self.stopping:
                 due = hp.val_loss_every and step % hp.val_loss_every == 0
                 if due or self.clock.begins(step) >= self.clock.end(step):
-                    self._settle(0)  # decide from what a checkpoint holds, so that a resumed run decides alike
+                    self._settle(0)  # decide from what a checkpoint holds, so that a resumed run decides the same
                 begins, end = self.clock.begins(step), self.clock.end(step)
                 done = step >= hp.iterations or begins >= end
                 settings = None if done else schedule(hp, step, begins, end)
@@ -2920,7 +2922,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
             path = Path(tempfile.mkdtemp(), log.artifact.name)
             path.write_bytes(blob)
         log.failure = f"{error}; the artifact is {path}"
-        log(f"note: {log.failure}")
+        log.note(log.failure)
     return path
 
 
@@ -2940,7 +2942,7 @@ def compile_for_evaluation(model: GPT, val: Validation, runtime: Runtime, log: L
     if compiled and on_cpu and wanted == "auto":
         compiled = val.targets * sum(p.numel() for p in model.parameters()) >= WORTH_COMPILING
         if not compiled:
-            log("note: the text is too small to compile for on a CPU; COMPILE=1 compiles")
+            log.note("the text is too small to compile for on a CPU; COMPILE=1 compiles")
     if compiled:
         way = "; COMPILE=0 begins at once" if on_cpu else ""
         log(f"compiling the evaluation, which takes minutes the first time{way}", bar=("compiling", 0))
@@ -2995,7 +2997,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         log(f"peak_memory: {peak}\nexporting {averaged}")
         log.stage("averaged weights")
         before = evaluate(run.eval_forward, val, hp, runtime, hp.eval_seq_len, log, "averaged weights")
-        seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail alike
+        seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail
         before.log(log, "final_average_exact")
         training = {"steps": run.clock.step + 1, "train_seconds": seconds, "tokens_per_step": hp.train_batch_tokens}
         training |= {"ranks": runtime.comm.size, "seed": hp.seed, "weights": averaged, "val_bpb": before.bits_per_byte}

@@ -113,7 +113,6 @@ def main() -> None:
     parser.add_argument("artifact")
     parser.add_argument("--prompt", default="", help="of the sample (default: the beginning of the validation text)")
     parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
-    parser.add_argument("--note", default="", help="a sentence about the run")
     arguments = parser.parse_args()
     history = read_events(arguments.log)
     events = {event["event"]: event for event in history}  # the last of each kind
@@ -129,8 +128,6 @@ def main() -> None:
         f"\nsubmission: {model:,} bytes of weights + {code:,} of code = "
         f"{model + code:,} of {train_gpt.SUBMISSION_CAP:,} allowed"
     )
-    if arguments.note:
-        print(arguments.note)
     print(f"\n{'bits per byte on the held-out text':36}{'bpb':>8}")
     for method, bits, remark in rows:
         print(f"  {method:34}{bits:8.4f}  {remark}")
