@@ -5,13 +5,15 @@
     python bench/artifact.py --quantise                      # trains a small model, some minutes on a CPU
     python bench/artifact.py --quantise --sizes 1 0.85 0.7 --plot bench/quantisation.png
 
-With an artifact the table has bytes, their ratio to the order-0 entropy of the codes (one frequency table per matrix),
-and seconds. Every result is decoded and compared. The coders of train_gpt.py come first, then the published container
-(torch.save, then xz -9e), and xz, zstd, brotli and lrzip where they are installed, on the codes by rows and by columns.
+With an artifact the table has bytes, their ratio to the order-0 entropy of the codes (one frequency
+table per matrix), and seconds. Every result is decoded and compared. The coders of train_gpt.py
+come first, then the published container (torch.save, then xz -9e), and xz, zstd, brotli and lrzip
+where they are installed, on the codes by rows and by columns.
 
-With --quantise the program trains the model of the environment's knobs once and exports its averaged weights with plain
-rounding, GPTQ and the published rule, each as large as TARGET_BYTES permits. It loads every artifact and scores it with
-non-overlapping windows. --sizes are fractions of GPTQ's bytes with the step sizes of the tables.
+With --quantise the program trains the model of the environment's knobs once and exports its
+averaged weights with plain rounding, GPTQ and the published rule, each as large as TARGET_BYTES
+permits. It loads every artifact and scores it with non-overlapping windows. --sizes are fractions
+of GPTQ's bytes with the step sizes of the tables.
 
 The last line is JSON.
 """
@@ -44,7 +46,8 @@ import numpy as np
 import torch
 
 Codes = dict[str, np.ndarray]  # (L, out, in) int16 by name
-Coder = tuple[Callable, Callable]  # write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
+# Write: codes -> blobs by name; read: blobs, codes (for their shapes) -> codes
+Coder = tuple[Callable, Callable]
 
 
 def narrow(codes: np.ndarray) -> np.ndarray:
@@ -71,7 +74,9 @@ def by_stream(encode: Callable, decode: Callable, columns: bool) -> Coder:
         return matrix.transpose(0, 2, 1) if columns else matrix
 
     def write(codes: Codes) -> dict[str, bytes]:
-        return {"all": encode(b"".join(narrow(turned(matrix)).tobytes() for matrix in codes.values()))}
+        return {
+            "all": encode(b"".join(narrow(turned(matrix)).tobytes() for matrix in codes.values()))
+        }
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
         raw = decode(blobs["all"])
@@ -90,8 +95,15 @@ def published() -> Coder:
 
     def write(codes: Codes) -> dict[str, bytes]:
         buffer = io.BytesIO()
-        matrices = {f"{layer}.{name}": matrix for name, stack in codes.items() for layer, matrix in enumerate(stack)}
-        torch.save({name: torch.from_numpy(narrow(matrix).copy()) for name, matrix in matrices.items()}, buffer)
+        matrices = {
+            f"{layer}.{name}": matrix
+            for name, stack in codes.items()
+            for layer, matrix in enumerate(stack)
+        }
+        torch.save(
+            {name: torch.from_numpy(narrow(matrix).copy()) for name, matrix in matrices.items()},
+            buffer,
+        )
         return {"all": xz(buffer.getvalue())}
 
     def read(blobs: dict[str, bytes], codes: Codes) -> Codes:
@@ -116,7 +128,9 @@ def lrzip(*options: str) -> Callable[[bytes], bytes]:
         with tempfile.TemporaryDirectory() as folder:
             source, result = Path(folder, "in"), Path(folder, "out")
             source.write_bytes(raw)
-            subprocess.run(["lrzip", "-q", *options, "-o", result, source], check=True, capture_output=True)
+            subprocess.run(
+                ["lrzip", "-q", *options, "-o", result, source], check=True, capture_output=True
+            )
             return result.read_bytes()
 
     return call
@@ -131,11 +145,17 @@ def coders() -> Iterator[tuple[str, Coder]]:
     if importlib.util.find_spec("zstandard"):
         import zstandard
 
-        programs["zstd 22"] = (zstandard.ZstdCompressor(level=22).compress, zstandard.ZstdDecompressor().decompress)
+        programs["zstd 22"] = (
+            zstandard.ZstdCompressor(level=22).compress,
+            zstandard.ZstdDecompressor().decompress,
+        )
     if importlib.util.find_spec("brotli"):
         import brotli
 
-        programs["brotli 11"] = (lambda raw: brotli.compress(raw, quality=11, lgwin=24), brotli.decompress)
+        programs["brotli 11"] = (
+            lambda raw: brotli.compress(raw, quality=11, lgwin=24),
+            brotli.decompress,
+        )
     if shutil.which("lrzip"):
         programs["lrzip -z"] = (lrzip("-z", "-L", "9"), lrzip("-d"))
     for name, pair in programs.items():
@@ -151,15 +171,23 @@ def measure(coder: Coder, codes: Codes, entropy: float) -> dict:
     wrote = time.perf_counter()
     found = read(blobs, codes)
     done = time.perf_counter()
-    assert all(np.array_equal(found[name], codes[name]) for name in codes), "the coder does not restore the codes"
+    assert all(np.array_equal(found[name], codes[name]) for name in codes), (
+        "the coder does not restore the codes"
+    )
     size = sum(map(len, blobs.values()))
     ratio = round(8 * size / entropy, 4)
-    return {"bytes": size, "ratio": ratio, "write_s": round(wrote - began, 2), "read_s": round(done - wrote, 2)}
+    return {
+        "bytes": size,
+        "ratio": ratio,
+        "write_s": round(wrote - began, 2),
+        "read_s": round(done - wrote, 2),
+    }
 
 
 def compare_coders(path: str, only: list[str] | None) -> None:
     """Print the table of one artifact."""
-    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
+    # Whichever tokenizer is installed
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
         began = time.perf_counter()
         tensors = list(train_gpt.decode_artifact(blob))
@@ -179,7 +207,11 @@ def compare_coders(path: str, only: list[str] | None) -> None:
     for name, coder in coders():
         if only is None or name in only:
             rows[name] = measure(coder, codes, entropy)
-            print(f"{name:20}" + "{bytes:11}{ratio:11.4f}{write_s:9.2f}{read_s:9.2f}".format(**rows[name]), flush=True)
+            print(
+                f"{name:20}"
+                + "{bytes:11}{ratio:11.4f}{write_s:9.2f}{read_s:9.2f}".format(**rows[name]),
+                flush=True,
+            )
     sizes = {"bytes": len(blob), "entropy_bytes": entropy / 8, "rest_bytes": rest}
     print(json.dumps({"bench": "artifact", "file": path, **sizes, "coders": rows}))
 
@@ -194,7 +226,9 @@ SHORT_RUN = {
 # fmt: on
 
 
-def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]) -> list[dict]:
+def compare_quantisation(
+    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]
+) -> list[dict]:
     """Train, then print a row for each way to quantise and each size."""
     log, val = train_gpt.Log(hp, runtime.comm), train_gpt.Validation(hp, runtime.device)
     training = train_gpt.Training(hp, runtime, log, val)
@@ -208,14 +242,22 @@ def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runti
         return train_gpt.evaluate(training.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
 
     before = score()
-    print(f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens")
+    print(
+        f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens"
+    )
     print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'steps x':>9}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
     full = len(train_gpt.pack_artifact(weights, hp, hessians))
-    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [("published", math.inf)]
+    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [
+        ("published", math.inf)
+    ]
     rows = [{"way": "before", "bpb": before}]
     for way, max_bytes in cases:
-        changed = dataclasses.replace(hp, row_range="published", compressor="lzma") if way == "published" else hp
+        changed = (
+            dataclasses.replace(hp, row_range="published", compressor="lzma")
+            if way == "published"
+            else hp
+        )
         began = time.perf_counter()
         guides = hessians if way == "GPTQ" else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
@@ -224,8 +266,19 @@ def compare_quantisation(hp: train_gpt.Hyperparameters, runtime: train_gpt.Runti
         steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
         bpb = score()
         lost = bpb - before
-        rows.append({"way": way, "bytes": len(blob), "bpb": bpb, "lost": lost, "steps": steps, "seconds": seconds})
-        print(f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True)
+        rows.append(
+            {
+                "way": way,
+                "bytes": len(blob),
+                "bpb": bpb,
+                "lost": lost,
+                "steps": steps,
+                "seconds": seconds,
+            }
+        )
+        print(
+            f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True
+        )
     print(json.dumps({"bench": "quantisation", "rows": rows}))
     return rows
 
@@ -251,12 +304,24 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", nargs="*")
     parser.add_argument("--only", nargs="+", help="names of coders")
-    parser.add_argument("--quantise", action="store_true", help="train a model and compare ways to quantise it")
-    parser.add_argument("--sizes", nargs="+", type=float, default=[1.0, 0.85, 0.7, 0.55], help="fractions of the bytes")
-    parser.add_argument("--plot", type=image_file, help="plot the loss by quantisation to this file")
+    parser.add_argument(
+        "--quantise", action="store_true", help="train a model and compare ways to quantise it"
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=float,
+        default=[1.0, 0.85, 0.7, 0.55],
+        help="fractions of the bytes",
+    )
+    parser.add_argument(
+        "--plot", type=image_file, help="plot the loss by quantisation to this file"
+    )
     arguments = parser.parse_args()
     if bool(arguments.artifact) == arguments.quantise:
         parser.error("give either artifacts or --quantise")

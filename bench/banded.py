@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Compare banded attention with sliding windows on trained models, with several bands and attention sinks.
+"""Compare banded attention with sliding windows on trained models, with several bands and attention
+sinks.
 
     python bench/banded.py final_model.int6.xz checkpoints/RUN/step_00002000.safetensors --plot banded.png
 
-In a banded pass each position attends to itself and the W - 1 positions before it, and keys and values are computed
-once. The stream is cut into blocks. A block reads `overlap` positions that it does not score, except at the start of
-the stream. The mask is the plain reference here.
+In a banded pass each position attends to itself and the W - 1 positions before it, and keys and
+values are computed once. The stream is cut into blocks. A block reads `overlap` positions that it
+does not score, except at the start of the stream. The mask is the plain reference here.
 
-With n sinks the first n positions of a block stay visible and the band has W - n positions (StreamingLLM,
-arXiv:2309.17453). As there, a sink stands right before the band: no position sees it at more than a distance of W - 1.
+With n sinks the first n positions of a block stay visible and the band has W - n positions
+(StreamingLLM, arXiv:2309.17453). As there, a sink stands right before the band: no position sees it
+at more than a distance of W - 1.
 
-A model is an artifact or a checkpoint, whose averaged weights are scored, if there are any yet. Differences are paired
-by target: `se` is the standard error of their mean. DATA_PATH and TOKENIZER_PATH name the text; weights and products
-are fp32.
+A model is an artifact or a checkpoint, whose averaged weights are scored, if there are any yet.
+Differences are paired by target: `se` is the standard error of their mean. DATA_PATH and
+TOKENIZER_PATH name the text; weights and products are fp32.
 
 The last line is JSON.
 """
@@ -53,7 +55,9 @@ class Model(NamedTuple):
     @property
     def tokens_per_weight(self) -> float:
         """Training tokens divided by the number of weights."""
-        return self.steps * self.hp.train_batch_tokens / sum(w.numel() for w in self.weights.values())
+        return (
+            self.steps * self.hp.train_batch_tokens / sum(w.numel() for w in self.weights.values())
+        )
 
 
 def load(path: Path) -> Model:
@@ -62,7 +66,9 @@ def load(path: Path) -> Model:
     if path.suffix != ".safetensors":
         blob, hp = train_gpt.read_artifact(str(path), environ)
         training = train_gpt.open_artifact(blob)[0]["training"]
-        hp = dataclasses.replace(hp, train_seq_len=hp.eval_seq_len, train_batch_tokens=training["tokens_per_step"])
+        hp = dataclasses.replace(
+            hp, train_seq_len=hp.eval_seq_len, train_batch_tokens=training["tokens_per_step"]
+        )
         return Model(path.name, hp, train_gpt.load_artifact(blob), training["steps"], True)
     state, tensors = train_gpt.read_checkpoint(path)
     stored = {name.upper(): str(value) for name, value in state["hyperparameters"].items()}
@@ -70,12 +76,17 @@ def load(path: Path) -> Model:
     kind = "average" if state["samples"] else "weight"
     weights = {name: tensors[f"{name}.{kind}"] for name in train_gpt.outline(hp)}
     return Model(
-        f"{hp.run_id}:{state['step']}", hp, weights, state["step"], state["step"] >= hp.loop_start * hp.iterations
+        f"{hp.run_id}:{state['step']}",
+        hp,
+        weights,
+        state["step"],
+        state["step"] >= hp.loop_start * hp.iterations,
     )
 
 
 def banded_attention(model: Callable[[], train_gpt.GPT], band: int, sinks: int) -> Callable:
-    """A function of q (B, T, H, E), k and v (B, T, K, E) that sees `sinks` positions and the last band - sinks."""
+    """A function of q (B, T, H, E), k and v (B, T, K, E) that sees `sinks` positions and the last
+    band - sinks."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
         time = q.size(1)
@@ -83,8 +94,12 @@ def banded_attention(model: Callable[[], train_gpt.GPT], band: int, sinks: int) 
         position = torch.arange(time + spare).view(-1, CHUNK, 1)  # (chunks, C, 1)
         key = position[:, :1] - band + torch.arange(band + CHUNK)  # (chunks, 1, band + C)
         hidden = (key > position) | (key <= position - (band - sinks)) | (key < sinks)
-        queries = F.pad(q, (0, 0, 0, 0, 0, spare)).unflatten(2, (k.size(2), -1)).unflatten(1, (-1, CHUNK))
-        windows = (F.pad(t, (0, 0, 0, 0, band, spare)).unfold(1, band + CHUNK, CHUNK) for t in (k, v))
+        queries = (
+            F.pad(q, (0, 0, 0, 0, 0, spare)).unflatten(2, (k.size(2), -1)).unflatten(1, (-1, CHUNK))
+        )
+        windows = (
+            F.pad(t, (0, 0, 0, 0, band, spare)).unfold(1, band + CHUNK, CHUNK) for t in (k, v)
+        )
         keys, values = windows  # (B, chunks, K, E, band + C)
         scores = torch.einsum("bnqkge,bnket->bnkgqt", queries, keys)
         scores = scores.masked_fill(hidden[:, None, None], -math.inf)
@@ -109,12 +124,19 @@ class Scorer:
     """Scores one model in several ways on the same targets."""
 
     def __init__(self, model: Model, runtime: train_gpt.Runtime, targets: int):
-        train_gpt.require(not model.hp.doc_attention, f"{model.name} attends within documents: choose another model")
+        train_gpt.require(
+            not model.hp.doc_attention,
+            f"{model.name} attends within documents: choose another model",
+        )
         self.model, self.runtime = model, runtime
         self.val = train_gpt.Validation(model.hp, runtime.device)
         if targets and targets < self.val.targets:
             val = self.val
-            val.tokens, val.nbytes, val.targets = val.tokens[: targets + 1], val.nbytes[:targets], targets
+            val.tokens, val.nbytes, val.targets = (
+                val.tokens[: targets + 1],
+                val.nbytes[:targets],
+                targets,
+            )
             val.total_bytes = int(val.nbytes.sum(dtype=torch.int64))
             val.documents = val.documents[val.documents < targets]
 
@@ -131,7 +153,9 @@ class Scorer:
             whole = torch.cat((ids[:, 1:], targets[:, -1:]), dim=1)
             return gpt(ids, whole, **rest)[:, -targets.size(1) :]
 
-        scorer = train_gpt.Evaluator(through_all if band else gpt, self.val, hp, self.runtime, stride)
+        scorer = train_gpt.Evaluator(
+            through_all if band else gpt, self.val, hp, self.runtime, stride
+        )
         scorer.score(scorer.windows())
         return scorer.nats[:-1].double()
 
@@ -146,7 +170,10 @@ def compare(scorer: Scorer, arguments: argparse.Namespace) -> list[dict]:
     length = model.hp.train_seq_len
     ways = {
         "plain": (length, length),
-        f"sliding {max(1, length // arguments.strides)}": (length, max(1, length // arguments.strides)),
+        f"sliding {max(1, length // arguments.strides)}": (
+            length,
+            max(1, length // arguments.strides),
+        ),
     }
     block = arguments.block * length
     for share in arguments.bands:
@@ -161,11 +188,22 @@ def compare(scorer: Scorer, arguments: argparse.Namespace) -> list[dict]:
         nats = scorer.score(*way)
         base = nats if name.startswith("sliding") else base
         row = {"way": name, "bpb": scorer.bpb(nats), "band": way[2] if len(way) > 2 else 0}
-        row |= {"sinks": way[3] if len(way) > 2 else 0, "overlap": way[0] - way[1], "length": length}
+        row |= {
+            "sinks": way[3] if len(way) > 2 else 0,
+            "overlap": way[0] - way[1],
+            "length": length,
+        }
         if base is not None:
             scale = len(nats) / math.log(2) / scorer.val.total_bytes
-            row |= {"difference": scorer.bpb(nats - base), "se": scale * (nats - base).std().item() / len(nats) ** 0.5}
-        row |= {"model": model.name, "steps": model.steps, "tokens_per_weight": model.tokens_per_weight}
+            row |= {
+                "difference": scorer.bpb(nats - base),
+                "se": scale * (nats - base).std().item() / len(nats) ** 0.5,
+            }
+        row |= {
+            "model": model.name,
+            "steps": model.steps,
+            "tokens_per_weight": model.tokens_per_weight,
+        }
         rows.append(row)
         text = f"{row['difference']:+10.5f}{row['se']:9.5f}" if "difference" in row else ""
         print(
@@ -176,7 +214,8 @@ def compare(scorer: Scorer, arguments: argparse.Namespace) -> list[dict]:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Plot banded minus sliding against training tokens per weight, a point for each model and band or sinks."""
+    """Plot banded minus sliding against training tokens per weight, a point for each model and band
+    or sinks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -201,7 +240,11 @@ def draw(rows: list[dict], path: Path) -> None:
             x = [tokens * (1 + 0.06 * number) for tokens in x]  # beside each other
             name = f"W = {label:g} T" if scale else f"{label:g} sinks"
             axes.errorbar(x, y, error, marker="o", linestyle="none", label=name)
-        axes.set(title=title, xlabel="training tokens per weight", ylabel="bits per byte above sliding windows")
+        axes.set(
+            title=title,
+            xlabel="training tokens per weight",
+            ylabel="bits per byte above sliding windows",
+        )
         axes.set_xscale("log")
         axes.axhline(0, color="black", linewidth=0.8)
         axes.axhspan(-0.0005, 0.0005, color="black", alpha=0.08)
@@ -211,15 +254,38 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+", type=Path, help="artifacts and checkpoints")
-    parser.add_argument("--targets", type=int, default=0, help="score only the first ones of the text")
-    parser.add_argument("--bands", nargs="+", type=float, default=[0.5, 0.75, 1.0], help="W, times the training length")
+    parser.add_argument(
+        "--targets", type=int, default=0, help="score only the first ones of the text"
+    )
+    parser.add_argument(
+        "--bands",
+        nargs="+",
+        type=float,
+        default=[0.5, 0.75, 1.0],
+        help="W, times the training length",
+    )
     parser.add_argument("--sinks", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--overlaps", nargs="+", type=float, default=[2.0], help="times the training length")
-    parser.add_argument("--block", type=positive, default=8, help="positions of a block, times the training length")
-    parser.add_argument("--strides", type=positive, default=32, help="sliding windows of T are T divided by this apart")
-    parser.add_argument("--plot", type=image_file, help="draw banded minus sliding by length of training to this file")
+    parser.add_argument(
+        "--overlaps", nargs="+", type=float, default=[2.0], help="times the training length"
+    )
+    parser.add_argument(
+        "--block", type=positive, default=8, help="positions of a block, times the training length"
+    )
+    parser.add_argument(
+        "--strides",
+        type=positive,
+        default=32,
+        help="sliding windows of T are T divided by this apart",
+    )
+    parser.add_argument(
+        "--plot",
+        type=image_file,
+        help="draw banded minus sliding by length of training to this file",
+    )
     arguments = parser.parse_args()
     print(f"{'model':32}{'steps':>7}{'tok/w':>8}  {'way':34}{'bpb':>9}{'-sliding':>10}{'se':>9}")
     rows = []

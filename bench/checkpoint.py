@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Time what a checkpoint costs the training: the copy that the step waits for, and the slowdown while it is written.
+"""Time what a checkpoint costs the training: the copy that the step waits for, and the slowdown
+while it is written.
 
     python bench/checkpoint.py                           # a small model
     python bench/checkpoint.py --record --rounds 5       # the record's model with a small batch
 
-Groups of steps with and without a checkpoint at their start take turns; the cost is the difference of their medians.
-Tokens are random, which costs what real ones cost. The last line is JSON.
+Groups of steps with and without a checkpoint at their start take turns; the cost is the difference
+of their medians. Tokens are random, which costs what real ones cost. The last line is JSON.
 """
 
 import argparse
@@ -38,7 +39,9 @@ KNOBS = {
 RECORD = {"TRAIN_SEQ_LEN": "1024"}
 
 
-def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparameters) -> train_gpt.Training:
+def prepare(
+    folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparameters
+) -> train_gpt.Training:
     """A training on random tokens after two warm-up steps."""
     tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
     shards.write_shard(folder / "fineweb_train_000000.bin", tokens)
@@ -50,7 +53,9 @@ def prepare(folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparamet
 def steps(training: train_gpt.Training, count: int) -> None:
     """Do this many steps and wait for the device."""
     for step in range(count):
-        training.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, training.hp.train_seq_len))
+        training.train_step(
+            step, train_gpt.StepSettings(1.0, 0.9, False, training.hp.train_seq_len)
+        )
     training.runtime.synchronize()
 
 
@@ -69,13 +74,18 @@ def measure(training: train_gpt.Training, count: int, rounds: int) -> dict[str, 
         steps(training, count)
         found["with"].append(time.perf_counter() - began)
         if not training.checkpoints.written.done():
-            print(f"note: the checkpoint took longer than {count} steps: set more --steps", file=sys.stderr)
+            print(
+                f"note: the checkpoint took longer than {count} steps: set more --steps",
+                file=sys.stderr,
+            )
         training.checkpoints.written.result()
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", action="store_true", help="the record's model")
     parser.add_argument("--steps", type=positive, default=8, help="steps per group")
     parser.add_argument("--rounds", type=positive, default=5)
@@ -92,11 +102,18 @@ def main() -> None:
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cost = medians["with"] - medians["without"]
     step_ms = 1000 * medians["without"] / arguments.steps
-    print(f"{where}\n{hp.num_layers} layers of {hp.model_dim}, step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes")
+    print(
+        f"{where}\n{hp.num_layers} layers of {hp.model_dim}, step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes"
+    )
     print(f"  {'copy, which the step waits for':32}{1000 * medians['copy']:10.1f} ms")
     print(f"  {f'added to {arguments.steps} steps':32}{1000 * cost:10.1f} ms")
     print(f"  {'share of the time, at 1 per minute':32}{100 * cost / 60:10.2f} %")
-    result = {"steps": arguments.steps, "bytes": nbytes, "share_at_one_a_minute": cost / 60, "seconds": found}
+    result = {
+        "steps": arguments.steps,
+        "bytes": nbytes,
+        "share_at_one_a_minute": cost / 60,
+        "seconds": found,
+    }
     print(json.dumps({"bench": "checkpoint", **result}))
 
 

@@ -1,4 +1,5 @@
-"""What the benchmarks share: the small model, turns between variants, another script, and the file of a plot."""
+"""What the benchmarks share: the small model, turns between variants, another script, and the file
+of a plot."""
 
 import argparse
 import importlib.util
@@ -32,14 +33,17 @@ def positive(text: str) -> int:
 
 
 def image_file(text: str) -> Path:
-    """The path of a plot, as the type of an argument: one that cannot be drawn is refused before the work begins."""
+    """The path of a plot, as the type of an argument: one that cannot be drawn is refused before
+    the work begins."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise argparse.ArgumentTypeError(f"{error}: pip install -r requirements-dev.txt") from error
     path, formats = Path(text), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower()[1:] not in formats:
-        raise argparse.ArgumentTypeError(f"{text} has no known format: end it in one of .{', .'.join(sorted(formats))}")
+        raise argparse.ArgumentTypeError(
+            f"{text} has no known format: end it in one of .{', .'.join(sorted(formats))}"
+        )
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is in no folder: make {path.parent} first")
     return path
@@ -50,7 +54,9 @@ def load_script(path: Path) -> ModuleType:
     name = f"against_{path.stem}"
     specification = importlib.util.spec_from_file_location(name, path)
     if specification is None or not path.is_file():
-        raise UserError(f"--against {path} is not a Python file: give another version of train_gpt.py")
+        raise UserError(
+            f"--against {path} is not a Python file: give another version of train_gpt.py"
+        )
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses look up their module
     try:
@@ -58,7 +64,9 @@ def load_script(path: Path) -> ModuleType:
     except (ImportError, SyntaxError) as error:
         raise UserError(f"--against {path} cannot be imported: {error}") from error
     if not hasattr(module, "Hyperparameters"):
-        raise UserError(f"--against {path} has no Hyperparameters: give another version of train_gpt.py")
+        raise UserError(
+            f"--against {path} has no Hyperparameters: give another version of train_gpt.py"
+        )
     module.UserError = UserError  # so that `run_program` reports its errors too
     return module
 
@@ -80,7 +88,8 @@ def take_turns(
 
 
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
-    """Print medians, and the median over rounds of each row's time over the first one's. Returns the rows."""
+    """Print medians, and the median over rounds of each row's time over the first one's. Returns
+    the rows."""
     print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
     first = next(iter(times.values()))
     rows = []

@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
-"""Time the evaluations beside the published one, or score an artifact with several windows and strides.
+"""Time the evaluations beside the published one, or score an artifact with several windows and
+strides.
 
     python bench/eval.py                       # a small model on a CPU, the record's model on a GPU
     python bench/eval.py --windows 1024 --rounds 3
     DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --windows 1024
     ... python bench/eval.py --artifact final_model.int6.xz --lengths 256 512 1024 --strides 256 64 --plot windows.png
 
-The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass. The published way
-takes windows in a Python loop, copies each to the device, sends all positions through all layers and the head, and sums
-the scored positions window by window. Ours gathers windows from the tokens on the device and computes the last layer
-and the head only where they are scored; with all positions everywhere it is a row of its own. All are compiled if the
-machine compiles, and take turns within a round; the table has medians. All score the same targets, as many as --windows
-sliding windows have. Without an artifact, weights and tokens are random, which cost what real ones cost.
+The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass.
+The published way takes windows in a Python loop, copies each to the device, sends all positions
+through all layers and the head, and sums the scored positions window by window. Ours gathers
+windows from the tokens on the device and computes the last layer and the head only where they are
+scored; with all positions everywhere it is a row of its own. All are compiled if the machine
+compiles, and take turns within a round; the table has medians. All score the same targets, as many
+as --windows sliding windows have. Without an artifact, weights and tokens are random, which cost
+what real ones cost.
 
-With --lengths the table has the artifact's bits per byte for non-overlapping windows of these lengths, with --strides
-for these strides of its own window. Positions beyond the training length are new to the rotary embeddings.
+With --lengths the table has the artifact's bits per byte for non-overlapping windows of these
+lengths, with --strides for these strides of its own window. Positions beyond the training length
+are new to the rotary embeddings.
 
-With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one take turns on one
-random text. `ratio` is the median over rounds of this one's time over the other's: below 1, this one is faster.
+With --against OTHER_TRAIN_GPT_PY the evaluations of another version of the script and of this one
+take turns on one random text. `ratio` is the median over rounds of this one's time over the
+other's: below 1, this one is faster.
 
 The last line is JSON.
 """
@@ -46,7 +51,9 @@ import numpy as np
 import torch
 
 
-def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int) -> float:
+def published(
+    forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int
+) -> float:
     """Mean nats per target the published way, with `rows` windows per batch."""
     window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
@@ -68,7 +75,9 @@ def published(forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparame
     return total / count
 
 
-def random_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.device) -> SimpleNamespace:
+def random_text(
+    windows: int, hp: train_gpt.Hyperparameters, device: torch.device
+) -> SimpleNamespace:
     """Random tokens for this many sliding windows, with the attributes of a Validation."""
     targets = hp.eval_seq_len + (windows - 1) * hp.eval_stride
     return SimpleNamespace(
@@ -80,7 +89,9 @@ def random_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.devic
     )
 
 
-def validation_text(windows: int, hp: train_gpt.Hyperparameters, device: torch.device) -> train_gpt.Validation:
+def validation_text(
+    windows: int, hp: train_gpt.Hyperparameters, device: torch.device
+) -> train_gpt.Validation:
     """The validation text of DATA_PATH, as much as this many sliding windows score."""
     val = train_gpt.Validation(hp, device)
     val.targets = min(val.targets, hp.eval_seq_len + (windows - 1) * hp.eval_stride)
@@ -117,7 +128,9 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
         def through_all(ids: torch.Tensor, targets: torch.Tensor, **rest) -> torch.Tensor:
             """All positions through the last layer and the head."""
             scored = targets.size(1)
-            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[:, -scored:]
+            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[
+                :, -scored:
+            ]
 
         def ours(forward: Callable, stride: int) -> Callable[[], float]:
             return lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats
@@ -132,7 +145,9 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
         nats = {name: variant() for name, variant in variants.items()}  # compiles
         times = take_turns(variants, rounds, runtime.synchronize, warm=0)
         print(f"torch {torch.__version__} {runtime.describe()}")
-        print(f"window:{hp.eval_seq_len} stride:{hp.eval_stride} targets:{val.targets} rounds:{rounds}")
+        print(
+            f"window:{hp.eval_seq_len} stride:{hp.eval_stride} targets:{val.targets} rounds:{rounds}"
+        )
         report_modes(times, nats, hp, val, peak_flops(runtime.device))
 
 
@@ -164,7 +179,15 @@ def compare(other: Path, windows: int, rounds: int) -> None:
     print("  nats: " + ", ".join(f"{value:.9f}" for value in nats.values()))
     rows = [row | {"nats": nats[row["variant"]]} for row in rows]
     print(
-        json.dumps({"bench": "eval", "torch": torch.__version__, "windows": windows, "rounds": rounds, "against": rows})
+        json.dumps(
+            {
+                "bench": "eval",
+                "torch": torch.__version__,
+                "windows": windows,
+                "rounds": rounds,
+                "against": rows,
+            }
+        )
     )
 
 
@@ -178,7 +201,8 @@ def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
     windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
     total = 0.0
     for start, scored, stop, *_ in windows.T.tolist():
-        first = start if mode in ("sliding, published", "sliding, all") else scored  # of last layer and head
+        # Of last layer and head
+        first = start if mode in ("sliding, published", "sliding, all") else scored
         total += window_flops(hp, stop - start, stop - first, band)
     return total
 
@@ -190,26 +214,43 @@ def report_modes(
     val: SimpleNamespace | train_gpt.Validation,
     peak: float | None,
 ) -> None:
-    """Print the table of `modes`. Bits per byte are of no use for random tokens, whose bytes are not known."""
-    print(f"{'mode':20}{'ms':>10}{'targets/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}{'bpb':>9}")
+    """Print the table of `modes`. Bits per byte are of no use for random tokens, whose bytes are
+    not known."""
+    print(
+        f"{'mode':20}{'ms':>10}{'targets/s':>11}{'TFLOP':>9}{'GFLOP/s':>10}{'speed':>8}{'nats':>11}{'bpb':>9}"
+    )
     rows = []
     for name, own in times.items():
         seconds = statistics.median(own)
         flops = operations(name, hp, val.targets)
-        ratio = statistics.median(a / b for a, b in zip(times["sliding, published"], own, strict=True))
+        ratio = statistics.median(
+            a / b for a, b in zip(times["sliding, published"], own, strict=True)
+        )
         bpb = nats[name] * val.targets / val.total_bytes / math.log(2)
         share = f"  share of peak {flops / seconds / peak:.3f}" if peak else ""
         print(
             f"{name:20}{1000 * seconds:10.1f}{val.targets / seconds:11.0f}{flops / 1e12:9.3f}"
             f"{flops / seconds / 1e9:10.0f}{ratio:8.3f}{nats[name]:11.6f}{bpb:9.5f}{share}"
         )
-        row = {"mode": name, "ms": 1000 * seconds, "flops": flops, "speed": ratio, "nats": nats[name], "bpb": bpb}
+        row = {
+            "mode": name,
+            "ms": 1000 * seconds,
+            "flops": flops,
+            "speed": ratio,
+            "nats": nats[name],
+            "bpb": bpb,
+        }
         rows.append(row)
-    print(json.dumps({"bench": "eval", "torch": torch.__version__, "targets": val.targets, "rows": rows}))
+    print(
+        json.dumps(
+            {"bench": "eval", "torch": torch.__version__, "targets": val.targets, "rows": rows}
+        )
+    )
 
 
 def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
-    """Score the artifact on the validation text of DATA_PATH; one row per window length and per stride."""
+    """Score the artifact on the validation text of DATA_PATH; one row per window length and per
+    stride."""
     blob, hp = train_gpt.read_artifact(path, dict(os.environ))
     own = hp.eval_seq_len
     cases = [("length", length, length) for length in lengths]
@@ -225,7 +266,9 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
                 model.load_state_dict(train_gpt.load_artifact(blob))
             score = train_gpt.evaluate(model.to(runtime.device), val, changed, runtime, stride)
             bpb, seconds = score.bits_per_byte, score.seconds
-            rows.append({"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds})
+            rows.append(
+                {"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds}
+            )
             print(f"{window:8}{stride:8}{bpb:10.4f}{score.nats:10.4f}{seconds:9.1f}", flush=True)
     print(json.dumps({"bench": "windows", "artifact": path, "rows": rows}))
     return rows
@@ -251,13 +294,33 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--windows", type=positive, default=0, help="number of windows to time (default: 8 batches)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--windows", type=positive, default=0, help="number of windows to time (default: 8 batches)"
+    )
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare evaluations with it")
-    parser.add_argument("--artifact", help="score this artifact on the validation text instead of random tokens")
-    parser.add_argument("--lengths", nargs="+", type=positive, default=[], help="score the artifact with these windows")
-    parser.add_argument("--strides", nargs="+", type=positive, default=[], help="score the artifact with these strides")
+    parser.add_argument(
+        "--against", type=Path, help="another version of train_gpt.py: compare evaluations with it"
+    )
+    parser.add_argument(
+        "--artifact", help="score this artifact on the validation text instead of random tokens"
+    )
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=positive,
+        default=[],
+        help="score the artifact with these windows",
+    )
+    parser.add_argument(
+        "--strides",
+        nargs="+",
+        type=positive,
+        default=[],
+        help="score the artifact with these strides",
+    )
     parser.add_argument("--plot", type=image_file, help="plot these scores to this file")
     arguments = parser.parse_args()
     if arguments.against:

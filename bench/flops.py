@@ -1,4 +1,5 @@
-"""Floating-point operations of the model, and the peaks of GPUs. A multiply-add counts as 2 operations."""
+"""Floating-point operations of the model, and the peaks of GPUs. A multiply-add counts as 2
+operations."""
 
 import math
 import sys
@@ -38,18 +39,21 @@ def bigram_weights(hp: Hyperparameters) -> int:
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
     """Forward and backward operations per token of a training sequence of this length.
 
-    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average. Depth recurrence counts as it
-    is after LOOP_START.
+    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average. Depth
+    recurrence counts as it is after LOOP_START.
     """
-    layer = sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS) / hp.num_layers
+    layer = (
+        sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS) / hp.num_layers
+    )
     head = hp.vocab_size * hp.model_dim
     attention = 2 * hp.model_dim * (length + 1) / 2
     return 3 * 2 * (len(hp.visits()) * (layer + attention) + head + bigram_weights(hp))
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window of `positions` if the last layer and the head compute only `scored` of them. A
-    position attends to all before it or, with a `band`, to so many including itself."""
+    """Forward operations of a window of `positions` if the last layer and the head compute only
+    `scored` of them. A position attends to all before it or, with a `band`, to so many including
+    itself."""
     sizes = {kind.name: math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES}
     layer = sum(sizes.values())
     keys = sizes["k"] + sizes["v"]  # of all positions, also in the last layer
@@ -62,5 +66,7 @@ def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0
         return 2 * hp.model_dim * (full * (full + 1) // 2 + (count - full) * band)
 
     others = len(hp.visits()) - 1
-    products = positions * (others * layer + keys + bigram_weights(hp)) + scored * (layer - keys + head)
+    products = positions * (others * layer + keys + bigram_weights(hp)) + scored * (
+        layer - keys + head
+    )
     return 2 * (products + (others + 1) * attention(positions) - attention(skipped))

@@ -7,14 +7,15 @@
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
     python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
 
-The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver answers as an H100,
-logs every launch and computes nothing. A kernel then costs the larger of its bytes at 3.35 TB/s and its operations at
-790 TFLOP/s. What it tells: graphs, kernels, launches, bytes, FLOPs, registers, spills, peak memory. What it cannot
-tell: times, the kernels that cuBLAS would choose, NCCL. A real step takes longer than this bound.
+The real torch, Inductor, Triton and ptxas compile the real step for sm_90a. A pretended CUDA driver
+answers as an H100, logs every launch and computes nothing. A kernel then costs the larger of its
+bytes at 3.35 TB/s and its operations at 790 TFLOP/s. What it tells: graphs, kernels, launches,
+bytes, FLOPs, registers, spills, peak memory. What it cannot tell: times, the kernels that cuBLAS
+would choose, NCCL. A real step takes longer than this bound.
 
-The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in --home. It needs Linux, g++ and
-Python's headers. Results are kept there, so a variant is traced once (two minutes for the record's shape). The last
-line of the output is JSON.
+The first call builds an environment with a CUDA build of torch (7 GB, some minutes) in --home. It
+needs Linux, g++ and Python's headers. Results are kept there, so a variant is traced once (two
+minutes for the record's shape). The last line of the output is JSON.
 """
 
 import argparse
@@ -37,32 +38,63 @@ import flops
 from train_gpt import Hyperparameters, UserError, run_program
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-HOME = Path(os.environ.get("PRETENDED_H100_HOME") or CACHE / "pretended-h100")  # 7 GB per version of torch
+# 7 GB per version of torch
+HOME = Path(os.environ.get("PRETENDED_H100_HOME") or CACHE / "pretended-h100")
 BANDWIDTH = 3.35e12  # bytes/s of the memory, by the data sheet
-FLOPS = 790e12  # of dense bf16 products, what cuBLAS reaches on large ones; the data sheet's peak is 989e12
+# Of dense bf16 products, what cuBLAS reaches on large ones; the data sheet's peak is 989e12
+FLOPS = 790e12
 HOST_LINK = 25e9  # bytes/s between host and device
 LAUNCH = 2.5e-6  # seconds that a kernel takes at least
 CUDA = {"2.9.1": 12080, "2.13.0": 13000}  # of the wheels, by torch version
 # Libraries whose CUDA calls the pretended driver must answer.
-LIBRARIES = ("c10_cuda", "torch_cuda", "torch_python", "torch_cpu", "torch_cuda_linalg", "caffe2_nvrtc")
+LIBRARIES = (
+    "c10_cuda",
+    "torch_cuda",
+    "torch_python",
+    "torch_cpu",
+    "torch_cuda_linalg",
+    "caffe2_nvrtc",
+)
 # What is looked up by name at run time, so that no library imports it.
 LOOKED_UP = {
-    *("cuInit", "cuCtxGetLimit", "cuCtxSetLimit", "cuCtxSetCurrent", "cuCtxSynchronize", "cuCtxPushCurrent_v2"),
-    *("cuCtxPopCurrent_v2", "cuFuncSetAttribute", "cuFuncSetCacheConfig", "cuLaunchCooperativeKernel", "cuMemAlloc_v2"),
-    *("cuModuleUnload", "cuOccupancyMaxActiveClusters", "cuStreamGetCaptureInfo", "cuStreamSynchronize"),
+    *(
+        "cuInit",
+        "cuCtxGetLimit",
+        "cuCtxSetLimit",
+        "cuCtxSetCurrent",
+        "cuCtxSynchronize",
+        "cuCtxPushCurrent_v2",
+    ),
+    *(
+        "cuCtxPopCurrent_v2",
+        "cuFuncSetAttribute",
+        "cuFuncSetCacheConfig",
+        "cuLaunchCooperativeKernel",
+        "cuMemAlloc_v2",
+    ),
+    *(
+        "cuModuleUnload",
+        "cuOccupancyMaxActiveClusters",
+        "cuStreamGetCaptureInfo",
+        "cuStreamSynchronize",
+    ),
     "cuTensorMapEncodeTiled",
 }
 CHALLENGE_TOKENS = 62_021_846  # targets of the challenge's validation split
 BYTES_OF_TYPE = {0: 4, 1: 8, 2: 2, 14: 2}  # cudaDataType: fp32, fp64, fp16, bf16
 
 
-# ---- The environment -------------------------------------------------------------------------------------------------
+# ---- The environment -----------------------------------------------------------------------------
 def command(*words: object, **options) -> str:
     """The output of a program. Raises UserError with its last words if it fails."""
     try:
-        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, **options)
+        done = subprocess.run(
+            [str(word) for word in words], capture_output=True, text=True, **options
+        )
     except FileNotFoundError as error:
-        raise UserError(f"{words[0]} is missing: install it, for example with `apt install g++ binutils`") from error
+        raise UserError(
+            f"{words[0]} is missing: install it, for example with `apt install g++ binutils`"
+        ) from error
     if done.returncode:
         last = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
         raise UserError(f"{Path(str(words[0])).name} failed with status {done.returncode}:\n{last}")
@@ -70,18 +102,30 @@ def command(*words: object, **options) -> str:
 
 
 def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
-    """(Python with a CUDA build of torch, folder of the pretended driver); made if they are missing."""
+    """(Python with a CUDA build of torch, folder of the pretended driver); made if they are
+    missing."""
     python = home / f"venv-{torch_version}" / "bin" / "python"
     if not python.exists():
-        print(f"installing a CUDA build of torch {torch_version} in {python.parent.parent} (7 GB, once)", flush=True)
+        print(
+            f"installing a CUDA build of torch {torch_version} in {python.parent.parent} (7 GB, once)",
+            flush=True,
+        )
         venv.create(python.parent.parent, with_pip=True)
         lines = (ROOT / "requirements.txt").read_text().splitlines()
-        pins = [line.split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))]
+        pins = [
+            line.split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))
+        ]
         pins = [pin for pin in pins if pin]
-        command(python, "-m", "pip", "install", "-q", f"torch=={torch_version}", "setuptools", *pins)
-    packages = Path(command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        command(
+            python, "-m", "pip", "install", "-q", f"torch=={torch_version}", "setuptools", *pins
+        )
+    packages = Path(
+        command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
     if not (packages / "torch" / "lib" / "libtorch_cuda.so").exists():
-        raise UserError(f"{python.parent.parent} got a CPU build of torch: delete it, and let pip find the CUDA build")
+        raise UserError(
+            f"{python.parent.parent} got a CPU build of torch: delete it, and let pip find the CUDA build"
+        )
     source = SUPPORT / "driver.cpp"
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     folder = home / f"driver-{torch_version}-{digest}"
@@ -91,15 +135,24 @@ def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
 
 
 def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
-    """Compile the driver, with a function that succeeds for every CUDA symbol that it does not define."""
+    """Compile the driver, with a function that succeeds for every CUDA symbol that it does not
+    define."""
     folder.mkdir(parents=True, exist_ok=True)
     includes = [packages / "triton/backends/nvidia/include", packages / "nvidia/cu13/include"]
-    options = ["-O1", "-fPIC", "-std=c++17", f"-DCUDART_VERSION={cuda}", *(f"-I{path}" for path in includes)]
+    options = [
+        "-O1",
+        "-fPIC",
+        "-std=c++17",
+        f"-DCUDART_VERSION={cuda}",
+        *(f"-I{path}" for path in includes),
+    ]
     command("g++", *options, "-c", source, "-o", folder / "driver.o")
     defined = set(re.findall(r" T (\w+)", command("nm", "--defined-only", folder / "driver.o")))
     wanted = set(LOOKED_UP)
     for library in LIBRARIES:
-        symbols = command("nm", "-D", "--undefined-only", packages / "torch" / "lib" / f"lib{library}.so")
+        symbols = command(
+            "nm", "-D", "--undefined-only", packages / "torch" / "lib" / f"lib{library}.so"
+        )
         wanted |= set(re.findall(r" U ((?:__cuda|cuda|cublas|cu[A-Z])\w+)", symbols))
     missing = sorted(name for name in wanted - defined if not name.startswith(("cuFile", "cudnn")))
     stubs = [
@@ -114,7 +167,9 @@ def build_driver(source: Path, folder: Path, packages: Path, cuda: int) -> None:
     (folder / "stubs.cpp").write_text("\n".join(stubs) + "\n")
     shared = ["-shared", "-Wl,-soname,libcuda.so.1", "-ldl"]
     partial = folder / "libcuda.partial"
-    command("g++", "-O1", "-fPIC", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial)
+    command(
+        "g++", "-O1", "-fPIC", folder / "driver.o", folder / "stubs.cpp", *shared, "-o", partial
+    )
     (folder / "libcuda.so").unlink(missing_ok=True)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
     partial.rename(folder / "libcuda.so.1")
@@ -133,13 +188,23 @@ def preloaded(driver: Path) -> dict[str, str]:
 def trace(home: Path, torch_version: str, options: dict) -> dict:
     """The trace of this work, from the last time or made now."""
     python, driver = environment(home, torch_version)
-    parts = [Path(options["script"]).read_bytes(), (SUPPORT / "trace.py").read_bytes(), driver.name.encode()]
+    parts = [
+        Path(options["script"]).read_bytes(),
+        (SUPPORT / "trace.py").read_bytes(),
+        driver.name.encode(),
+    ]
     settings = {name: value for name, value in options.items() if name != "script"}
-    digest = hashlib.sha256(b"".join([*parts, json.dumps(settings, sort_keys=True).encode()])).hexdigest()[:16]
+    digest = hashlib.sha256(
+        b"".join([*parts, json.dumps(settings, sort_keys=True).encode()])
+    ).hexdigest()[:16]
     folder = home / "traces" / digest
     result = folder / "trace.json"
     if not result.exists():
-        print(f"tracing {describe(options)} with torch {torch_version} ...", file=sys.stderr, flush=True)
+        print(
+            f"tracing {describe(options)} with torch {torch_version} ...",
+            file=sys.stderr,
+            flush=True,
+        )
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / "launches.log"
         log.unlink(missing_ok=True)
@@ -157,7 +222,7 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
     return json.loads(result.read_text())
 
 
-# ---- Costs -----------------------------------------------------------------------------------------------------------
+# ---- Costs ---------------------------------------------------------------------------------------
 def launches_of(found: dict) -> list[dict]:
     """One entry per launch: part, kind, name, bytes, flops, registers, spills."""
     launches = []
@@ -168,7 +233,9 @@ def launches_of(found: dict) -> list[dict]:
     eager = eager_parts(found["log"])
 
     def add(kind: str, name: str, moved: float = 0, flops: float = 0, **more) -> None:
-        launches.append({"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops, **more})
+        launches.append(
+            {"part": part, "kind": kind, "name": name, "bytes": moved, "flops": flops, **more}
+        )
 
     for line in found["log"]:
         kind, *fields = line.split("\t")
@@ -178,16 +245,33 @@ def launches_of(found: dict) -> list[dict]:
             kernel = found["kernels"][int(fields[1])]
         elif kind == "note" and fields[0] == "attention":
             b, n, h, e, time, groups, band = map(int, fields[2:])
-            passes = {"forward": (2, 2, 1.0), "backward": (4, 4, 2.5)}[fields[1]]  # of q's size, of k's size, work
+            # Of q's size, of k's size, work
+            passes = {"forward": (2, 2, 1.0), "backward": (4, 4, 2.5)}[fields[1]]
             moved = 2 * b * e * (passes[0] * n * h + passes[1] * time * groups)
-            add("attention", f"attention {fields[1]}", moved, passes[2] * 4 * b * h * n * (band or time / 2) * e)
+            add(
+                "attention",
+                f"attention {fields[1]}",
+                moved,
+                passes[2] * 4 * b * h * n * (band or time / 2) * e,
+            )
         elif kind == "note" and fields[0] == "operator":
             add("operator", fields[1], float(fields[2]), float(fields[3]), launches=0)
         elif kind == "triton":
-            own = kernel if kernel and kernel["name"] == fields[0] else {"bytes": 0, "flops": 0, "sizes": ""}
+            own = (
+                kernel
+                if kernel and kernel["name"] == fields[0]
+                else {"bytes": 0, "flops": 0, "sizes": ""}
+            )
             sizes = re.sub(r"[{}' ]", "", own["sizes"])
             name = re.sub(r"^triton_|_\d+$", "", fields[0])[:56] + f" {sizes}"
-            add("triton", name, own["bytes"], own["flops"], registers=int(fields[1]), spills=int(fields[2]))
+            add(
+                "triton",
+                name,
+                own["bytes"],
+                own["flops"],
+                registers=int(fields[1]),
+                spills=int(fields[2]),
+            )
         elif kind == "product":
             m, n, k, batch = map(int, fields[:4])
             a, b, c = (BYTES_OF_TYPE.get(int(t), 2) for t in fields[4].split(","))
@@ -203,12 +287,17 @@ def launches_of(found: dict) -> list[dict]:
         elif kind in ("copy", "fill"):
             way = fields[0] if kind == "copy" else "fill"
             size = int(fields[-1])
-            add("copy", way, 0 if part in eager and "h" not in way else size * (2 if way == "d2d" else 1))
+            add(
+                "copy",
+                way,
+                0 if part in eager and "h" not in way else size * (2 if way == "d2d" else 1),
+            )
     return launches
 
 
 def eager_parts(log: list[str]) -> set[str]:
-    """Parts whose operators were counted one by one. Their launches then cost nothing more than themselves."""
+    """Parts whose operators were counted one by one. Their launches then cost nothing more than
+    themselves."""
     part = "start"
     found = set()
     for line in log:
@@ -221,7 +310,8 @@ def eager_parts(log: list[str]) -> set[str]:
 
 
 def elementwise_bytes(name: str, blocks: int) -> float:
-    """An upper bound of the bytes of one of torch's elementwise kernels, from its name and grid; 0 for others."""
+    """An upper bound of the bytes of one of torch's elementwise kernels, from its name and grid; 0
+    for others."""
     pointers = re.search(r"std::array<char\*, (\d+)ul>", name)
     if "elementwise_kernel" not in name or not pointers:
         return 0.0
@@ -238,7 +328,9 @@ def seconds(launch: dict) -> float:
 
 def table(launches: list[dict], key: str) -> dict[str, dict]:
     """Sums over launches with the same value of `key`, or tuple of keys joined by a space."""
-    sums: dict[str, dict] = collections.defaultdict(lambda: {"launches": 0, "gb": 0.0, "tflop": 0.0, "ms": 0.0})
+    sums: dict[str, dict] = collections.defaultdict(
+        lambda: {"launches": 0, "gb": 0.0, "tflop": 0.0, "ms": 0.0}
+    )
     for launch in launches:
         row = sums[" | ".join(launch[name] for name in key.split())]
         row["launches"] += launch.get("launches", 1)
@@ -253,7 +345,9 @@ def totals(found: dict, launches: list[dict]) -> dict:
     kinds = table(launches, "kind")
     spilled = {launch["name"] for launch in launches if launch.get("spills")}
     count = sum(row["launches"] for row in kinds.values())
-    lower = 1e3 * sum(max(seconds(launch), LAUNCH * launch.get("launches", 1)) for launch in launches)
+    lower = 1e3 * sum(
+        max(seconds(launch), LAUNCH * launch.get("launches", 1)) for launch in launches
+    )
     return {
         "step_ms": round(sum(row["ms"] for row in kinds.values()), 3),
         "step_ms_with_launches": round(lower, 3),
@@ -270,7 +364,7 @@ def totals(found: dict, launches: list[dict]) -> dict:
     }
 
 
-# ---- Report ----------------------------------------------------------------------------------------------------------
+# ---- Report --------------------------------------------------------------------------------------
 def describe(options: dict) -> str:
     """One variant in words."""
     knobs = " ".join(f"{name}={value}" for name, value in options["knobs"].items()) or "defaults"
@@ -283,7 +377,9 @@ def print_rows(title: str, rows: dict[str, dict], top: int = 0) -> None:
     print(f"\n{title:76}{'launches':>9}{'GB':>10}{'TFLOP':>9}{'ms':>9}")
     shown = sorted(rows.items(), key=lambda row: -row[1]["ms"])[:top] if top else rows.items()
     for name, row in shown:
-        print(f"  {name[:74]:74}{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}")
+        print(
+            f"  {name[:74]:74}{row['launches']:9d}{row['gb']:10.3f}{row['tflop']:9.3f}{row['ms']:9.3f}"
+        )
 
 
 def report(options: dict, found: dict, top: int) -> dict:
@@ -298,10 +394,15 @@ def report(options: dict, found: dict, top: int) -> dict:
     for name in sorted({k["name"] for k in kernels if k["spills"]}):
         print(f"  spills registers: {name}")
     times = f"{result['step_ms']:.2f} ms ({result['step_ms_with_launches']:.2f} with at least 2.5 us a launch)"
-    print(f"\nmodelled: {times}, {result['launches']} launches, peak memory {result['peak_mib']:,} MiB")
+    print(
+        f"\nmodelled: {times}, {result['launches']} launches, peak memory {result['peak_mib']:,} MiB"
+    )
     if options["work"] == "step" and options["script"] == str(ROOT / "train_gpt.py"):
         hp = Hyperparameters.from_env(options["knobs"])
-        counted = flops.flops_per_token(hp, options["seq_len"] or hp.train_seq_len) * hp.train_batch_tokens
+        counted = (
+            flops.flops_per_token(hp, options["seq_len"] or hp.train_seq_len)
+            * hp.train_batch_tokens
+        )
         print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
         print("without the optimizer and what attention's backward computes again")
     return result | extrapolate(options, found, launches)
@@ -323,11 +424,15 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         total = sum(times * parts[part] for part, times in facts["repeats"].items())
         for part, times in facts["repeats"].items():
             print(f"  {times:6d} x {1e3 * parts[part]:7.3f} ms: {part}")
-        operations = sum(launch["flops"] * facts["repeats"].get(launch["part"], 0) for launch in launches)
+        operations = sum(
+            launch["flops"] * facts["repeats"].get(launch["part"], 0) for launch in launches
+        )
         print(f"{operations / 1e15:.2f} PFLOP on rank 0", end=", ")
     else:
         return {}
-    print(f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs")
+    print(
+        f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs"
+    )
     return {"challenge_seconds": round(total, 1)}
 
 
@@ -346,7 +451,9 @@ def print_difference(first: list[dict], second: list[dict], top: int) -> None:
     )
     for ms, gb, count, name in sorted(changes, key=lambda row: -abs(row[0]))[:top]:
         print(f"  {name[:74]:74}{count:+9d}{gb:+10.3f}{ms:+9.3f}")
-    print(f"  {'all':74}{sum(c[2] for c in changes):+9d}{sum(c[1] for c in changes):+10.3f}", end="")
+    print(
+        f"  {'all':74}{sum(c[2] for c in changes):+9d}{sum(c[1] for c in changes):+10.3f}", end=""
+    )
     print(f"{sum(c[0] for c in changes):+9.3f}")
 
 
@@ -359,17 +466,27 @@ def parse_knobs(words: list[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("knobs", nargs="*", metavar="KNOB=VALUE")
     parser.add_argument("--against", help="KNOB=VALUE,... or another train_gpt.py, to compare with")
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's")
+    parser.add_argument(
+        "--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's"
+    )
     parser.add_argument("--work", choices=("step", "eval", "ttt_sgd", "ttt_lora"), default="step")
     parser.add_argument("--qat", action="store_true", help="a step of late QAT")
-    parser.add_argument("--seq-len", type=int, default=0, help="tokens of a sequence; default: TRAIN_SEQ_LEN")
-    parser.add_argument("--ranks", type=int, default=8, help="GPUs that share the batch; default: 8")
+    parser.add_argument(
+        "--seq-len", type=int, default=0, help="tokens of a sequence; default: TRAIN_SEQ_LEN"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="GPUs that share the batch; default: 8"
+    )
     parser.add_argument("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
     parser.add_argument("--top", type=int, default=15, help="kernels to show; default: 15")
-    parser.add_argument("--home", type=Path, default=HOME, help="environment and results; default: %(default)s")
+    parser.add_argument(
+        "--home", type=Path, default=HOME, help="environment and results; default: %(default)s"
+    )
     arguments = parser.parse_args()
     options = {
         "script": str(arguments.script.resolve()),
@@ -389,7 +506,10 @@ def main() -> None:
             raise UserError(f"{variant['script']} is not a file: give a version of train_gpt.py")
     home = arguments.home.resolve()
     traces = [trace(home, arguments.torch, variant) for variant in variants]
-    results = [report(variant, found, arguments.top) for variant, found in zip(variants, traces, strict=True)]
+    results = [
+        report(variant, found, arguments.top)
+        for variant, found in zip(variants, traces, strict=True)
+    ]
     if len(traces) == 2:
         print_difference(launches_of(traces[0]), launches_of(traces[1]), arguments.top)
     line = {"modelled": True, "variant": describe(options)} | results[-1]

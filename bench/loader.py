@@ -5,11 +5,11 @@
     DATA_PATH=... python bench/loader.py        # the shards of DATA_PATH
     python bench/loader.py --work-ms 20         # with a pause for a training step between two batches
 
-The plain loader reads a whole shard when it reaches it, every rank takes the tokens of all ranks, and tokens are
-widened to int64 on the host. Ours has all shards open and reads ahead in a thread. Prints the tokens per second of one
-rank, the median and the slowest wait for a batch (widened to int64, as the model takes it), and the slowest wait for a
-batch that reaches into another shard. The files are in the page cache: the first pass reads them all and is not timed.
-The last line is JSON.
+The plain loader reads a whole shard when it reaches it, every rank takes the tokens of all ranks,
+and tokens are widened to int64 on the host. Ours has all shards open and reads ahead in a thread.
+Prints the tokens per second of one rank, the median and the slowest wait for a batch (widened to
+int64, as the model takes it), and the slowest wait for a batch that reaches into another shard. The
+files are in the page cache: the first pass reads them all and is not timed. The last line is JSON.
 """
 
 import argparse
@@ -38,7 +38,8 @@ import torch
 
 
 class PlainLoader:
-    """Keeps one shard in memory. Each step takes the batch of all ranks from it and cuts out this rank's part."""
+    """Keeps one shard in memory. Each step takes the batch of all ranks from it and cuts out this
+    rank's part."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, comm: train_gpt.Comm):
         self.paths = train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size).paths
@@ -55,7 +56,9 @@ class PlainLoader:
         while count:
             if self.position == len(self.tokens):
                 self.number, self.position = (self.number + 1) % len(self.paths), 0
-                content = np.fromfile(self.paths[self.number], dtype="<u2", offset=train_gpt.SHARD_HEADER_BYTES)
+                content = np.fromfile(
+                    self.paths[self.number], dtype="<u2", offset=train_gpt.SHARD_HEADER_BYTES
+                )
                 self.tokens = torch.from_numpy(content)
             part = self.tokens[self.position : self.position + count]
             parts.append(part)
@@ -65,7 +68,9 @@ class PlainLoader:
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (B, T) int64."""
-        local = self.take(self.span * self.comm.size)[self.span * self.comm.rank :][: self.span].to(torch.int64)
+        local = self.take(self.span * self.comm.size)[self.span * self.comm.rank :][: self.span].to(
+            torch.int64
+        )
         return local[:-1].view(-1, self.seq_len), local[1:].view(-1, self.seq_len)
 
 
@@ -104,29 +109,44 @@ def write_shards(folder: Path, count: int, tokens: int) -> None:
 
 
 def variants(
-    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, world_sizes: list[int], stack: contextlib.ExitStack
+    hp: train_gpt.Hyperparameters,
+    runtime: train_gpt.Runtime,
+    world_sizes: list[int],
+    stack: contextlib.ExitStack,
 ) -> list[Variant]:
     """The plain loader and ours in its two orders, as rank 0 of each number of ranks."""
     found = []
     for size in world_sizes:
         comm = train_gpt.Comm(0, size)
-        found.append(Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, comm), stack))
+        found.append(
+            Variant(f"plain, rank 0 of {size}", functools.partial(PlainLoader, hp, comm), stack)
+        )
         here = dataclasses.replace(runtime, comm=comm)
         for name, seed in {"sequential": 0, "shuffled": 1}.items():
-            make = functools.partial(train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed), here)
+            make = functools.partial(
+                train_gpt.TrainingLoader, dataclasses.replace(hp, shuffle_seed=seed), here
+            )
             found.append(Variant(f"ours, {name}, rank 0 of {size}", make, stack))
     return found
 
 
-def report(found: list[Variant], hp: train_gpt.Hyperparameters, borders: set[int], warm: int) -> None:
-    """Print the table. `borders` are the steps that reach into another shard; the first `warm` steps do not count."""
-    print(f"{'':30}{'Mtok/s':>9}{'median ms':>11}{'slowest ms':>12}{'ratio':>7}{'at a border':>13}{'ratio':>7}")
+def report(
+    found: list[Variant], hp: train_gpt.Hyperparameters, borders: set[int], warm: int
+) -> None:
+    """Print the table. `borders` are the steps that reach into another shard; the first `warm`
+    steps do not count."""
+    print(
+        f"{'':30}{'Mtok/s':>9}{'median ms':>11}{'slowest ms':>12}{'ratio':>7}{'at a border':>13}{'ratio':>7}"
+    )
     rows = []
     for variant in found:
         size = int(variant.name.split()[-1])
         waits = variant.waits[warm:]
         median, slowest = statistics.median(waits), max(waits)
-        border = max((wait for step, wait in enumerate(variant.waits) if step >= warm and step in borders), default=0.0)
+        border = max(
+            (wait for step, wait in enumerate(variant.waits) if step >= warm and step in borders),
+            default=0.0,
+        )
         rate = hp.train_batch_tokens / size * len(waits) / sum(waits) / 1e6
         print(
             f"{variant.name:30}{rate:9.1f}{1000 * median:11.3f}{1000 * slowest:12.3f}{slowest / median:7.1f}"
@@ -140,12 +160,25 @@ def report(found: list[Variant], hp: train_gpt.Hyperparameters, borders: set[int
             "slowest_at_border_ms": round(1000 * border, 4),
         }
         rows.append(row)
-    print(json.dumps({"bench": "loader", "torch": torch.__version__, "threads": torch.get_num_threads(), "rows": rows}))
+    print(
+        json.dumps(
+            {
+                "bench": "loader",
+                "torch": torch.__version__,
+                "threads": torch.get_num_threads(),
+                "rows": rows,
+            }
+        )
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=positive, default=[1, 8], help="numbers of ranks (default: 1 8)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks", nargs="+", type=positive, default=[1, 8], help="numbers of ranks (default: 1 8)"
+    )
     parser.add_argument("--passes", type=positive, default=3, help="timed passes over the data")
     parser.add_argument("--work-ms", type=float, default=0.0, help="pause between two batches")
     parser.add_argument("--shards", type=positive, default=6)
@@ -168,7 +201,9 @@ def main() -> None:
             for variant in found:
                 variant.run(steps, arguments.work_ms / 1000)
         tokens = hp.train_batch_tokens
-        print(f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens per step:{tokens}")
+        print(
+            f"torch {torch.__version__} {runtime.describe()} shards:{len(stream.paths)} tokens per step:{tokens}"
+        )
         report(found, hp, borders, warm=steps)
 
 

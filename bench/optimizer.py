@@ -13,8 +13,9 @@
   Newton-Schulz, products     on our three banks: the iteration from bf16, and its matrix products alone
   2 ranks                     ours, and banks whose gradients are all-reduced as in DDP, with gloo or NCCL
 
-Gradients and weights are random. The variants take turns within a round. Prints medians in milliseconds and `ratio`,
-the median over rounds of this row over the first one. The last line is JSON. On a CPU set OMP_WAIT_POLICY=PASSIVE.
+Gradients and weights are random. The variants take turns within a round. Prints medians in
+milliseconds and `ratio`, the median over rounds of this row over the first one. The last line is
+JSON. On a CPU set OMP_WAIT_POLICY=PASSIVE.
 """
 
 import argparse
@@ -63,7 +64,8 @@ def published_update(weight: torch.Tensor, momentum: torch.Tensor, grad: torch.T
 
 
 class Matrices:
-    """The block matrices, in the four banks of #399 or separate: weights, bf16 momentum, fp32 gradients."""
+    """The block matrices, in the four banks of #399 or separate: weights, bf16 momentum, fp32
+    gradients."""
 
     def __init__(self, hp: train_gpt.Hyperparameters, device: torch.device, separate: bool):
         shapes = {}
@@ -71,7 +73,9 @@ class Matrices:
             bank = kind.name if kind.name in ("up", "down") else kind.bank
             shapes.setdefault(bank, []).extend([train_gpt.matrix_shape(kind, hp)] * hp.num_layers)
         self.banks = [(len(members), *members[0]) for members in shapes.values()]
-        shapes = [shape[1:] for shape in self.banks for _ in range(shape[0])] if separate else self.banks
+        shapes = (
+            [shape[1:] for shape in self.banks for _ in range(shape[0])] if separate else self.banks
+        )
         self.weights = [torch.randn(shape, device=device) for shape in shapes]
         self.momenta = [torch.zeros(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
         self.grads = [1e-3 * torch.randn(shape, device=device) for shape in shapes]
@@ -86,7 +90,9 @@ class Matrices:
         start = 0
         for rows, *_ in self.banks:
             part = slice(start, start + rows)
-            stacked = [torch.stack(column[part]) for column in (self.weights, self.momenta, self.grads)]
+            stacked = [
+                torch.stack(column[part]) for column in (self.weights, self.momenta, self.grads)
+            ]
             published_update(*stacked)
             for column, bank in zip((self.weights, self.momenta), stacked, strict=False):
                 torch._foreach_copy_(column[part], list(bank.unbind(0)))
@@ -111,7 +117,9 @@ class Ours:
         device = runtime.device
         model = train_gpt.GPT(hp, runtime.attend, torch.bfloat16)
         weights = model.initialise(0)
-        self.optimizer = train_gpt.ParallelMuon(model.to(device), weights, hp, runtime.comm, compiled=compiled)
+        self.optimizer = train_gpt.ParallelMuon(
+            model.to(device), weights, hp, runtime.comm, compiled=compiled
+        )
         for shard in self.optimizer.banks.values():
             shard.grad.copy_(1e-3 * torch.randn_like(shard.grad))
         self.settings = [torch.full((), value, device=device) for value in (1.0, MOMENTUM, RATE)]
@@ -119,7 +127,9 @@ class Ours:
     def step(self) -> None:
         """Reduce-scatter, update of the owned rows, all-gather of the weights."""
         banks = self.optimizer.banks.values()
-        for arrived in [self.comm.reduce_scatter(shard.grad_shard, shard.comm_buffer) for shard in banks]:
+        for arrived in [
+            self.comm.reduce_scatter(shard.grad_shard, shard.comm_buffer) for shard in banks
+        ]:
             arrived()
         for shard in banks:
             self.optimizer.update_bank(shard, *self.settings)
@@ -127,7 +137,8 @@ class Ours:
 
 
 class AllReduced(Matrices):
-    """Banks with DDP's communication: every rank gets the whole mean gradient and updates all rows."""
+    """Banks with DDP's communication: every rank gets the whole mean gradient and updates all
+    rows."""
 
     def step(self) -> None:
         works = [dist.all_reduce(grad, async_op=True) for grad in self.grads]
@@ -141,7 +152,8 @@ def iterations(hp: train_gpt.Hyperparameters, device: torch.device) -> tuple[Cal
     banks = []
     for bank in train_gpt.BANKS:
         rows = torch.randn(train_gpt.bank_shape(bank, hp), device=device)
-        norm = torch.linalg.matrix_norm(rows, keepdim=True)  # larger values overflow, and NaN has another speed
+        # Larger values overflow, and NaN has another speed
+        norm = torch.linalg.matrix_norm(rows, keepdim=True)
         banks.append((rows / norm).bfloat16())
 
     def products() -> None:
@@ -162,8 +174,12 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
         print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
         kinds = (("compiled", True), ("eager", False)) if runtime.compiled else (("eager", False),)
         variants = {f"ours, {name}": Ours(hp, runtime, compiled).step for name, compiled in kinds}
-        variants["ours with MuonEq-R"] = Ours(dataclasses.replace(hp, muon_eq=True), runtime, runtime.compiled).step
-        banks, gathered, sequential = (Matrices(hp, device, separate) for separate in (False, True, True))
+        variants["ours with MuonEq-R"] = Ours(
+            dataclasses.replace(hp, muon_eq=True), runtime, runtime.compiled
+        ).step
+        banks, gathered, sequential = (
+            Matrices(hp, device, separate) for separate in (False, True, True)
+        )
         variants |= {
             "published arithmetic": banks.step,
             "gathered": gathered.gathered_step,
@@ -171,10 +187,15 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
             "torch.optim.Muon": torch_muon(hp, device),
         }
         found = {
-            "step": report("update of all block matrices, 1 rank", take_turns(variants, rounds, runtime.synchronize))
+            "step": report(
+                "update of all block matrices, 1 rank",
+                take_turns(variants, rounds, runtime.synchronize),
+            )
         }
         whole, products = iterations(hp, device)
-        times = take_turns({"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize)
+        times = take_turns(
+            {"products alone": products, "Newton-Schulz": whole}, rounds, runtime.synchronize
+        )
         return {**found, "newton_schulz": report("five iterations on the three banks", times)}
 
 
@@ -182,7 +203,10 @@ def one_rank(hp: train_gpt.Hyperparameters, rounds: int) -> dict[str, list[dict]
 def several_ranks(hp: train_gpt.Hyperparameters, rounds: int, out: str) -> None:
     """Time the comparison as one of the ranks. Rank 0 writes the times to `out`."""
     with train_gpt.Runtime.start(hp) as runtime:
-        ours, all_reduced = Ours(hp, runtime, runtime.compiled), AllReduced(hp, runtime.device, separate=False)
+        ours, all_reduced = (
+            Ours(hp, runtime, runtime.compiled),
+            AllReduced(hp, runtime.device, separate=False),
+        )
         variants = {"ours": ours.step, "all-reduced banks": all_reduced.step}
         times = take_turns(variants, rounds, lambda: (runtime.synchronize(), dist.barrier()))
         if runtime.comm.rank == 0:
@@ -194,8 +218,19 @@ def launch(arguments: argparse.Namespace) -> list[dict]:
     ranks = arguments.ranks
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "times.json")
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        options = {"layers": arguments.layers, "dim": arguments.dim, "rounds": arguments.rounds, "out": out}
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+        ]
+        options = {
+            "layers": arguments.layers,
+            "dim": arguments.dim,
+            "rounds": arguments.rounds,
+            "out": out,
+        }
         command = [*launcher, __file__, *(f"--{name}={value}" for name, value in options.items())]
         threads = str(max(1, (os.cpu_count() or 1) // ranks))
         subprocess.run(command, check=True, env={"OMP_NUM_THREADS": threads, **os.environ})
@@ -203,22 +238,35 @@ def launch(arguments: argparse.Namespace) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=positive, default=11)
     parser.add_argument("--dim", type=positive, default=512)
     parser.add_argument("--rounds", type=positive, default=9)
-    parser.add_argument("--ranks", type=int, default=2, help="ranks of the comparison with all-reduce; 0: leave it out")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="ranks of the comparison with all-reduce; 0: leave it out",
+    )
     parser.add_argument("--out", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
-    hp = dataclasses.replace(hp, num_layers=arguments.layers, model_dim=arguments.dim, muon_eq=False)
+    hp = dataclasses.replace(
+        hp, num_layers=arguments.layers, model_dim=arguments.dim, muon_eq=False
+    )
     if arguments.out:
         return several_ranks(hp, arguments.rounds, arguments.out)
     found = one_rank(hp, arguments.rounds)
     gpus = torch.cuda.device_count()
     if arguments.ranks > 1 and (gpus == 0 or gpus >= arguments.ranks):
         found[f"{arguments.ranks}_ranks"] = launch(arguments)
-    print(json.dumps({"bench": "optimizer", "torch": torch.__version__, "rounds": arguments.rounds, **found}))
+    print(
+        json.dumps(
+            {"bench": "optimizer", "torch": torch.__version__, "rounds": arguments.rounds, **found}
+        )
+    )
 
 
 if __name__ == "__main__":

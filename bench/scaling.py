@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""A model, not a measurement, of a training step on W ranks; --check puts real runs of 1, 2 and 4 gloo ranks beside it.
+"""A model, not a measurement, of a training step on W ranks; --check puts real runs of 1, 2 and 4
+gloo ranks beside it.
 
     python bench/scaling.py --plot bench/scaling.png     # 1 to 1,024 H100s
     python bench/scaling.py --network 1.6                # the same with 1.6 GB/s per GPU between the nodes
     python bench/scaling.py --check
 
-Bytes are counted. The real optimizer takes a step as one of W ranks of torch's fake process group, on tensors without
-storage, and every collective is noted. Time is modelled: forward and backward of the rank's tokens, then the update
-without any overlap, that is Newton-Schulz of the owned rows and all collectives in turn. A collective of n bytes takes
+Bytes are counted. The real optimizer takes a step as one of W ranks of torch's fake process group,
+on tensors without storage, and every collective is noted. Time is modelled: forward and backward of
+the rank's tokens, then the update without any overlap, that is Newton-Schulz of the owned rows and
+all collectives in turn. A collective of n bytes takes
 
     passes * (alpha * hops + n * (W - 1) / W / beta) seconds
 
-with 2 passes for an all-reduce and 1 for a reduce-scatter or all-gather, and log2(W) hops for a tree (NCCL) or W - 1
-for a ring (gloo). A group with k ranks in each of several nodes has k network cards per node. Stragglers and jitter,
-which grow with W, are not modelled. The last line is JSON.
+with 2 passes for an all-reduce and 1 for a reduce-scatter or all-gather, and log2(W) hops for a
+tree (NCCL) or W - 1 for a ring (gloo). A group with k ranks in each of several nodes has k network
+cards per node. Stragglers and jitter, which grow with W, are not modelled. The last line is JSON.
 """
 
 import argparse
@@ -49,7 +51,8 @@ AIM = 0.95  # of one rank's speed, at 1,024 ranks with 98,304 tokens each
 SHARE = 98_304  # tokens of a rank in weak scaling: an eighth of the record's batch
 WORLDS = [2**n for n in range(11)]
 WAYS: dict[str, Callable[[int], int]] = {  # SHARD_RANKS by the number of ranks
-    "DDP (SHARD_RANKS=1)": lambda ranks: 1,  # every rank gets the sum of all gradients and updates all rows
+    # Every rank gets the sum of all gradients and updates all rows
+    "DDP (SHARD_RANKS=1)": lambda ranks: 1,
     "SHARD_RANKS=W": lambda ranks: ranks,
     "SHARD_RANKS=8": lambda ranks: min(8, ranks),
 }
@@ -60,14 +63,16 @@ class Machine(NamedTuple):
 
     token: float  # seconds of forward and backward
     flops: float  # per second, of Newton-Schulz
-    floor: float  # seconds of the update that do not depend on the number of ranks: launches, Adam, averaging
+    # Seconds of the update that do not depend on the number of ranks: launches, Adam, averaging
+    floor: float
     node: int  # ranks of a node
     alpha: tuple[float, float]  # seconds of a hop, within a node and between nodes
     beta: tuple[float, float]  # bytes per second of a rank, the same
     tree: bool
 
 
-# Forward and backward of 98,304 tokens in 72.3 ms are published for one GPU (#399). All other figures are assumed.
+# Forward and backward of 98,304 tokens in 72.3 ms are published for one GPU (#399). All other
+# figures are assumed.
 H100 = Machine(72.3e-3 / SHARE, 400e12, 0.6e-3, 8, (8e-6, 20e-6), (325e9, 40e9), True)
 
 
@@ -113,10 +118,11 @@ class Step(NamedTuple):
         return {"passes": tokens * machine.token, "update": update, "communication": communication}
 
 
-# ---- Bytes, counted --------------------------------------------------------------------------------------------------
+# ---- Bytes, counted ------------------------------------------------------------------------------
 @contextlib.contextmanager
 def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
-    """One of `ranks` ranks in torch's fake process group, whose collectives accept every call and move nothing."""
+    """One of `ranks` ranks in torch's fake process group, whose collectives accept every call and
+    move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield Comm(rank, ranks).split(shard_ranks, torch.device("cpu"))
@@ -124,32 +130,47 @@ def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
         dist.destroy_process_group()
 
 
-def count(hp: Hyperparameters, ranks: int, shard_ranks: int, dtype=torch.bfloat16, rank: int = 0) -> Step:
-    """A step of the real optimizer as one of `ranks` ranks, with every collective that it starts."""
+def count(
+    hp: Hyperparameters, ranks: int, shard_ranks: int, dtype=torch.bfloat16, rank: int = 0
+) -> Step:
+    """A step of the real optimizer as one of `ranks` ranks, with every collective that it
+    starts."""
     calls: list[Call] = []
     start = Comm._start
 
-    def noted(comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor) -> Callable[[], None]:
+    def noted(
+        comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor
+    ) -> Callable[[], None]:
         if comm.size > 1:
             kind = next(kind for kind in PASSES if collective.__name__.startswith(kind))
             members = tuple(dist.get_process_group_ranks(comm.group or dist.group.WORLD))
             inner = "shard" if comm is whole.shard else "replicate"
             group = "all" if len(members) == ranks else inner
-            calls.append(Call(kind, group, members, max(tensor.nbytes for tensor in (out, *source))))
+            calls.append(
+                Call(kind, group, members, max(tensor.nbytes for tensor in (out, *source)))
+            )
         return start(comm, collective, out, *source)
 
-    with pretended(rank, ranks, shard_ranks) as whole, torch.device("meta"), mock.patch.object(Comm, "_start", noted):
+    with (
+        pretended(rank, ranks, shard_ranks) as whole,
+        torch.device("meta"),
+        mock.patch.object(Comm, "_start", noted),
+    ):
         weights = {bank: torch.empty(train_gpt.bank_shape(bank, hp)) for bank in BANKS}
         optimizer = ParallelMuon(GPT(hp, None, dtype), weights, hp, whole)
         optimizer.step(lr_scale=1.0, momentum=0.9)
         optimizer.finish()
-    return Step(calls, [tuple(shard.master.shape) for shard in optimizer.banks.values()], hp.muon_backend_steps)
+    return Step(
+        calls,
+        [tuple(shard.master.shape) for shard in optimizer.banks.values()],
+        hp.muon_backend_steps,
+    )
 
 
-# ---- Curves ----------------------------------------------------------------------------------------------------------
+# ---- Curves --------------------------------------------------------------------------------------
 def sequences(hp: Hyperparameters, ranks: int) -> int:
-    """Sequences of each rank in a batch of TRAIN_BATCH_TOKENS; 0 where train_gpt.py refuses, because a rank would get
-    less than one or some would get more than others."""
+    """Sequences of each rank in a batch of TRAIN_BATCH_TOKENS; 0 where train_gpt.py refuses,
+    because a rank would get less than one or some would get more than others."""
     each, rest = divmod(hp.train_batch_tokens // hp.train_seq_len, ranks)
     return 0 if rest else each
 
@@ -157,21 +178,28 @@ def sequences(hp: Hyperparameters, ranks: int) -> int:
 def curves(machine: Machine) -> dict[str, list[dict]]:
     """The rows of both curves: weak scaling, and a batch of a fixed size."""
     hp = Hyperparameters()
-    worlds = sorted({*WORLDS, hp.train_batch_tokens // hp.train_seq_len})  # also the most ranks that share the batch
+    # Also the most ranks that share the batch
+    worlds = sorted({*WORLDS, hp.train_batch_tokens // hp.train_seq_len})
     found: dict[str, list[dict]] = {"weak": [], "fixed": []}
     alone = count(hp, 1, 1)
     for ranks in worlds:
         steps = {way: count(hp, ranks, shard_ranks(ranks)) for way, shard_ranks in WAYS.items()}
-        tokens = {"weak": SHARE * (ranks in WORLDS), "fixed": sequences(hp, ranks) * hp.train_seq_len}
+        tokens = {
+            "weak": SHARE * (ranks in WORLDS),
+            "fixed": sequences(hp, ranks) * hp.train_seq_len,
+        }
         for kind, batch in (("weak", SHARE), ("fixed", hp.train_batch_tokens)):
             if tokens[kind]:
                 rates = (sum_up(steps[way], alone, machine, tokens[kind], batch) for way in WAYS)
-                found[kind].append({"ranks": ranks, "tokens": tokens[kind], **dict(zip(WAYS, rates, strict=True))})
+                found[kind].append(
+                    {"ranks": ranks, "tokens": tokens[kind], **dict(zip(WAYS, rates, strict=True))}
+                )
     return found
 
 
 def sum_up(step: Step, alone: Step, machine: Machine, tokens: int, batch: int) -> dict[str, float]:
-    """A step in figures. `speed` is a rank's, relative to a single rank that takes the step with `batch` tokens."""
+    """A step in figures. `speed` is a rank's, relative to a single rank that takes the step with
+    `batch` tokens."""
     parts = step.modelled(machine, tokens)
     single = alone.modelled(machine, batch)
     total = parts["passes"] + parts["update"]
@@ -194,17 +222,29 @@ def print_calls(ranks: int, way: str) -> list[dict]:
     for (kind, group, size), calls in sums.items():
         nbytes, sent = sum(call.nbytes for call in calls), sum(call.sent for call in calls)
         print(f"  {kind:15} {group:12}{size:8,}{len(calls):8}{nbytes:16,}{sent:18,.0f}")
-        rows.append({"kind": kind, "group": group, "ranks": size, "calls": len(calls), "bytes": nbytes, "sent": sent})
+        rows.append(
+            {
+                "kind": kind,
+                "group": group,
+                "ranks": size,
+                "calls": len(calls),
+                "bytes": nbytes,
+                "sent": sent,
+            }
+        )
     return rows
 
 
 def print_curve(title: str, rows: list[dict]) -> None:
     """Print bytes that a rank sends, step and relative speed of a rank, for each way."""
     print(f"\nmodelled, {title}\n{'':16}" + "".join(f"{way:>32}" for way in WAYS))
-    print(f"{'ranks':>6}{'tokens':>10}" + f"{'MB sent':>12}{'step ms':>10}{'speed':>10}" * len(WAYS))
+    print(
+        f"{'ranks':>6}{'tokens':>10}" + f"{'MB sent':>12}{'step ms':>10}{'speed':>10}" * len(WAYS)
+    )
     for row in rows:
         figures = "".join(
-            f"{row[way]['sent_bytes'] / 1e6:12,.1f}{row[way]['step_ms']:10.2f}{row[way]['speed']:10.3f}" for way in WAYS
+            f"{row[way]['sent_bytes'] / 1e6:12,.1f}{row[way]['step_ms']:10.2f}{row[way]['speed']:10.3f}"
+            for way in WAYS
         )
         print(f"{row['ranks']:6,}{row['tokens']:10,}{figures}")
 
@@ -230,16 +270,30 @@ def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
 
     hp = Hyperparameters()
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    titles = {"weak": f"weak scaling: {SHARE:,} tokens per rank", "fixed": f"{hp.train_batch_tokens:,} tokens in all"}
+    titles = {
+        "weak": f"weak scaling: {SHARE:,} tokens per rank",
+        "fixed": f"{hp.train_batch_tokens:,} tokens in all",
+    }
     for axis, (kind, title) in zip(axes, titles.items(), strict=True):
         ranks = [row["ranks"] for row in found[kind]]
         for way, marker in zip(WAYS, "sxo", strict=True):
-            axis.plot(ranks, [row[way]["speed"] for row in found[kind]], marker=marker, ms=4, lw=1.4, label=way)
+            axis.plot(
+                ranks,
+                [row[way]["speed"] for row in found[kind]],
+                marker=marker,
+                ms=4,
+                lw=1.4,
+                label=way,
+            )
         axis.set_xscale("log", base=2)
-        axis.set(title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280), xticks=WORLDS, xticklabels=WORLDS)
+        axis.set(
+            title=title, xlabel="ranks (H100s)", xlim=(0.8, 1280), xticks=WORLDS, xticklabels=WORLDS
+        )
         axis.grid(alpha=0.3)
     axes[0].axhline(AIM, ls="--", lw=1, color="gray", label=f"aim at 1,024 ranks: {AIM}")
-    axes[0].set(ylabel="speed per rank, one rank = 1", ylim=(min(0.75, axes[0].get_ylim()[0]), 1.02))
+    axes[0].set(
+        ylabel="speed per rank, one rank = 1", ylim=(min(0.75, axes[0].get_ylim()[0]), 1.02)
+    )
     axes[1].set_ylim(0, 1.05)
     axes[0].legend(frameon=False, loc="lower left")
     most = found["fixed"][-1]["ranks"]
@@ -251,7 +305,7 @@ def draw(found: dict[str, list[dict]], machine: Machine, output: Path) -> None:
     figure.savefig(output, dpi=110)
 
 
-# ---- Real runs -------------------------------------------------------------------------------------------------------
+# ---- Real runs -----------------------------------------------------------------------------------
 def seconds(comm: Comm, function: Callable) -> float:
     """Seconds of a call that all ranks begin together."""
     if comm.size > 1:
@@ -271,22 +325,43 @@ def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
         found = {"passes": [], "update": [], **{str(nbytes): [] for nbytes in FIT_BYTES}}
         for _ in range(rounds + 2):
             found["passes"].append(seconds(comm, lambda: model(ids[:, :-1], ids[:, 1:]).backward()))
-            found["update"].append(seconds(comm, lambda: (optimizer.step(1.0, 0.9), optimizer.finish())))
+            found["update"].append(
+                seconds(comm, lambda: (optimizer.step(1.0, 0.9), optimizer.finish()))
+            )
             for nbytes in FIT_BYTES:
                 buffer = torch.zeros(nbytes // 4)
-                found[str(nbytes)].append(seconds(comm, lambda buffer=buffer: comm.all_reduce(buffer)()))
+                found[str(nbytes)].append(
+                    seconds(comm, lambda buffer=buffer: comm.all_reduce(buffer)())
+                )
         if comm.rank == 0:
-            out.write_text(json.dumps({name: statistics.median(times[2:]) for name, times in found.items()}))
+            out.write_text(
+                json.dumps({name: statistics.median(times[2:]) for name, times in found.items()})
+            )
 
 
 def run_ranks(ranks: int, shard_ranks: int, rounds: int) -> dict[str, float]:
     """`measure` on this many gloo ranks with one thread each."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DEVICE": "cpu"}
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "DEVICE": "cpu",
+    }
     environment["SHARD_RANKS"] = str(shard_ranks)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.json")
-        subprocess.run([*launcher, __file__, f"--measure={out}", f"--rounds={rounds}"], check=True, env=environment)
+        subprocess.run(
+            [*launcher, __file__, f"--measure={out}", f"--rounds={rounds}"],
+            check=True,
+            env=environment,
+        )
         return json.loads(out.read_text())
 
 
@@ -298,13 +373,20 @@ def check(rounds: int) -> list[dict]:
     measured = {mesh: run_ranks(*mesh, rounds) for mesh in meshes}
     small, large = (measured[2, 2][str(nbytes)] for nbytes in FIT_BYTES)  # 2 hops each
     alpha, beta = small / 2, FIT_BYTES[1] / max(1e-9, large - small)
-    machine = Machine(0.0, 1.0, 0.0, max(ranks for ranks, _ in meshes), (alpha, 0.0), (beta, 0.0), tree=False)
-    machine = machine._replace(flops=count(hp, 1, 1, dtype).modelled(machine, 0)["update"] / measured[1, 1]["update"])
-    print(f"{hp.train_batch_tokens} tokens per step, alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s")
+    machine = Machine(
+        0.0, 1.0, 0.0, max(ranks for ranks, _ in meshes), (alpha, 0.0), (beta, 0.0), tree=False
+    )
+    machine = machine._replace(
+        flops=count(hp, 1, 1, dtype).modelled(machine, 0)["update"] / measured[1, 1]["update"]
+    )
+    print(
+        f"{hp.train_batch_tokens} tokens per step, alpha {1e6 * alpha:.0f} us, beta {beta / 1e9:.2f} GB/s"
+    )
     print(f"{'ms':26}{'passes':>10}{'update':>10}{'step':>10}")
     rows = []
     for ranks, shard_ranks in meshes:
-        # Two ranks share the memory, so a token takes them longer; ranks beyond the cores take turns.
+        # Two ranks share the memory, so a token takes them longer; ranks beyond the cores take
+        # turns.
         turns, fitted = max(1, ranks / os.cpu_count()), min(ranks, 2)
         token = turns * fitted * measured[fitted, fitted]["passes"] / hp.train_batch_tokens
         own = machine._replace(token=token, flops=machine.flops / turns)
@@ -319,17 +401,25 @@ def check(rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
     parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
-    parser.add_argument("--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3")
+    parser.add_argument(
+        "--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3"
+    )
     parser.add_argument("--plot", type=image_file, help="draw both curves to this file")
-    parser.add_argument("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
+    parser.add_argument(
+        "--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare"
+    )
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        return measure(Hyperparameters.from_env({**MODEL, **os.environ}), arguments.rounds, arguments.measure)
+        return measure(
+            Hyperparameters.from_env({**MODEL, **os.environ}), arguments.rounds, arguments.measure
+        )
     machine = H100
     if arguments.network:
         machine = machine._replace(beta=(machine.beta[0], 1e9 * arguments.network))

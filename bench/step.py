@@ -5,17 +5,18 @@
     python bench/step.py --micro 2048 16384 --modes compiled --rounds 9
     TRAIN_BATCH_TOKENS=8192 TRAIN_SEQ_LEN=1024 python bench/step.py --record --of 8 --micro 8192
 
-The model is that of the environment's knobs; tokens are random, which costs what real ones cost. With --of W this
-process owns the rows of one of W ranks and does its part of the optimizer's work, without collectives
-(bench/scaling.py models them). The variants take turns within a round, so a slowdown of the machine affects all of
-them. Prints medians in milliseconds; `ratio` is the median over rounds of the first row's forward and backward over
-this row's. `step` also contains what belongs to no part, such as zeroing the gradients. The last line is JSON.
+The model is that of the environment's knobs; tokens are random, which costs what real ones cost.
+With --of W this process owns the rows of one of W ranks and does its part of the optimizer's work,
+without collectives (bench/scaling.py models them). The variants take turns within a round, so a
+slowdown of the machine affects all of them. Prints medians in milliseconds; `ratio` is the median
+over rounds of the first row's forward and backward over this row's. `step` also contains what
+belongs to no part, such as zeroing the gradients. The last line is JSON.
 
     python bench/step.py --against OTHER_TRAIN_GPT_PY --rounds 20
 
-With --against, whole steps of another version of the script and of this one take turns (loader, forward, backward,
-update, average), with the same knobs and random shards. `ratio` is the median over rounds of this one's time over the
-other's: below 1, this one is faster.
+With --against, whole steps of another version of the script and of this one take turns (loader,
+forward, backward, update, average), with the same knobs and random shards. `ratio` is the median
+over rounds of this one's time over the other's: below 1, this one is faster.
 """
 
 import argparse
@@ -45,7 +46,15 @@ import numpy as np
 import torch
 
 RECORD_RANK = {"TRAIN_BATCH_TOKENS": "98304"}  # one of 8 ranks of the record run
-PARTS = ("forward", "backward", "communication", "clip", "Newton-Schulz", "small parameters", "average")
+PARTS = (
+    "forward",
+    "backward",
+    "communication",
+    "clip",
+    "Newton-Schulz",
+    "small parameters",
+    "average",
+)
 TITLES = ("forward", "backward", "comm.", "clip", "NS", "small", "average")
 PHASES = {  # methods of ParallelMuon, and the parts that they belong to
     "reduce_gradients": "communication",
@@ -59,10 +68,13 @@ PHASES = {  # methods of ParallelMuon, and the parts that they belong to
 class OneOf(train_gpt.Comm):
     """The first of W ranks without its peers: a collective moves only this rank's part."""
 
-    def _start(self, collective: Callable, out: torch.Tensor, *source: torch.Tensor) -> Callable[[], None]:
+    def _start(
+        self, collective: Callable, out: torch.Tensor, *source: torch.Tensor
+    ) -> Callable[[], None]:
         for tensor in source:
             if out.numel() < tensor.numel():
-                out.copy_(tensor[: out.size(0)])  # reduce-scatter; in an all-gather the own rows are in place already
+                # Reduce-scatter; in an all-gather the own rows are in place already
+                out.copy_(tensor[: out.size(0)])
         return lambda: None
 
 
@@ -83,8 +95,12 @@ class Variant:
         compiled = mode == "compiled"
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
         weights = model.initialise(hp.seed)
-        self.forward = self.timed("forward", train_gpt.compile_whole(model.to(runtime.device), compiled))
-        self.optimizer = train_gpt.ParallelMuon(model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled)
+        self.forward = self.timed(
+            "forward", train_gpt.compile_whole(model.to(runtime.device), compiled)
+        )
+        self.optimizer = train_gpt.ParallelMuon(
+            model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled
+        )
         for method, part in PHASES.items():
             setattr(self.optimizer, method, self.timed(part, getattr(self.optimizer, method)))
         average = train_gpt.WeightAverage(self.optimizer.owned, hp)
@@ -124,7 +140,10 @@ class Variant:
 
 
 def report_parts(
-    variants: list[Variant], times: list[list[dict[str, float]]], hp: train_gpt.Hyperparameters, peak: float | None
+    variants: list[Variant],
+    times: list[list[dict[str, float]]],
+    hp: train_gpt.Hyperparameters,
+    peak: float | None,
 ) -> None:
     """Print the table. `times` has a row per round and a column per variant."""
     titles = (*TITLES, "fwd+bwd", "step", "ktok/s", "GFLOP/s", "ratio")
@@ -141,9 +160,23 @@ def report_parts(
         medians["GFLOP/s"] = medians["ktok/s"] * flops / 1e6
         medians["ratio"] = statistics.median(row[0] / row[column] for row in passes)
         mfu = f"  mfu {1e9 * medians['GFLOP/s'] / peak:.3f}" if peak else ""
-        print(f"{variant.mode:9}{variant.micro:8}" + "".join(f"{value:10.2f}" for value in medians.values()) + mfu)
-        rows.append({"mode": variant.mode, "micro": variant.micro, **{k: round(v, 3) for k, v in medians.items()}})
-    print(json.dumps({"bench": "step", "torch": torch.__version__, "rounds": len(times), "rows": rows}))
+        print(
+            f"{variant.mode:9}{variant.micro:8}"
+            + "".join(f"{value:10.2f}" for value in medians.values())
+            + mfu
+        )
+        rows.append(
+            {
+                "mode": variant.mode,
+                "micro": variant.micro,
+                **{k: round(v, 3) for k, v in medians.items()},
+            }
+        )
+    print(
+        json.dumps(
+            {"bench": "step", "torch": torch.__version__, "rounds": len(times), "rows": rows}
+        )
+    )
 
 
 def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
@@ -151,24 +184,31 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
     scripts = {str(other): load_script(other), "this train_gpt.py": train_gpt}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         hp = train_gpt.Hyperparameters.from_env(knobs)
-        tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=max(1 << 20, 2 * hp.train_batch_tokens))
+        tokens = np.random.default_rng(0).integers(
+            1, hp.vocab_size, size=max(1 << 20, 2 * hp.train_batch_tokens)
+        )
         shards.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         variants = {}
         for name, script in scripts.items():
             hp = script.Hyperparameters.from_env({**knobs, "DATA_PATH": folder})
             runtime = stack.enter_context(script.Runtime.start(hp))
             variants[name] = whole_step(script, hp, runtime, stack)
-        print(f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}")
+        print(
+            f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}"
+        )
         rows = report("whole step", take_turns(variants, rounds, runtime.synchronize))
-    print(json.dumps({"bench": "step", "torch": torch.__version__, "rounds": rounds, "against": rows}))
+    print(
+        json.dumps({"bench": "step", "torch": torch.__version__, "rounds": rounds, "against": rows})
+    )
 
 
 def whole_step(script: ModuleType, hp, runtime, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """A function that does the next step of a training with this script. Versions before December 2026 have other names
-    for two types."""
+    """A function that does the next step of a training with this script. Versions before December
+    2026 have other names for two types."""
     comm = script.Comm if hasattr(script, "Comm") else script.Ranks
     settings = script.StepSettings if hasattr(script, "StepSettings") else script.Moment
-    training = script.Training(hp, runtime, script.Log(hp, comm(1, 2)), None)  # rank 1 writes no log
+    # Rank 1 writes no log
+    training = script.Training(hp, runtime, script.Log(hp, comm(1, 2)), None)
     stack.enter_context(contextlib.closing(training.loader))
     steps = itertools.count()
     return lambda: training.train_step(next(steps), settings(1.0, 0.9, False, hp.train_seq_len))
@@ -177,15 +217,28 @@ def whole_step(script: ModuleType, hp, runtime, stack: contextlib.ExitStack) -> 
 def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
-    parser.add_argument("--micro", nargs="+", type=positive, default=micro, help="tokens per forward")
-    parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
-    parser.add_argument(
-        "--of", type=positive, default=8 if gpu else 1, help="do the optimizer's work of one of so many"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--against", type=Path, help="another version of train_gpt.py: compare whole steps with it")
+    parser.add_argument(
+        "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
+    )
+    parser.add_argument(
+        "--micro", nargs="+", type=positive, default=micro, help="tokens per forward"
+    )
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument(
+        "--record", action="store_true", default=gpu, help="the record's model, also on a CPU"
+    )
+    parser.add_argument(
+        "--of",
+        type=positive,
+        default=8 if gpu else 1,
+        help="do the optimizer's work of one of so many",
+    )
+    parser.add_argument(
+        "--against", type=Path, help="another version of train_gpt.py: compare whole steps with it"
+    )
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:
@@ -201,7 +254,11 @@ def main() -> None:
             for micro in arguments.micro
         ]
         for variant in variants:
-            print(f"preparing {variant.mode} with {variant.micro} tokens per forward", file=sys.stderr, flush=True)
+            print(
+                f"preparing {variant.mode} with {variant.micro} tokens per forward",
+                file=sys.stderr,
+                flush=True,
+            )
             variant.step()
             variant.step()
         times = [[variant.step() for variant in variants] for _ in range(arguments.rounds)]

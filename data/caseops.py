@@ -1,10 +1,12 @@
-"""CaseOps: write text in lower case with operators, so that a word has the same pieces in every case.
+"""CaseOps: write text in lower case with operators, so that a word has the same pieces in every
+case.
 
     encode("The NASA probe of SpaceX") == "{TITLE}the{ALLCAPS} nasa probe of{TITLE} space{CAPNEXT}x"
 
-`decode(encode(text)) == text` for every string. The four operators are characters of Unicode's private use area and
-pieces of the tokenizer. They count no bytes; every other character counts as many bytes as the one it stands for, so
-`train_gpt.ByteCounter` needs no other file. Idea: CaseOps of the challenge; the grammar is ours (README.md).
+`decode(encode(text)) == text` for every string. The four operators are characters of Unicode's
+private use area and pieces of the tokenizer. They count no bytes; every other character counts as
+many bytes as the one it stands for, so `train_gpt.ByteCounter` needs no other file. Idea: CaseOps
+of the challenge; the grammar is ours (README.md).
 """
 
 import re
@@ -17,14 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import CASE_OPERATORS
 
 TITLE, ALLCAPS, CAPNEXT, ESC = CASE_OPERATORS
-LITERALS = "".join(chr(ord(operator) + 16) for operator in CASE_OPERATORS)  # stand for operators in a text, after ESC
+# Stand for operators in a text, after ESC
+LITERALS = "".join(chr(ord(operator) + 16) for operator in CASE_OPERATORS)
 
 
 def letter_pairs() -> dict[str, str]:
-    """Lower-case letters by upper-case letter: the pairs with a mapping in both directions and equal UTF-8 lengths.
+    """Lower-case letters by upper-case letter: the pairs with a mapping in both directions and
+    equal UTF-8 lengths.
 
-    Only letters of Unicode 3.2 below U+10000 are in it. Unicode does not change their mappings any more, so every
-    version of Python has the same pairs.
+    Only letters of Unicode 3.2 below U+10000 are in it. Unicode does not change their mappings any
+    more, so every version of Python has the same pairs.
     """
     category = unicodedata.ucd_3_2_0.category
     pairs = {}
@@ -45,19 +49,24 @@ CAPITALS = re.compile(
     f"[{UPPER}](?:(?P<inner>(?<=[{UPPER}{LOWER}][{UPPER}]))|(?P<word>[{UPPER}]+(?![{UPPER}{LOWER}])))?"
 )
 MARKS = {"inner": CAPNEXT, "word": ALLCAPS, None: TITLE}
-OPERATIONS = re.compile(f"[{TITLE}{CAPNEXT}](?: ?[{LOWER}])?|{ALLCAPS}(?: ?[{LOWER}]+)?|{ESC}[{LITERALS}]?")
+OPERATIONS = re.compile(
+    f"[{TITLE}{CAPNEXT}](?: ?[{LOWER}])?|{ALLCAPS}(?: ?[{LOWER}]+)?|{ESC}[{LITERALS}]?"
+)
 
 
 def encode(text: str) -> str:
-    """The text in lower case with operators. ESC before a leading space keeps it apart from BOS, where a space would
-    count no byte."""
+    """The text in lower case with operators. ESC before a leading space keeps it apart from BOS,
+    where a space would count no byte."""
     coded = OPERATOR.sub(lambda found: ESC + found.group().translate(CODED), text)
-    coded = CAPITALS.sub(lambda found: MARKS[found.lastgroup] + found.group().translate(CODED), coded)
+    coded = CAPITALS.sub(
+        lambda found: MARKS[found.lastgroup] + found.group().translate(CODED), coded
+    )
     for mark in (TITLE, ALLCAPS):
         coded = coded.replace(" " + mark, mark + " ")  # pieces of words begin with their space
     return ESC + coded if coded.startswith(" ") else coded
 
 
 def decode(coded: str) -> str:
-    """The text that `encode` was given. In other strings, an operator that applies to nothing is removed."""
+    """The text that `encode` was given. In other strings, an operator that applies to nothing is
+    removed."""
     return OPERATIONS.sub(lambda found: found.group()[1:].translate(PLAIN), coded)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Make the demonstration's data from text that is on every machine: Python's standard library and its documentation.
+"""Make the demonstration's data from text that is on every machine: Python's standard library and
+its documentation.
 
     python data/demo_corpus.py demo_data
 
-A source file of the library or a topic of the documentation is one document. Validation documents are chosen by a hash
-of their names. data/tokenize_text.py trains a SentencePiece BPE tokenizer of 1,024 pieces and writes shards in the
-challenge's format and a manifest. If the manifest shows that the folder was made from the same texts, nothing is done.
+A source file of the library or a topic of the documentation is one document. Validation documents
+are chosen by a hash of their names. data/tokenize_text.py trains a SentencePiece BPE tokenizer of
+1,024 pieces and writes shards in the challenge's format and a manifest. If the manifest shows that
+the folder was made from the same texts, nothing is done.
 """
 
 import argparse
@@ -29,7 +31,8 @@ SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__py
 
 
 def documents(library: Path) -> dict[str, str]:
-    """Texts by name, sorted by name: source files of the library and topics of its documentation."""
+    """Texts by name, sorted by name: source files of the library and topics of its
+    documentation."""
     texts = {}
     for path in library.rglob("*.py"):
         name = path.relative_to(library)
@@ -53,7 +56,8 @@ def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
     size = 0
     for name in sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest()):
         length = len(texts[name].encode())
-        if size < val_bytes and length <= val_bytes // 4:  # no long file dominates the validation text
+        # No long file dominates the validation text
+        if size < val_bytes and length <= val_bytes // 4:
             chosen.append(name)
             size += length
     return sorted(chosen)
@@ -62,7 +66,9 @@ def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
 def build(folder: Path, library: Path, val_bytes: int) -> str:
     """Make the data in `folder` unless it exists. Returns a description of it. Raises UserError."""
     texts = documents(library)
-    digest = hashlib.sha256("\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()).hexdigest()
+    digest = hashlib.sha256(
+        "\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()
+    ).hexdigest()
     made_by = {"tool": "data/demo_corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
     manifest = shards.read_manifest(folder)
     before = manifest.get("made_by") if manifest else None
@@ -70,7 +76,9 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
         return f"already there: {json.dumps(manifest['splits'])}"
     ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
     if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} holds something else than the demonstration's data: choose another folder")
+        raise UserError(
+            f"{folder} holds something else than the demonstration's data: choose another folder"
+        )
     started = time.perf_counter()
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
@@ -82,7 +90,9 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "documents.jsonl")
         path.write_text("".join(json.dumps({"text": texts[name]}) + "\n" for name in names))
-        options = tokenize_text.Options(vocab_size=VOCAB_SIZE, val_docs=len(first), workers=os.cpu_count())
+        options = tokenize_text.Options(
+            vocab_size=VOCAB_SIZE, val_docs=len(first), workers=os.cpu_count()
+        )
         reading = tokenize_text.Reading()
         tally = tokenize_text.build([path], folder, options, reading, force=True, made_by=made_by)
     return f"made in {time.perf_counter() - started:.0f} s\n" + "\n".join(tally.lines())
@@ -90,10 +100,16 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
 
 def main() -> None:
     library = Path(sysconfig.get_path("stdlib"))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument("--sources", type=Path, default=library, help="folder of the library (default: %(default)s)")
-    parser.add_argument("--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)")
+    parser.add_argument(
+        "--sources", type=Path, default=library, help="folder of the library (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     print("demonstration data", build(arguments.folder, arguments.sources, arguments.val_bytes))
 

@@ -5,12 +5,13 @@
     python data/download_fineweb.py --train-shards 1        # enough for a first try
     python data/download_fineweb.py --check                 # verify the files; needs no network
 
-The hub's client downloads into its cache: several files at once, with broken connections resumed and complete files
-kept after an interruption. The files are then linked (copied if the cache is on another file system) into
-data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where train_gpt.py looks for them. Files are verified with the
-hub's checksums before the download, so correct ones are not downloaded again, and after it. As in the challenge's own
-script, MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX select another repository and another folder of
-it; HF_HOME moves the cache.
+The hub's client downloads into its cache: several files at once, with broken connections resumed
+and complete files kept after an interruption. The files are then linked (copied if the cache is on
+another file system) into data/datasets/fineweb10B_<variant>/ and data/tokenizers/, where
+train_gpt.py looks for them. Files are verified with the hub's checksums before the download, so
+correct ones are not downloaded again, and after it. As in the challenge's own script,
+MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX select another repository and another
+folder of it; HF_HOME moves the cache.
 """
 
 import argparse
@@ -48,7 +49,8 @@ class Remote(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A file to download: its path in the repository and, once the hub has been asked, its size and checksum."""
+    """A file to download: its path in the repository and, once the hub has been asked, its size and
+    checksum."""
 
     path: str
     local: Path
@@ -62,24 +64,42 @@ class Wanted(NamedTuple):
             return False
         if self.sha256:
             return shards.file_sha256(self.local, seen) == self.sha256
-        return hashlib.sha1(f"blob {self.size}\0".encode() + self.local.read_bytes()).hexdigest() == self.git_sha1
+        return (
+            hashlib.sha1(f"blob {self.size}\0".encode() + self.local.read_bytes()).hexdigest()
+            == self.git_sha1
+        )
 
 
 def dataset_name(variant: str) -> str:
     return f"fineweb10B_{variant}"
 
 
-def plan(manifest: dict, variant: str, train_shards: int, remote: Remote, target: Path) -> list[Wanted]:
-    """The files of a variant in the hub's manifest: tokenizer, training shards, validation. Raises UserError."""
+def plan(
+    manifest: dict, variant: str, train_shards: int, remote: Remote, target: Path
+) -> list[Wanted]:
+    """The files of a variant in the hub's manifest: tokenizer, training shards, validation. Raises
+    UserError."""
     try:
         datasets = {entry["name"]: entry for entry in manifest["datasets"]}
         name = dataset_name(variant)
         if name not in datasets:
             there = ", ".join(sorted(other.removeprefix("fineweb10B_") for other in datasets))
-            raise UserError(f"{remote.repository} has no variant {variant}: set --variant to one of {there}")
-        counts = {split: int(datasets[name]["stats"][f"files_{split}"]) for split in ("train", "val")}
-        (tokenizer,) = (entry for entry in manifest["tokenizers"] if entry["name"] == datasets[name]["tokenizer_name"])
-        models = [str(tokenizer[key]) for key in ("model_path", "vocab_path", "path") if tokenizer.get(key)]
+            raise UserError(
+                f"{remote.repository} has no variant {variant}: set --variant to one of {there}"
+            )
+        counts = {
+            split: int(datasets[name]["stats"][f"files_{split}"]) for split in ("train", "val")
+        }
+        (tokenizer,) = (
+            entry
+            for entry in manifest["tokenizers"]
+            if entry["name"] == datasets[name]["tokenizer_name"]
+        )
+        models = [
+            str(tokenizer[key])
+            for key in ("model_path", "vocab_path", "path")
+            if tokenizer.get(key)
+        ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{remote.folder}/manifest.json of {remote.repository} has an unknown format "
@@ -106,7 +126,9 @@ class Hub:
             import huggingface_hub
             from huggingface_hub import constants
         except ImportError as error:
-            raise UserError("huggingface_hub is not installed: pip install -r requirements-dev.txt") from error
+            raise UserError(
+                "huggingface_hub is not installed: pip install -r requirements-dev.txt"
+            ) from error
         self.client, self.remote, self.api = huggingface_hub, remote, huggingface_hub.HfApi()
         self.cache = Path(constants.HF_HUB_CACHE)
         info = self._ask(self.api.dataset_info, remote.repository, timeout=20)
@@ -117,7 +139,8 @@ class Hub:
             return function(*arguments, **options)
         except UserError:
             raise
-        except Exception as error:  # the client's own, its HTTP library's and the operating system's exceptions
+        # The client's own, its HTTP library's and the operating system's exceptions
+        except Exception as error:
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             raise UserError(
                 f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the "
@@ -126,28 +149,42 @@ class Hub:
 
     def manifest(self) -> dict:
         """The hub's current manifest."""
-        path = self._ask(self.client.hf_hub_download, filename=f"{self.remote.folder}/manifest.json", **self.here)
+        path = self._ask(
+            self.client.hf_hub_download, filename=f"{self.remote.folder}/manifest.json", **self.here
+        )
         return self._ask(lambda: json.loads(Path(path).read_bytes()))
 
     def described(self, files: list[Wanted]) -> list[Wanted]:
         """The files with the hub's sizes and checksums. Raises UserError if the hub lacks one."""
         found = {
             info.path: info
-            for info in self._ask(self.api.get_paths_info, paths=[file.path for file in files], **self.here)
+            for info in self._ask(
+                self.api.get_paths_info, paths=[file.path for file in files], **self.here
+            )
         }
         if missing := [file.path for file in files if file.path not in found]:
-            raise UserError(f"{self.remote.repository} lacks {missing[0]}, which is in its manifest: tell its owner")
+            raise UserError(
+                f"{self.remote.repository} lacks {missing[0]}, which is in its manifest: tell its owner"
+            )
         infos = [found[file.path] for file in files]
         return [
-            file._replace(size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id)
+            file._replace(
+                size=info.size, sha256=info.lfs.sha256 if info.lfs else "", git_sha1=info.blob_id
+            )
             for file, info in zip(files, infos, strict=True)
         ]
 
     def fetch(self, files: list[Wanted], again: bool) -> Path:
-        """Download files into the client's cache. `again` replaces cached files. Returns the cached repository."""
+        """Download files into the client's cache. `again` replaces cached files. Returns the cached
+        repository."""
         patterns = [file.path for file in files]
         return Path(
-            self._ask(self.client.snapshot_download, allow_patterns=patterns, force_download=again, **self.here)
+            self._ask(
+                self.client.snapshot_download,
+                allow_patterns=patterns,
+                force_download=again,
+                **self.here,
+            )
         )
 
 
@@ -157,9 +194,13 @@ def existing(path: Path) -> Path:
 
 
 def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
-    """Raises UserError if the files do not fit into the cache or, on another file system, into the target."""
+    """Raises UserError if the files do not fit into the cache or, on another file system, into the
+    target."""
     size = sum(file.size for file in files)
-    places = {existing(place).stat().st_dev: existing(place) for place in (cache.resolve(), target.resolve())}
+    places = {
+        existing(place).stat().st_dev: existing(place)
+        for place in (cache.resolve(), target.resolve())
+    }
     for place in places.values():
         free = shutil.disk_usage(place).free
         if free < size:
@@ -170,7 +211,8 @@ def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to the file behind `source`, or a copy if the file system does not allow it."""
+    """Make `target` a hard link to the file behind `source`, or a copy if the file system does not
+    allow it."""
     partial = target.with_name(target.name + ".partial")
     with train_gpt.writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -189,30 +231,45 @@ def not_there(files: Iterable[Wanted]) -> list[Wanted]:
 
     files = list(files)
     present = sum(file.size for file in files if file.local.is_file())
-    with tqdm(total=present, unit="B", unit_scale=True, desc="verifying", disable=None if present else True) as bar:
+    with tqdm(
+        total=present,
+        unit="B",
+        unit_scale=True,
+        desc="verifying",
+        disable=None if present else True,
+    ) as bar:
         return [file for file in files if not file.is_there(bar.update)]
 
 
 def have(files: list[Wanted], hub: Hub, target: Path) -> int:
-    """Download and link what is missing or wrong. Returns the number of downloaded files. Raises UserError."""
+    """Download and link what is missing or wrong. Returns the number of downloaded files. Raises
+    UserError."""
     missing = not_there(files)
     check_space(missing, hub.cache, target)
     fetched = len(missing)
-    for again in (False, True):  # a damaged link means a damaged file in the cache, so the second try replaces that
+    # A damaged link means a damaged file in the cache, so the second try replaces that
+    for again in (False, True):
         if missing:
             snapshot = hub.fetch(missing, again)
             for file in missing:
                 link(snapshot / file.path, file.local)
             missing = not_there(missing)
     if missing:
-        raise UserError(f"{missing[0].local} has a wrong size or checksum after the download: start again")
+        raise UserError(
+            f"{missing[0].local} has a wrong size or checksum after the download: start again"
+        )
     return fetched
 
 
 def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
-    """Write the manifest of `folder` for train_gpt.py and --check. Shards downloaded earlier stay in it."""
+    """Write the manifest of `folder` for train_gpt.py and --check. Shards downloaded earlier stay
+    in it."""
     model = next((file.local for file in files if file.local.suffix == ".model"), None)
-    before = (shards.read_manifest(folder) or {"files": {}})["files"] if (folder / shards.MANIFEST).exists() else {}
+    before = (
+        (shards.read_manifest(folder) or {"files": {}})["files"]
+        if (folder / shards.MANIFEST).exists()
+        else {}
+    )
     entries = {name: entry for name, entry in before.items() if (folder / name).is_file()}
     for file in files:
         if file.local.parent == folder:
@@ -221,25 +278,36 @@ def record(files: list[Wanted], folder: Path, remote: Remote) -> None:
                 "tokens": len(train_gpt.read_shard(file.local)),
                 "sha256": file.sha256,
             }
-    made_by = {"tool": "download_fineweb.py", "repository": remote.repository, "folder": remote.folder}
+    made_by = {
+        "tool": "download_fineweb.py",
+        "repository": remote.repository,
+        "folder": remote.folder,
+    }
     tokenizer = {"tokenizer": shards.tokenizer_entry(model, folder)} if model else {}
     shards.write_manifest(folder, made_by=made_by, **tokenizer, files=dict(sorted(entries.items())))
 
 
 def check(variant: str, target: Path) -> str:
-    """Verify every byte of the local files with the local manifest. Returns a summary. Raises UserError."""
+    """Verify every byte of the local files with the local manifest. Returns a summary. Raises
+    UserError."""
     folder = target / "datasets" / dataset_name(variant)
     manifest = shards.read_manifest(folder)
     if manifest is None:
-        raise UserError(f"{folder} has no {shards.MANIFEST}: run this script without --check to download the data")
+        raise UserError(
+            f"{folder} has no {shards.MANIFEST}: run this script without --check to download the data"
+        )
     wrong = shards.problems(folder, manifest)
     if "tokenizer" in manifest:
         tokenizer = folder / manifest["tokenizer"]["path"]
-        if not tokenizer.is_file() or shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
+        if (
+            not tokenizer.is_file()
+            or shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]
+        ):
             wrong.append(f"{tokenizer} is missing or is not the tokenizer of the shards")
     strangers = {path.name for path in folder.glob("*.bin")} - set(manifest["files"])
     wrong += [
-        f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it" for name in sorted(strangers)
+        f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it"
+        for name in sorted(strangers)
     ]
     if wrong:
         raise UserError("; ".join(wrong) + ": run this script without --check to download again")
@@ -253,7 +321,10 @@ def download(variant: str, train_shards: int, remote: Remote, target: Path) -> s
         hub = Hub(remote)
     except UserError as error:
         held = (shards.read_manifest(folder) or {"files": {}})["files"]
-        if any("_val_" in name for name in held) and sum("_train_" in name for name in held) >= train_shards:
+        if (
+            any("_val_" in name for name in held)
+            and sum("_train_" in name for name in held) >= train_shards
+        ):
             return f"{check(variant, target)} (no update: {error})"
         raise
     files = hub.described(plan(hub.manifest(), variant, train_shards, remote, target))
@@ -264,12 +335,23 @@ def download(variant: str, train_shards: int, remote: Remote, target: Path) -> s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", default="sp1024", help=f"{', '.join(VARIANTS)} or another one of the repository")
-    parser.add_argument("--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--variant",
+        default="sp1024",
+        help=f"{', '.join(VARIANTS)} or another one of the repository",
+    )
+    parser.add_argument(
+        "--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80"
+    )
     parser.add_argument("--check", action="store_true", help="verify the files without a download")
     parser.add_argument(
-        "--target", type=Path, default=TARGET, help="folder of datasets/ and tokenizers/ (default: data)"
+        "--target",
+        type=Path,
+        default=TARGET,
+        help="folder of datasets/ and tokenizers/ (default: data)",
     )
     arguments = parser.parse_args()
     if arguments.train_shards < 0:
@@ -277,7 +359,14 @@ def main() -> None:
     if arguments.check:
         print(check(arguments.variant, arguments.target))
     else:
-        print(download(arguments.variant, arguments.train_shards, Remote.from_env(dict(os.environ)), arguments.target))
+        print(
+            download(
+                arguments.variant,
+                arguments.train_shards,
+                Remote.from_env(dict(os.environ)),
+                arguments.target,
+            )
+        )
 
 
 if __name__ == "__main__":

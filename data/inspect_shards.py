@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Inspect a folder of shards: its contents, its integrity, and documents shared by training and validation.
+"""Inspect a folder of shards: its contents, its integrity, and documents shared by training and
+validation.
 
     python data/inspect_shards.py data/datasets/fineweb10B_sp1024 --tokenizer data/tokenizers/fineweb_1024_bpe.model
 
-Prints for every file its tokens, largest token and documents, and whether its sha256 is that in manifest.json; for each
-split its documents, bytes and repeated documents; the number of documents in both splits; and some decoded samples. The
-exit status is non-zero if anything is wrong.
+Prints for every file its tokens, largest token and documents, and whether its sha256 is that in
+manifest.json; for each split its documents, bytes and repeated documents; the number of documents
+in both splits; and some decoded samples. The exit status is non-zero if anything is wrong.
 """
 
 import argparse
@@ -38,7 +39,8 @@ class SplitReport:
         self.hashes = np.fromiter(map(document_hash, self.documents()), dtype=np.uint64)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Tokens of each document without its BOS, across shards. Tokens before the first BOS are a document too."""
+        """Tokens of each document without its BOS, across shards. Tokens before the first BOS are a
+        document too."""
         rest = np.empty(0, dtype=np.uint16)
         for number, shard in enumerate(self.stream.shards):
             first, *parts = np.split(shard, np.flatnonzero(shard == BOS))
@@ -55,11 +57,14 @@ class SplitReport:
 
 
 def document_hash(tokens: np.ndarray) -> int:
-    """A 64-bit hash. Among 10 million documents, a collision has a probability of 3 in a million."""
+    """A 64-bit hash. Among 10 million documents, a collision has a probability of 3 in a
+    million."""
     return int.from_bytes(hashlib.blake2b(tokens, digest_size=8).digest())
 
 
-def status_of(files: list[Path], folder: Path, manifest: dict | None) -> tuple[dict[str, str], list[str]]:
+def status_of(
+    files: list[Path], folder: Path, manifest: dict | None
+) -> tuple[dict[str, str], list[str]]:
     """(status of each file's sha256, sentences on what is wrong)."""
     if manifest is None:
         return {path.name: "no manifest" for path in files}, []
@@ -69,7 +74,9 @@ def status_of(files: list[Path], folder: Path, manifest: dict | None) -> tuple[d
     status = {}
     for name in sorted(names):
         if name not in manifest["files"]:
-            wrong.append(f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it")
+            wrong.append(
+                f"{folder / name} is not in {shards.MANIFEST}, but would be read: remove it"
+            )
             status[name] = "not in the manifest"
             continue
         found = shards.problems(folder, manifest, [name])
@@ -91,21 +98,31 @@ def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as error:
-        raise UserError(f"{path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}") from error
+        raise UserError(
+            f"{path} is not a SentencePiece model: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
-    """Print the report. Returns sentences on what is wrong. Raises UserError if a file cannot be read."""
+    """Print the report. Returns sentences on what is wrong. Raises UserError if a file cannot be
+    read."""
     manifest = shards.read_manifest(folder)
     reports = [SplitReport(folder, split) for split in ("train", "val")]
-    files = [path for split in ("train", "val", "val_bytes") for path in train_gpt.shard_paths(folder, split)]
+    files = [
+        path
+        for split in ("train", "val", "val_bytes")
+        for path in train_gpt.shard_paths(folder, split)
+    ]
     status, wrong = status_of(files, folder, manifest)
     tokenizer = find_tokenizer(tokenizer, folder, manifest)
     pieces = counter = None
     if tokenizer:
         pieces = load_tokenizer(tokenizer)
         counter = train_gpt.ByteCounter(str(tokenizer), pieces.vocab_size())
-        if manifest is not None and shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]:
+        if (
+            manifest is not None
+            and shards.file_sha256(tokenizer) != manifest["tokenizer"]["sha256"]
+        ):
             wrong.append(
                 f"{tokenizer} is not the tokenizer that made the shards: its sha256 is not in {shards.MANIFEST}"
             )
@@ -116,22 +133,32 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
             counts = f"{len(shard):,} tokens, largest {largest}, {starts:,} documents begin here"
             print(f"{path.name}: {counts}, {status[path.name]}")
             if pieces and largest >= pieces.vocab_size():
-                wrong.append(f"{path} holds token {largest}, but the tokenizer has {pieces.vocab_size()} pieces")
+                wrong.append(
+                    f"{path} holds token {largest}, but the tokenizer has {pieces.vocab_size()} pieces"
+                )
     if counter and counter.caseops and not (manifest and manifest["tokenizer"].get("caseops")):
-        print("the tokenizer has CaseOps operators of another grammar (README.md): no bytes and samples")
+        print(
+            "the tokenizer has CaseOps operators of another grammar (README.md): no bytes and samples"
+        )
         pieces = counter = None
     exact = train_gpt.read_sidecar(folder, len(reports[1].stream))
     if exact is not None:
-        print(f"val: {exact[1:].sum(dtype=np.int64):,} bytes by fineweb_val_bytes_*.bin, which the score uses")
+        print(
+            f"val: {exact[1:].sum(dtype=np.int64):,} bytes by fineweb_val_bytes_*.bin, which the score uses"
+        )
     for report in reports:
         print(describe(report, None if wrong else counter))
         if report.stream.shards[0][0] != BOS:
             first = report.stream.paths[0]
-            wrong.append(f"{first} does not begin with BOS (token {BOS}): the start of its first document is missing")
+            wrong.append(
+                f"{first} does not begin with BOS (token {BOS}): the start of its first document is missing"
+            )
     both = int(np.isin(reports[0].hashes, reports[1].hashes).sum())
     print(f"documents of train that are also in val: {both:,}")
     if both:
-        wrong.append(f"{folder} has {both} training documents that are also in validation: split the data again")
+        wrong.append(
+            f"{folder} has {both} training documents that are also in validation: split the data again"
+        )
     if pieces and not wrong:
         show_samples(reports[1], functools.partial(text_of, pieces, counter), samples)
     elif not tokenizer:
@@ -146,7 +173,8 @@ def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
     mean = tokens / documents
     line = f"{report.split}: {files} files, {tokens:,} tokens, {documents:,} documents ({mean:.1f} tokens each)"
     if counter:
-        before = [BOS, *(int(shard[-1]) for shard in report.stream.shards)]  # last token of the previous shard
+        # Last token of the previous shard
+        before = [BOS, *(int(shard[-1]) for shard in report.stream.shards)]
         nbytes = sum(
             int(counter.count(np.insert(shard, 0, last)).sum())
             for last, shard in zip(before, report.stream.shards, strict=False)
@@ -155,7 +183,9 @@ def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
     return f"{line}, {report.repeated():,} documents repeated"
 
 
-def text_of(pieces: sentencepiece.SentencePieceProcessor, counter: train_gpt.ByteCounter, tokens: np.ndarray) -> str:
+def text_of(
+    pieces: sentencepiece.SentencePieceProcessor, counter: train_gpt.ByteCounter, tokens: np.ndarray
+) -> str:
     """The original text of tokens (n,) without BOS."""
     text = pieces.decode(tokens.tolist())
     return caseops.decode(text) if counter.caseops else text
@@ -166,14 +196,25 @@ def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], sampl
     chosen = set(np.linspace(0, len(report.hashes) - 1, samples, dtype=int).tolist())
     for number, tokens in enumerate(report.documents()):
         if number in chosen:
-            print(f"{report.split} document {number + 1} ({len(tokens):,} tokens): {decode(tokens[:80])!r}")
+            print(
+                f"{report.split} document {number + 1} ({len(tokens):,} tokens): {decode(tokens[:80])!r}"
+            )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)")
-    parser.add_argument("--samples", type=int, default=3, help="number of validation documents to print (default: 3)")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=3,
+        help="number of validation documents to print (default: 3)",
+    )
     arguments = parser.parse_args()
     wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)
     if wrong:

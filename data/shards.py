@@ -10,7 +10,8 @@ A folder of shards has a manifest.json:
 
 tokenize_text.py adds "caseops" to the tokenizer's entry: whether it is one for CaseOps (README.md).
 
-The manifest is written last and atomically, so a folder that has one is complete. train_gpt.py checks data against it.
+The manifest is written last and atomically, so a folder that has one is complete. train_gpt.py
+checks data against it.
 """
 
 import hashlib
@@ -40,16 +41,20 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
-    """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the manifest."""
+    """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the
+    manifest."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
-    data = b"".join((header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B")))
+    data = b"".join(
+        (header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))
+    )
     write_file(path, data)
     return {"bytes": len(data), "tokens": len(tokens), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 class ShardWriter:
-    """Writes a stream of tokens as shards of one split; all but the last have `shard_tokens` tokens."""
+    """Writes a stream of tokens as shards of one split; all but the last have `shard_tokens`
+    tokens."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int):
         self.folder = folder
@@ -98,7 +103,9 @@ def tokenizer_entry(path: Path, folder: Path) -> dict:
 
 def write_manifest(folder: Path, **entries) -> None:
     """Write the manifest of `folder` with these entries."""
-    write_file(folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode())
+    write_file(
+        folder / MANIFEST, (json.dumps({"format": FORMAT, **entries}, indent=1) + "\n").encode()
+    )
 
 
 def read_manifest(folder: Path) -> dict | None:
@@ -116,14 +123,20 @@ def read_manifest(folder: Path) -> dict | None:
                 raise ValueError(f"invalid entry {name!r}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} cannot be read as a manifest ({reason}): make or download the data again") from error
+        raise UserError(
+            f"{path} cannot be read as a manifest ({reason}): make or download the data again"
+        ) from error
     return manifest
 
 
 def problems(
-    folder: Path, manifest: dict, names: Iterable[str] | None = None, seen: Callable = lambda count: None
+    folder: Path,
+    manifest: dict,
+    names: Iterable[str] | None = None,
+    seen: Callable = lambda count: None,
 ) -> list[str]:
-    """One sentence per file of `names` (default: all) that is not as in the manifest. Reads every byte."""
+    """One sentence per file of `names` (default: all) that is not as in the manifest. Reads every
+    byte."""
     found = []
     for name in manifest["files"] if names is None else names:
         path, entry = folder / name, manifest["files"][name]
@@ -133,7 +146,9 @@ def problems(
             found.append(str(error))
             continue
         if path.stat().st_size != entry["bytes"]:
-            found.append(f"{path} has {path.stat().st_size} bytes, but {MANIFEST} says {entry['bytes']}")
+            found.append(
+                f"{path} has {path.stat().st_size} bytes, but {MANIFEST} says {entry['bytes']}"
+            )
         elif file_sha256(path, seen) != entry["sha256"]:
             found.append(f"{path} is not the file in {MANIFEST}: its sha256 differs")
     return found

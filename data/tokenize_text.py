@@ -5,16 +5,18 @@
     python data/tokenize_text.py docs.jsonl --out ... --tokenizer data/tokenizers/fineweb_1024_bpe.model --val-docs 1000
     zstdcat dump.zst | python data/tokenize_text.py - --stdin-format jsonl --out ... --vocab-size 4096 --val-docs 1000
 
-A document is the --field of a line of a .jsonl file or of a row of a .parquet file, a .txt file, or, with --separator,
-each part of a .txt file. Folders are searched for such files in the order of their paths.
+A document is the --field of a line of a .jsonl file or of a row of a .parquet file, a .txt file,
+or, with --separator, each part of a .txt file. Folders are searched for such files in the order of
+their paths.
 
     files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
 
-With --caseops the tokenizer is one for lower-case text with operators (caseops.py). Such a tokenizer is recognised by
-its operators, so --tokenizer needs no option.
+With --caseops the tokenizer is one for lower-case text with operators (caseops.py). Such a
+tokenizer is recognised by its operators, so --tokenizer needs no option.
 
-The result does not depend on the number of workers. It is built in a folder beside --out and moved there when it is
-complete. Documents that are identical after the tokenizer's normalisation are never in both splits.
+The result does not depend on the number of workers. It is built in a folder beside --out and moved
+there when it is complete. Documents that are identical after the tokenizer's normalisation are
+never in both splits.
 """
 
 import argparse
@@ -75,16 +77,21 @@ class Record(NamedTuple):
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
-    """The text files in `inputs`, which are files and folders. Raises UserError for anything else."""
+    """The text files in `inputs`, which are files and folders. Raises UserError for anything
+    else."""
     found = []
     for path in inputs:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
             if not inside:
-                raise UserError(f"{path} has no file that ends in {', '.join(SUFFIXES)}: give another folder")
+                raise UserError(
+                    f"{path} has no file that ends in {', '.join(SUFFIXES)}: give another folder"
+                )
             found += inside
         elif not path.is_file():
-            raise UserError(f"{path} does not exist: give a file, a folder, or - for standard input")
+            raise UserError(
+                f"{path} does not exist: give a file, a folder, or - for standard input"
+            )
         elif path.suffix not in SUFFIXES:
             raise UserError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
         else:
@@ -101,7 +108,9 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
         with open(path, "rb") as file:
             if path.suffix == ".jsonl":
                 yield from (
-                    Record(f"{path}, line {number}", line, True) for number, line in enumerate(file, 1) if line.strip()
+                    Record(f"{path}, line {number}", line, True)
+                    for number, line in enumerate(file, 1)
+                    if line.strip()
                 )
             elif not reading.separator:
                 yield Record(str(path), file.read())
@@ -152,10 +161,20 @@ def text_of(record: Record, reading: Reading) -> str:
             text = text.decode()
         if is_json:
             entry = json.loads(text)
-            fields = {k: v for k, v in entry.items() if isinstance(v, str)} if isinstance(entry, dict) else {}
+            fields = (
+                {k: v for k, v in entry.items() if isinstance(v, str)}
+                if isinstance(entry, dict)
+                else {}
+            )
             if reading.field not in fields:
-                advice = f"set --field to one of {', '.join(list(fields)[:9])}, or" if fields else "fix or"
-                raise UserError(f"{where} has no text in a field {reading.field!r}: {advice} remove that line")
+                advice = (
+                    f"set --field to one of {', '.join(list(fields)[:9])}, or"
+                    if fields
+                    else "fix or"
+                )
+                raise UserError(
+                    f"{where} has no text in a field {reading.field!r}: {advice} remove that line"
+                )
             text = fields[reading.field]
         text.encode()  # fails for a lone surrogate, which JSON can contain
     except UnicodeError as error:
@@ -183,7 +202,8 @@ def chunked(files: list[Path], reading: Reading) -> Iterator[list[Record]]:
 
 
 def kept(normalised: str) -> str:
-    """The text behind a normaliser's output, for a tokenizer that prefixes a space to each document."""
+    """The text behind a normaliser's output, for a tokenizer that prefixes a space to each
+    document."""
     return normalised.removeprefix(SPACE).replace(SPACE, " ")
 
 
@@ -219,14 +239,16 @@ class Encoder:
         self.prefixed = self.pieces.normalize("a").startswith(SPACE)
 
     def encode(self, chunk: list[Record]) -> Encoded:
-        """Tokenize a chunk. Raises UserError if a document is not text or the evaluator would count wrong bytes."""
+        """Tokenize a chunk. Raises UserError if a document is not text or the evaluator would count
+        wrong bytes."""
         texts = [text_of(record, self.reading) for record in chunk]
         normalised = [self._plain(text) for text in texts]
         sources = [caseops.encode(text) for text in normalised] if self.counter.caseops else texts
         encoded = self.pieces.encode(sources, return_type="numpy")
         lengths = [len(ids) + 1 for ids in encoded]
         starts = np.cumsum([0, *lengths])
-        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)  # one extra BOS ends the last document
+        # One extra BOS ends the last document
+        tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)
         for start, ids in zip(starts, encoded, strict=False):
             tokens[start + 1 : start + 1 + len(ids)] = ids
         charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
@@ -244,7 +266,9 @@ class Encoder:
                 raise UserError(
                     f"{record.where} is not restored by CaseOps: the tokenizer's normaliser must be identity"
                 )
-            documents.append(Document(key_of(text), length, size, len(raw.encode()) - size, raw != text))
+            documents.append(
+                Document(key_of(text), length, size, len(raw.encode()) - size, raw != text)
+            )
         return Encoded(tokens[:-1], documents)
 
     def _plain(self, text: str) -> str:
@@ -265,7 +289,8 @@ def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encod
 
 
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
-    """`map(function, items)` in worker processes, in order, with a bounded number of pending items."""
+    """`map(function, items)` in worker processes, in order, with a bounded number of pending
+    items."""
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         pending = collections.deque()
         try:
@@ -276,7 +301,9 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool as error:
-            raise UserError("a worker process died, perhaps out of memory: use fewer --workers") from error
+            raise UserError(
+                "a worker process died, perhaps out of memory: use fewer --workers"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -288,8 +315,8 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
 class Split:
     """Assigns documents to training or validation.
 
-    Validation is the first `val_docs` distinct documents (50,000 in the challenge), or the documents whose hashes fall
-    into a fraction of all hashes, regardless of their order.
+    Validation is the first `val_docs` distinct documents (50,000 in the challenge), or the
+    documents whose hashes fall into a fraction of all hashes, regardless of their order.
     """
 
     def __init__(self, val_docs: int, val_fraction: float):
@@ -310,14 +337,22 @@ class Split:
 def normaliser_options(rule: str, prefix: bool = True) -> dict:
     """How our tokenizers treat white space.
 
-    Nothing is removed. Each document is prefixed with a space, which the evaluator does not count after BOS, so bytes
-    are exact even if a document begins with spaces. CaseOps needs no prefix: it marks a space at the beginning.
+    Nothing is removed. Each document is prefixed with a space, which the evaluator does not count
+    after BOS, so bytes are exact even if a document begins with spaces. CaseOps needs no prefix: it
+    marks a space at the beginning.
     """
-    return dict(add_dummy_prefix=prefix, remove_extra_whitespaces=rule != "identity", escape_whitespaces=True)
+    return dict(
+        add_dummy_prefix=prefix,
+        remove_extra_whitespaces=rule != "identity",
+        escape_whitespaces=True,
+    )
 
 
-def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int) -> list[str]:
-    """About `sample_bytes` of training documents, chosen by their checksums, so order does not matter."""
+def sample_texts(
+    files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int
+) -> list[str]:
+    """About `sample_bytes` of training documents, chosen by their checksums, so order does not
+    matter."""
     normaliser = sentencepiece.SentencePieceNormalizer(rule_name=rule, **normaliser_options(rule))
     share = min(1.0, sample_bytes / max(1, sum(path.stat().st_size for path in files))) * 2**32
     chosen = []
@@ -340,7 +375,9 @@ def sample_texts(files: list[Path], reading: Reading, rule: str, split: Split, s
 def nothing_left(split: str, documents: int) -> UserError:
     """The error that all documents are in the other split."""
     if not documents:
-        return UserError("no document was left for train and val: the files are empty, give other ones")
+        return UserError(
+            "no document was left for train and val: the files are empty, give other ones"
+        )
     change = f"set --val-docs below {documents} or" if split == "train" else "set --val-docs or"
     way = "lower" if split == "train" else "higher"
     return UserError(
@@ -349,16 +386,21 @@ def nothing_left(split: str, documents: int) -> UserError:
     )
 
 
-def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity", operators: str = "") -> bytes:
-    """A SentencePiece BPE model with byte fallback, single digits, and pieces for U+2581 and, unless the normaliser
-    `rule` replaces it, newline. `operators` (`train_gpt.CASE_OPERATORS` if `texts` has them) become pieces 4 to 7.
+def train_tokenizer(
+    texts: list[str], vocab_size: int, rule: str = "identity", operators: str = ""
+) -> bytes:
+    """A SentencePiece BPE model with byte fallback, single digits, and pieces for U+2581 and,
+    unless the normaliser `rule` replaces it, newline. `operators` (`train_gpt.CASE_OPERATORS` if
+    `texts` has them) become pieces 4 to 7.
 
-    At most half of the vocabulary is for single characters. Rarer characters become bytes: the text is cut at them.
-    Raises UserError if the vocabulary cannot be filled.
+    At most half of the vocabulary is for single characters. Rarer characters become bytes: the text
+    is cut at them. Raises UserError if the vocabulary cannot be filled.
     """
     fewest = FEWEST_PIECES + len(operators)
     if vocab_size < fewest:
-        control = f"4 control pieces, {len(operators)} operators" if operators else "4 control pieces"
+        control = (
+            f"4 control pieces, {len(operators)} operators" if operators else "4 control pieces"
+        )
         raise UserError(
             f"--vocab-size {vocab_size} is too small: {control}, 256 bytes, space and newline make {fewest}"
         )
@@ -382,7 +424,8 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity", o
             max_sentence_length=1 << 20,
             normalization_rule_name=rule,
             allow_whitespace_only_pieces=True,
-            user_defined_symbols=[*operators, *("\n" if rule == "identity" else "")],  # other rules make it a space
+            # Other rules make it a space
+            user_defined_symbols=[*operators, *("\n" if rule == "identity" else "")],
             pad_id=PAD,
             bos_id=BOS,
             eos_id=EOS,
@@ -392,12 +435,15 @@ def train_tokenizer(texts: list[str], vocab_size: int, rule: str = "identity", o
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"a tokenizer of {vocab_size} pieces cannot be trained on this text: {reason}") from error
+        raise UserError(
+            f"a tokenizer of {vocab_size} pieces cannot be trained on this text: {reason}"
+        ) from error
     return model.getvalue()
 
 
 def adopt_tokenizer(path: Path, copy: Path) -> None:
-    """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's format."""
+    """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's
+    format."""
     try:
         shards.write_file(copy, path.read_bytes())
         pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
@@ -419,7 +465,9 @@ class Tally:
     """Counts of documents, tokens and bytes."""
 
     def __init__(self):
-        self.splits = {split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")}
+        self.splits = {
+            split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")
+        }
         self.empty = self.repeated = self.changed = self.lost = 0
 
     def lines(self) -> Iterator[str]:
@@ -437,7 +485,10 @@ def write_shards(
     encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int
 ) -> tuple[Tally, dict[str, dict]]:
     """Assign documents to splits and write them. Returns (counts, entries of the manifest)."""
-    tally, writers = Tally(), {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")}
+    tally, writers = (
+        Tally(),
+        {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")},
+    )
     for chunk in encoded:
         start = 0
         for document in chunk.documents:
@@ -448,7 +499,11 @@ def write_shards(
             side = split.side(document.key) if document.size else ""
             if side:
                 writers[side].add(tokens)
-                for name, count in (("documents", 1), ("tokens", document.length), ("bytes", document.size)):
+                for name, count in (
+                    ("documents", 1),
+                    ("tokens", document.length),
+                    ("bytes", document.size),
+                ):
                     tally.splits[side][name] += count
             elif document.size:
                 tally.repeated += 1
@@ -458,7 +513,9 @@ def write_shards(
         writer.close()
         if not writer.files:
             raise nothing_left(name, sum(counts["documents"] for counts in tally.splits.values()))
-    return tally, {name: entry for writer in writers.values() for name, entry in writer.files.items()}
+    return tally, {
+        name: entry for writer in writers.values() for name, entry in writer.files.items()
+    }
 
 
 @contextlib.contextmanager
@@ -467,7 +524,9 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: choose another folder")
     if out.exists() and not force and any(out.iterdir()):
-        raise UserError(f"--out {out} exists already: choose another folder, or --force to replace its contents")
+        raise UserError(
+            f"--out {out} exists already: choose another folder, or --force to replace its contents"
+        )
     partial, old = (out.with_name(out.name + suffix) for suffix in (".partial", ".old"))
     with train_gpt.writing(partial):
         shutil.rmtree(partial, ignore_errors=True)
@@ -508,26 +567,39 @@ def build(
     progress: Callable = lambda chunks: chunks,
     made_by: dict | None = None,
 ) -> Tally:
-    """Make tokenizer.model, shards and manifest.json in `out` from the documents of `files`. Raises UserError.
+    """Make tokenizer.model, shards and manifest.json in `out` from the documents of `files`. Raises
+    UserError.
 
-    `force` replaces the contents of `out`; `progress` wraps the iterator of chunks; `made_by` is the manifest's entry
-    on the origin of the data (default: the options that determine the documents).
+    `force` replaces the contents of `out`; `progress` wraps the iterator of chunks; `made_by` is
+    the manifest's entry on the origin of the data (default: the options that determine the
+    documents).
     """
-    if "return_type" not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters:
-        raise UserError(f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt")
+    if (
+        "return_type"
+        not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters
+    ):
+        raise UserError(
+            f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt"
+        )
     side = options.val_docs, options.val_fraction
     for path in (Path.cwd(), *files):
         if path.resolve().is_relative_to(out.resolve()) and force:
-            raise UserError(f"--out {out} would be replaced, but {path} is in it: choose another folder")
+            raise UserError(
+                f"--out {out} would be replaced, but {path} is in it: choose another folder"
+            )
     with new_folder(out, force) as folder:
         model = folder / "tokenizer.model"
         if options.tokenizer:
             adopt_tokenizer(options.tokenizer, model)
         else:
-            texts = sample_texts(files, reading, options.normalizer, Split(*side), options.sample_bytes)
+            texts = sample_texts(
+                files, reading, options.normalizer, Split(*side), options.sample_bytes
+            )
             operators = train_gpt.CASE_OPERATORS if options.caseops else ""
             texts = [caseops.encode(text) for text in texts] if options.caseops else texts
-            shards.write_file(model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators))
+            shards.write_file(
+                model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
+            )
         work = functools.partial(encode_chunk, str(model), reading)
         encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
         tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)
@@ -539,7 +611,9 @@ def build(
         }
         tokenizer = shards.tokenizer_entry(model, folder)
         tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
-        shards.write_manifest(folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries)
+        shards.write_manifest(
+            folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries
+        )
     return tally
 
 
@@ -548,8 +622,11 @@ def progress_bar(files: list[Path]) -> Callable:
     try:
         from tqdm import tqdm
     except ImportError as error:
-        raise UserError("the progress bar needs tqdm: pip install -r requirements-dev.txt") from error
-    compressed = any(path.suffix == ".parquet" for path in files)  # the file size is not the size of the text
+        raise UserError(
+            "the progress bar needs tqdm: pip install -r requirements-dev.txt"
+        ) from error
+    # The file size is not the size of the text
+    compressed = any(path.suffix == ".parquet" for path in files)
 
     def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
         total = None if compressed else sum(path.stat().st_size for path in files)
@@ -562,10 +639,15 @@ def progress_bar(files: list[Path]) -> Callable:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write: shards, tokenizer.model, manifest.json"
+        "--out",
+        type=Path,
+        required=True,
+        help="folder to write: shards, tokenizer.model, manifest.json",
     )
     which = parser.add_mutually_exclusive_group(required=True)
     pieces = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
@@ -583,21 +665,43 @@ def parse_arguments() -> argparse.Namespace:
         help="train a tokenizer for lower-case text with operators for capitals (data/README.md)",
     )
     side = parser.add_mutually_exclusive_group(required=True)
-    side.add_argument("--val-docs", type=int, default=0, help="the first N documents are validation")
     side.add_argument(
-        "--val-fraction", type=float, default=0.0, help="about this fraction of the documents, chosen by hash"
+        "--val-docs", type=int, default=0, help="the first N documents are validation"
     )
-    parser.add_argument("--field", default="text", help="field of JSON lines and parquet files (default: text)")
-    parser.add_argument("--separator", default="", help=r"separator of the documents in a text file; \n is a newline")
+    side.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.0,
+        help="about this fraction of the documents, chosen by hash",
+    )
+    parser.add_argument(
+        "--field", default="text", help="field of JSON lines and parquet files (default: text)"
+    )
+    parser.add_argument(
+        "--separator",
+        default="",
+        help=r"separator of the documents in a text file; \n is a newline",
+    )
     parser.add_argument("--strip", action="store_true", help="remove white space around documents")
     parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
     parser.add_argument(
-        "--sample-bytes", type=int, default=50_000_000, help="text to train the tokenizer on (default: 50,000,000)"
+        "--sample-bytes",
+        type=int,
+        default=50_000_000,
+        help="text to train the tokenizer on (default: 50,000,000)",
     )
     parser.add_argument(
-        "--shard-tokens", type=int, default=shards.SHARD_TOKENS, help="tokens per shard (default: 100,000,000)"
+        "--shard-tokens",
+        type=int,
+        default=shards.SHARD_TOKENS,
+        help="tokens per shard (default: 100,000,000)",
     )
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: the number of CPUs)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=os.cpu_count(),
+        help="processes (default: the number of CPUs)",
+    )
     parser.add_argument("--force", action="store_true", help="replace the contents of --out")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
@@ -605,7 +709,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program with a message if an argument is out of bounds or does not fit another one."""
+    """End the program with a message if an argument is out of bounds or does not fit another
+    one."""
     if arguments.caseops and (arguments.tokenizer or arguments.normalizer != "identity"):
         parser.error(
             "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
@@ -625,7 +730,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 @contextlib.contextmanager
 def spooled(inputs: list[str], stdin_format: str, out: Path) -> Iterator[list[Path]]:
-    """The inputs as paths. Standard input becomes a temporary file, as training a tokenizer reads it twice."""
+    """The inputs as paths. Standard input becomes a temporary file, as training a tokenizer reads
+    it twice."""
     if "-" not in inputs:
         yield [Path(name) for name in inputs]
         return
@@ -649,11 +755,20 @@ def main() -> None:
     reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
     with spooled(arguments.inputs, arguments.stdin_format, arguments.out) as inputs:
         files = find_files(inputs)
-        tally = build(files, arguments.out, options, reading, force=arguments.force, progress=progress_bar(files))
+        tally = build(
+            files,
+            arguments.out,
+            options,
+            reading,
+            force=arguments.force,
+            progress=progress_bar(files),
+        )
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
     out = arguments.out
-    print(f"train on it: DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh")
+    print(
+        f"train on it: DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh"
+    )
 
 
 if __name__ == "__main__":

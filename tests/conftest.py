@@ -1,4 +1,5 @@
-"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the script as users do."""
+"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the
+script as users do."""
 
 import contextlib
 import os
@@ -39,7 +40,11 @@ PARTS = {
 
 
 def write_shard(
-    path: Path, tokens: np.ndarray, magic=train_gpt.SHARD_MAGIC, version=train_gpt.SHARD_VERSION, count=None
+    path: Path,
+    tokens: np.ndarray,
+    magic=train_gpt.SHARD_MAGIC,
+    version=train_gpt.SHARD_VERSION,
+    count=None,
 ) -> None:
     """Write a shard. Every field of the header can be set to a wrong value."""
     header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
@@ -50,12 +55,15 @@ def write_shard(
 def variables(name: str) -> dict[str, str]:
     """The variables of records/NAME.env."""
     lines = (ROOT / "records" / f"{name}.env").read_text().splitlines()
-    return dict(word.split("=") for line in lines if not line.startswith("#") for word in line.split())
+    return dict(
+        word.split("=") for line in lines if not line.startswith("#") for word in line.split()
+    )
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model, two training and two validation shards, made from the text of train_gpt.py."""
+    """A folder with tokenizer.model, two training and two validation shards, made from the text of
+    train_gpt.py."""
     folder = tmp_path_factory.mktemp("data")
     text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
     sentencepiece.SentencePieceTrainer.train(
@@ -69,7 +77,9 @@ def data(tmp_path_factory) -> Path:
         num_threads=1,
     )
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    documents = [[train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)]
+    documents = [
+        [train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)
+    ]
     held_out, kept = documents[::20], [d for i, d in enumerate(documents) if i % 20]
     for split, docs in (("train", kept), ("val", held_out)):
         tokens = np.concatenate(docs)
@@ -121,8 +131,8 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 
 def matrices_of(tensors) -> dict[str, torch.Tensor]:
-    """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as blocks.LAYER.NAME, and
-    all other parameters by their name."""
+    """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as
+    blocks.LAYER.NAME, and all other parameters by their name."""
     found = {}
     for kind, name, view in train_gpt.export_views(tensors):
         if name in tensors:
@@ -139,7 +149,8 @@ def quantised(rows, bits, clip) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
-    """The model with random numbers added, so that no parameter is zero or one and every term matters."""
+    """The model with random numbers added, so that no parameter is zero or one and every term
+    matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -150,8 +161,9 @@ def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
 def start(
     arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, fresh: bool = False
 ) -> subprocess.Popen:
-    """Start `arguments` (a script and its arguments) as a user would, with python or, on several ranks, torchrun.
-    `fresh`: with a new Python, not with a fork that has torch already (tests/forks.py)."""
+    """Start `arguments` (a script and its arguments) as a user would, with python or, on several
+    ranks, torchrun. `fresh`: with a new Python, not with a fork that has torch already
+    (tests/forks.py)."""
     passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     base = {name: value for name, value in os.environ.items() if name in passed}
     launcher = [sys.executable if fresh else forks.python()]
@@ -170,7 +182,12 @@ def start(
 
 
 def run(
-    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, fresh: bool = False, timeout: float = 600
+    arguments: list,
+    environment: dict[str, str],
+    cwd: Path,
+    ranks: int = 1,
+    fresh: bool = False,
+    timeout: float = 600,
 ) -> subprocess.CompletedProcess:
     """`start`, then wait for the end."""
     process = start(arguments, environment, cwd, ranks, fresh)
@@ -204,9 +221,12 @@ def nothing_is_left_running(tmp_path):
 
 @pytest.fixture
 def script(tmp_path, env):
-    """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and the given changes."""
+    """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and
+    the given changes."""
 
-    def go(ranks: int = 1, arguments: tuple = (), fresh: bool = False, **changes) -> subprocess.CompletedProcess:
+    def go(
+        ranks: int = 1, arguments: tuple = (), fresh: bool = False, **changes
+    ) -> subprocess.CompletedProcess:
         return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, fresh)
 
     return go

@@ -1,13 +1,10 @@
-"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the script with a fault at the start of a step.
+"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the script with a fault at the
+start of a step.
 
 kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that file exists
-term   SIGTERM, as a batch system sends it
-int    Ctrl-C
-late   SIGTERM during the first validation
-score  SIGTERM during the scores of the artifact
-nan    a gradient that is not finite
-jump   the clock jumps forward by 1,000 seconds
-none   nothing
+term   SIGTERM, as a batch system sends it int    Ctrl-C late   SIGTERM during the first validation
+score  SIGTERM during the scores of the artifact nan    a gradient that is not finite jump   the
+clock jumps forward by 1,000 seconds none   nothing
 """
 
 import os
@@ -42,8 +39,14 @@ def main() -> None:
     step = train_gpt.Training.train_step
 
     def faulty(self, number, settings):
-        # Steps of the warm-up do not count. A step has been timed, or the run was restored, only after the warm-up.
-        if fault != "late" and number == at and int(os.environ.get("RANK", 0)) == rank and self.clock.step >= 0:
+        # Steps of the warm-up do not count. A step has been timed, or the run was restored, only
+        # after the warm-up.
+        if (
+            fault != "late"
+            and number == at
+            and int(os.environ.get("RANK", 0)) == rank
+            and self.clock.step >= 0
+        ):
             strike(fault, self)
         return step(self, number, settings)
 

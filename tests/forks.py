@@ -1,17 +1,19 @@
 """A Python that starts with torch imported: in 0.1 s of CPU, where the imports of a run take 4 s.
 
-A server, one for each process of pytest, imports the slow modules and waits. `python()` returns the path of a program
-that takes the arguments of python (-B, -u, SCRIPT ..., -c CODE ..., -m MODULE ...) and runs them in a fork of the
-server, with their own folder, environment, standard streams, signals and exit status. The fork's sys.executable is that
-program, so torchrun and the tools start their processes in the same way.
+A server, one for each process of pytest, imports the slow modules and waits. `python()` returns the
+path of a program that takes the arguments of python (-B, -u, SCRIPT ..., -c CODE ..., -m MODULE
+...) and runs them in a fork of the server, with their own folder, environment, standard streams,
+signals and exit status. The fork's sys.executable is that program, so torchrun and the tools start
+their processes in the same way.
 
     program  -- arguments, folder, environment, streams -->  server  -- fork -->  script
              -- signals -->
              <-- exit status --
 
-What Python, OpenMP and torch read when they start is fixed in a fork. The program becomes an ordinary Python if its
-environment sets such a variable otherwise, for other options of Python, and if it inherits more than three open files.
-All forks of a server share the seed of str.__hash__, so tests of equal runs start some of them without it.
+What Python, OpenMP and torch read when they start is fixed in a fork. The program becomes an
+ordinary Python if its environment sets such a variable otherwise, for other options of Python, and
+if it inherits more than three open files. All forks of a server share the seed of str.__hash__, so
+tests of equal runs start some of them without it.
 """
 
 import contextlib
@@ -41,9 +43,17 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def fits(rest: list[str]) -> bool:
     """Whether a fork does what a new Python would do."""
-    special = {n: value for n, value in os.environ.items() if n.startswith(READ_AT_START) and n not in FOLLOWED}
+    special = {
+        n: value
+        for n, value in os.environ.items()
+        if n.startswith(READ_AT_START) and n not in FOLLOWED
+    }
     known = bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
-    return known and special.items() <= FIXED.items() and not any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
+    return (
+        known
+        and special.items() <= FIXED.items()
+        and not any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
+    )
 
 
 def ask(program: str, interpreter: str, arguments: list[str]) -> None:
@@ -69,11 +79,18 @@ def ask(program: str, interpreter: str, arguments: list[str]) -> None:
 
 
 def preload() -> None:
-    """Import what runs, torchrun and tools import. Forks have the modules, but they would not have threads."""
+    """Import what runs, torchrun and tools import. Forks have the modules, but they would not have
+    threads."""
     import gc
     from importlib import import_module
 
-    for module in ("constriction", "safetensors.torch", "sentencepiece", "torch._dynamo", "torch.distributed.run"):
+    for module in (
+        "constriction",
+        "safetensors.torch",
+        "sentencepiece",
+        "torch._dynamo",
+        "torch.distributed.run",
+    ):
         import_module(module)
     del sys.modules["torch.distributed.run"]  # -m imports it again, and would warn
     assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
@@ -188,13 +205,18 @@ def become(request: tuple, streams: list[int]) -> None:
         code = compile(arguments[1], "<string>", "exec")
     else:
         path = os.path.join(folder, arguments[0])
-        sys.argv, sys.path[0], main.__file__ = arguments, os.path.dirname(os.path.realpath(path)), path
+        sys.argv, sys.path[0], main.__file__ = (
+            arguments,
+            os.path.dirname(os.path.realpath(path)),
+            path,
+        )
         code = compiled(path, os.stat(path).st_mtime_ns)
     exec(code, vars(main))
 
 
 def finish(act, *arguments) -> None:
-    """Call this and end as Python does, but leave all memory to the system: to free it takes 1 s after a fork."""
+    """Call this and end as Python does, but leave all memory to the system: to free it takes 1 s
+    after a fork."""
     import atexit
     import threading
 
@@ -220,8 +242,8 @@ def finish(act, *arguments) -> None:
 
 @functools.cache
 def python() -> str:
-    """The path of the program. It starts the server, which ends with this process. Only Linux can fork safely with
-    torch loaded; elsewhere this is sys.executable."""
+    """The path of the program. It starts the server, which ends with this process. Only Linux can
+    fork safely with torch loaded; elsewhere this is sys.executable."""
     import atexit
     import pathlib
     import shutil
@@ -232,12 +254,16 @@ def python() -> str:
         return sys.executable
     folder = pathlib.Path(tempfile.mkdtemp(prefix="forks"))
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" ask "$0" "{sys.executable}" "$@"\n')
+    program.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" ask "$0" "{sys.executable}" "$@"\n'
+    )
     program.chmod(0o755)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{program}.socket")
         listener.listen(100)
-        environ = {name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)
+        }
         server = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno())],
             env=environ | FIXED,

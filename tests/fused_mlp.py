@@ -1,6 +1,6 @@
-"""Started by tests/test_fused_mlp.py: `fused_mlp.py SCRIPT cpu` in Triton's interpreter prints, as JSON, how far the
-fused and the plain MLP of a train_gpt.py are from float64; `fused_mlp.py SCRIPT cuda` compiles the fused one at the
-shapes of the record on the pretended GPU of bench/h100.py."""
+"""Started by tests/test_fused_mlp.py: `fused_mlp.py SCRIPT cpu` in Triton's interpreter prints, as
+JSON, how far the fused and the plain MLP of a train_gpt.py are from float64; `fused_mlp.py SCRIPT
+cuda` compiles the fused one at the shapes of the record on the pretended GPU of bench/h100.py."""
 
 import importlib.util
 import json
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-CASES = [(300, 64, 192, 0.5), (256, 128, 512, 0.0), (5, 72, 200, 0.5)]  # rows, width, hidden units, slope
+# Rows, width, hidden units, slope
+CASES = [(300, 64, 192, 0.5), (256, 128, 512, 0.0), (5, 72, 200, 0.5)]
 
 
 def load(path: str):
@@ -23,8 +24,8 @@ def load(path: str):
 
 
 def mend_interpreter() -> None:
-    """Triton's interpreter keeps bf16 numbers as 16 bits. It would multiply these as integers, and it cuts off the bits
-    that a GPU rounds."""
+    """Triton's interpreter keeps bf16 numbers as 16 bits. It would multiply these as integers, and
+    it cuts off the bits that a GPU rounds."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -37,7 +38,9 @@ def mend_interpreter() -> None:
     def cast_impl(self, source, kind):
         if source.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
             return cast(self, source, kind)
-        return TensorHandle(torch.from_numpy(source.data).bfloat16().view(torch.uint16).numpy(), kind.scalar)
+        return TensorHandle(
+            torch.from_numpy(source.data).bfloat16().view(torch.uint16).numpy(), kind.scalar
+        )
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
@@ -46,13 +49,24 @@ def results(mlp, inputs) -> list[torch.Tensor]:
     """The output, and the gradients of its product with fixed numbers."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     x, up, down = inputs
-    y = mlp(x, 1 / (x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6), up, down)
+    y = mlp(
+        x,
+        1
+        / (
+            x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6
+        ),
+        up,
+        down,
+    )
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
-def errors(script, dtype: torch.dtype, n: int, d: int, m: int, slope: float) -> dict[str, list[float]]:
-    """Relative errors, by norms, of y and the gradients of x, up and down: of the fused and of the plain form."""
+def errors(
+    script, dtype: torch.dtype, n: int, d: int, m: int, slope: float
+) -> dict[str, list[float]]:
+    """Relative errors, by norms, of y and the gradients of x, up and down: of the fused and of the
+    plain form."""
     product = script.load_mlp_product(slope, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     shapes = ((n, d), (m, d), (m, d))
@@ -72,7 +86,13 @@ def errors(script, dtype: torch.dtype, n: int, d: int, m: int, slope: float) -> 
         found[name] = [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
     with torch.no_grad():  # as an evaluation does, which keeps no slopes
         same = script.FusedMLP.apply(x, torch.ones(n, 1), *inputs[1:], product, False)
-        found["kept"] = [float((same - script.FusedMLP.apply(x, torch.ones(n, 1), *inputs[1:], product, True)).norm())]
+        found["kept"] = [
+            float(
+                (
+                    same - script.FusedMLP.apply(x, torch.ones(n, 1), *inputs[1:], product, True)
+                ).norm()
+            )
+        ]
     return found
 
 
@@ -80,10 +100,15 @@ def main() -> None:
     script, device = load(sys.argv[1]), torch.device(sys.argv[2])
     if device.type == "cpu":
         mend_interpreter()
-        cases = {f"{dtype} {case}": (dtype, *case) for dtype in (torch.float32, torch.bfloat16) for case in CASES}
+        cases = {
+            f"{dtype} {case}": (dtype, *case)
+            for dtype in (torch.float32, torch.bfloat16)
+            for case in CASES
+        }
         print(json.dumps({name: errors(script, *case) for name, case in cases.items()}))
         return
-    script.require = lambda condition, sentence: None  # results that were not computed cannot be compared
+    # Results that were not computed cannot be compared
+    script.require = lambda condition, sentence: None
     hp = script.Hyperparameters.from_env({"FUSED_MLP": "1"})
     fused, notes = script.choose_fused_mlp(hp, device, torch.bfloat16, compiled=True)
     assert fused and not notes, notes

@@ -1,4 +1,5 @@
-"""Load many mutated artifacts in a process with little memory, and print what happened as a line of JSON.
+"""Load many mutated artifacts in a process with little memory, and print what happened as a line of
+JSON.
 
     python tests/fuzz_artifact.py 10000
 
@@ -61,7 +62,19 @@ def forge(value, draw: random.Random) -> None:
             continue
         old = value[key]
         number = old if isinstance(old, int | float) else 1
-        sizes = (0, -1, 1, number + 1, number * 2, number // 2 or 1, 1 << 31, 10**12, 10**400, 1e300, float("nan"))
+        sizes = (
+            0,
+            -1,
+            1,
+            number + 1,
+            number * 2,
+            number // 2 or 1,
+            1 << 31,
+            10**12,
+            10**400,
+            1e300,
+            float("nan"),
+        )
         value[key] = draw.choice((*sizes, "", "x", None, True, [], {}, [[[[1]]]]))
         if draw.random() < 0.1:
             del value[key]
@@ -79,11 +92,15 @@ def main() -> None:
     for coder in train_gpt.CODERS:
         hp = train_gpt.Hyperparameters.from_env(knobs | {"COMPRESSOR": coder})
         model = made(hp, seed=1)
-        blobs.append(train_gpt.pack_artifact(weights_of(model), hp, metadata={"training": {"steps": 3}}))
+        blobs.append(
+            train_gpt.pack_artifact(weights_of(model), hp, metadata={"training": {"steps": 3}})
+        )
         train_gpt.load_artifact(blobs[-1])
     path = Path(tempfile.mkdtemp(), "f")
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    space = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
+    space = (
+        int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024
+    )
     resource.setrlimit(resource.RLIMIT_AS, (space + (1 << 30), space + (1 << 30)))
     for number in range(files):
         blob = mutate(blobs[number % len(blobs)], draw)

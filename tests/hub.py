@@ -1,4 +1,5 @@
-"""A stand-in for the Hugging Face hub: an HTTP server on loopback with the hub's URL scheme for one data set."""
+"""A stand-in for the Hugging Face hub: an HTTP server on loopback with the hub's URL scheme for one
+data set."""
 
 import hashlib
 import http.server
@@ -11,7 +12,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves the files below `root` as the data set `repository`. Files ending in .bin are large ones with SHA-256."""
+    """Serves the files below `root` as the data set `repository`. Files ending in .bin are large
+    ones with SHA-256."""
 
     def __init__(self, root: Path, repository: str):
         self.root = root
@@ -58,25 +60,38 @@ class Hub:
 
     def answer(self, request) -> None:
         url = urllib.parse.urlparse(request.path)
-        path, body = urllib.parse.unquote(url.path), request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        path, body = (
+            urllib.parse.unquote(url.path),
+            request.rfile.read(int(request.headers.get("Content-Length", 0))),
+        )
         self.requests.append((request.command, path, request.headers.get("Range", "")))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         if path.startswith(f"{api}/paths-info/"):
-            names = [name for name in self.asked(body, request.headers) if (self.root / name).is_file()]
+            names = [
+                name for name in self.asked(body, request.headers) if (self.root / name).is_file()
+            ]
             self.json(request, [self.info(name) for name in names])
         elif path == api or path.startswith(f"{api}/revision/"):
             siblings = [{"rfilename": name} for name in self.names()]
-            self.json(request, {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []})
+            self.json(
+                request,
+                {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []},
+            )
         elif path.startswith(f"{api}/tree/"):
             self.json(request, [self.info(name) for name in self.names()])
-        elif path.startswith(files) and (self.root / path.removeprefix(files).partition("/")[2]).is_file():
+        elif (
+            path.startswith(files)
+            and (self.root / path.removeprefix(files).partition("/")[2]).is_file()
+        ):
             self.file(request, path.removeprefix(files).partition("/")[2])
         else:
             code = "EntryNotFound" if path.startswith(files) else "RepoNotFound"
             self.json(request, {"error": "not found"}, 404, {"X-Error-Code": code})
 
     def names(self) -> list[str]:
-        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+        return sorted(
+            str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()
+        )
 
     @staticmethod
     def asked(body: bytes, headers) -> list[str]:
@@ -89,13 +104,21 @@ class Hub:
         git_sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         entry = {"type": "file", "path": name, "size": len(data), "oid": git_sha1}
         if name.endswith(".bin"):
-            entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+            entry["lfs"] = {
+                "oid": hashlib.sha256(data).hexdigest(),
+                "size": len(data),
+                "pointerSize": 134,
+            }
         return entry
 
     def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
         data = json.dumps(content).encode()
         request.send_response(status)
-        lines = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        lines = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }
         for name, value in lines.items():
             request.send_header(name, value)
         request.end_headers()
@@ -106,7 +129,9 @@ class Hub:
         info, data = self.info(name), (self.root / name).read_bytes()
         if name in self.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        start = int(request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        start = int(
+            request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
+        )
         part = data[start:]
         request.send_response(206 if start else 200)
         if start:

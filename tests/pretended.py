@@ -1,8 +1,10 @@
-"""Started by tests/test_h100.py under the pretended driver of bench/h100.py: the script, without what needs numbers.
+"""Started by tests/test_h100.py under the pretended driver of bench/h100.py: the script, without
+what needs numbers.
 
-The device computes nothing, and its memory holds zeros or what was copied there. So five things are replaced: the
-report of a step, the check that every target was scored, the check that the fused MLP agrees with the plain form, the
-inverse inside GPTQ, whose library is not pretended, and codes out of their range.
+The device computes nothing, and its memory holds zeros or what was copied there. So five things are
+replaced: the report of a step, the check that every target was scored, the check that the fused MLP
+agrees with the plain form, the inverse inside GPTQ, whose library is not pretended, and codes out
+of their range.
 """
 
 import sys
@@ -22,7 +24,8 @@ def main() -> None:
 
     def train_step(run, *arguments):
         device = step(run, *arguments).device
-        return torch.tensor([1.0, run.clock.elapsed(), 0.0]).to(device)  # loss, seconds, no wish to stop
+        # Loss, seconds, no wish to stop
+        return torch.tensor([1.0, run.clock.elapsed(), 0.0]).to(device)
 
     def choose_unchecked(*arguments):
         train_gpt.require = lambda condition, sentence: None

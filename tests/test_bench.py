@@ -34,19 +34,24 @@ def test_flops_of_the_record():
 
 @pytest.mark.parametrize("visits", [1, 3])
 def test_flops_of_a_window(visits):
-    """A window whose positions are all scored costs the forward of its tokens; fewer scored positions cost less."""
+    """A window whose positions are all scored costs the forward of its tokens; fewer scored
+    positions cost less."""
     hp = Hyperparameters(loop_visits=visits)
     whole = flops.window_flops(hp, 2048, 2048)
     assert whole == pytest.approx(2048 * flops.flops_per_token(hp, 2048) / 3)
     assert 0.8 * whole < flops.window_flops(hp, 2048, 64) < whole
     assert flops.window_flops(hp, 2048, 64, band=2048) == flops.window_flops(hp, 2048, 64)
-    saved = whole - flops.window_flops(hp, 2048, 2048, band=512)  # a triangle of scores and of weighted values
+    # A triangle of scores and of weighted values
+    saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
     assert saved == 2 * len(hp.visits()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
 
 
 def test_flops_of_depth_recurrence():
-    """Each visit costs what a layer costs: 3 layers visited three times instead of once add 6 of 11."""
-    once, thrice = (flops.flops_per_token(Hyperparameters(loop_visits=visits), 2048) for visits in (1, 3))
+    """Each visit costs what a layer costs: 3 layers visited three times instead of once add 6 of
+    11."""
+    once, thrice = (
+        flops.flops_per_token(Hyperparameters(loop_visits=visits), 2048) for visits in (1, 3)
+    )
     head = 6 * (1024 * 512 + 512 * 128)
     assert (thrice - head) / (once - head) == pytest.approx(17 / 11)
 
@@ -56,7 +61,8 @@ def test_peak_of_a_cpu_is_unknown():
 
 
 def test_the_model_of_a_step():
-    """One rank does not communicate, and the update of W ranks has 1 / W of the work where W divides the rows."""
+    """One rank does not communicate, and the update of W ranks has 1 / W of the work where W
+    divides the rows."""
     hp = Hyperparameters(num_layers=8)  # 16 rows per bank
     machine = scaling.Machine(1e-6, 1e12, 0.0, 8, (0.0, 0.0), (math.inf, math.inf), tree=True)
     one, sixteen = (scaling.count(hp, ranks, ranks).modelled(machine, 1000) for ranks in (1, 16))
@@ -66,15 +72,24 @@ def test_the_model_of_a_step():
 
 
 def test_the_model_of_a_collective():
-    """A ring, and trees within a node, over nodes with all ranks of each, and over nodes with one rank of each."""
+    """A ring, and trees within a node, over nodes with all ranks of each, and over nodes with one
+    rank of each."""
     machine = scaling.Machine(0.0, 1.0, 0.0, 8, (2.0, 5.0), (20.0, 4.0), tree=True)
     ring = machine._replace(tree=False)
-    assert scaling.Call("all_reduce", "all", tuple(range(4)), 40).seconds(ring) == 2 * (2 * 3 + 40 * 3 / 4 / 20)
-    assert scaling.Call("all_gather", "all", tuple(range(8)), 40).seconds(machine) == 2 * 3 + 40 * 7 / 8 / 20
+    assert scaling.Call("all_reduce", "all", tuple(range(4)), 40).seconds(ring) == 2 * (
+        2 * 3 + 40 * 3 / 4 / 20
+    )
+    assert (
+        scaling.Call("all_gather", "all", tuple(range(8)), 40).seconds(machine)
+        == 2 * 3 + 40 * 7 / 8 / 20
+    )
     over = scaling.Call("all_gather", "all", tuple(range(16)), 40)
-    assert over.seconds(machine) == 2 * 3 + 5 + 40 * 15 / 16 / 20  # eight cards are faster than the links of the node
+    # Eight cards are faster than the links of the node
+    assert over.seconds(machine) == 2 * 3 + 5 + 40 * 15 / 16 / 20
     assert over.seconds(machine._replace(beta=(20.0, 1.0))) == 2 * 3 + 5 + 40 * 15 / 16 / 8
-    assert scaling.Call("all_reduce", "replicate", (1, 9), 40).seconds(machine) == 2 * (5 + 40 / 2 / 4)
+    assert scaling.Call("all_reduce", "replicate", (1, 9), 40).seconds(machine) == 2 * (
+        5 + 40 / 2 / 4
+    )
 
 
 def totals(step):
@@ -88,7 +103,8 @@ def totals(step):
 MATRICES = (
     512 * 512 + 256 * 512 + 1536 * 512
 )  # weights in a row of each of the record's three banks, which have 22 rows
-SMALL = 4 * (26_829_913 - 22 * MATRICES + 3)  # bytes of the gradients outside the banks and of the report, in fp32
+# Bytes of the gradients outside the banks and of the report, in fp32
+SMALL = 4 * (26_829_913 - 22 * MATRICES + 3)
 NORMS = 3 * 4  # bytes: the squared norm of a rank's part of each bank
 
 
@@ -105,53 +121,79 @@ def test_bytes_of_one_shard_group(ranks, rows):
 
 @pytest.mark.parametrize("ranks, rank", [(16, 9), (1024, 0), (1024, 1023)])
 def test_bytes_of_hybrid_sharding(ranks, rank):
-    """Within a node as on one node; between nodes an eighth of each bank, and the small gradients. Every rank sends as
-    many."""
+    """Within a node as on one node; between nodes an eighth of each bank, and the small gradients.
+    Every rank sends as many."""
     step = scaling.count(Hyperparameters(), ranks, 8, rank=rank)
     bank = 2 * 24 * MATRICES
     expected = {("all_reduce", "all"): SMALL, ("reduce_scatter", "shard"): bank}
-    assert totals(step) == expected | {("all_reduce", "replicate"): bank / 8, ("all_gather", "shard"): bank + 8 * NORMS}
+    assert totals(step) == expected | {
+        ("all_reduce", "replicate"): bank / 8,
+        ("all_gather", "shard"): bank + 8 * NORMS,
+    }
     node = tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
-    members = {"all": tuple(range(ranks)), "shard": node, "replicate": tuple(range(rank % 8, ranks, 8))}
+    members = {
+        "all": tuple(range(ranks)),
+        "shard": node,
+        "replicate": tuple(range(rank % 8, ranks, 8)),
+    }
     assert {call.group: call.ranks for call in step.calls} == members
 
 
 def test_bytes_of_ddp():
-    """With SHARD_RANKS=1 every rank gets the sum of all gradients, without padding, and updates all rows."""
+    """With SHARD_RANKS=1 every rank gets the sum of all gradients, without padding, and updates all
+    rows."""
     step = scaling.count(Hyperparameters(), 16, 1)
     assert totals(step) == {("all_reduce", "all"): SMALL + 2 * 22 * MATRICES}
     assert all(rows == 22 for rows, *_ in step.owned)
 
 
 def test_weak_scaling_reaches_its_aim():
-    """Modelled: 1,024 ranks keep 0.95 of one rank's speed if nodes share the rows, but not as one shard group."""
+    """Modelled: 1,024 ranks keep 0.95 of one rank's speed if nodes share the rows, but not as one
+    shard group."""
     hp = Hyperparameters()
     alone = scaling.count(hp, 1, 1)
     steps = [scaling.count(hp, 1024, shard_ranks) for shard_ranks in (8, 1024)]
-    hybrid, flat = (scaling.sum_up(step, alone, scaling.H100, scaling.SHARE, scaling.SHARE)["speed"] for step in steps)
+    hybrid, flat = (
+        scaling.sum_up(step, alone, scaling.H100, scaling.SHARE, scaling.SHARE)["speed"]
+        for step in steps
+    )
     assert flat < scaling.AIM < hybrid < 1
 
 
 def test_ranks_that_cannot_share_a_batch(data):
     """The model leaves out the ranks that the loader refuses."""
-    hp = Hyperparameters.from_env({"DATA_PATH": str(data), **{name: str(value) for name, value in TINY.items()}})
+    hp = Hyperparameters.from_env(
+        {"DATA_PATH": str(data), **{name: str(value) for name, value in TINY.items()}}
+    )
     assert [scaling.sequences(hp, ranks) for ranks in (1, 8, 24)] == [24, 3, 1]
     for ranks in (16, 48):  # 1.5 and 0.5 sequences per rank
         assert scaling.sequences(hp, ranks) == 0
-        runtime = types.SimpleNamespace(comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"), attention="flash")
-        with pytest.raises(train_gpt.UserError, match=f"so {ranks} ranks cannot share its sequences evenly"):
+        runtime = types.SimpleNamespace(
+            comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"), attention="flash"
+        )
+        with pytest.raises(
+            train_gpt.UserError, match=f"so {ranks} ranks cannot share its sequences evenly"
+        ):
             train_gpt.TrainingLoader(hp, runtime)
 
 
 def test_curves_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(scaling, "WORLDS", [1, 16])
-    monkeypatch.setattr(sys, "argv", ["scaling.py", "--plot", str(tmp_path / "s.png"), "--network", "1.6"])
+    monkeypatch.setattr(
+        sys, "argv", ["scaling.py", "--plot", str(tmp_path / "s.png"), "--network", "1.6"]
+    )
     scaling.main()
     out = capsys.readouterr().out
-    assert "between nodes 20 us and 1.6 GB/s" in out and (tmp_path / "s.png").stat().st_size > 10_000
+    assert (
+        "between nodes 20 us and 1.6 GB/s" in out and (tmp_path / "s.png").stat().st_size > 10_000
+    )
     found = json.loads(out.splitlines()[-1])["modelled"]
     assert [row["ranks"] for row in found["weak"]] == [1, 16]
-    assert [(row["ranks"], row["tokens"]) for row in found["fixed"]] == [(1, 786_432), (16, 49_152), (384, 2048)]
+    assert [(row["ranks"], row["tokens"]) for row in found["fixed"]] == [
+        (1, 786_432),
+        (16, 49_152),
+        (384, 2048),
+    ]
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])
@@ -159,7 +201,13 @@ def test_another_version_of_the_script_is_compared(program, tmp_path):
     """Here the other version is a copy of this one, so both evaluations give the same loss."""
     (tmp_path / "other.py").write_bytes((ROOT / "train_gpt.py").read_bytes())
     knobs = {name: str(value) for name, value in TINY.items()}
-    options = ["--against", tmp_path / "other.py", "--rounds", 2, *(["--windows", 8] if program == "eval" else [])]
+    options = [
+        "--against",
+        tmp_path / "other.py",
+        "--rounds",
+        2,
+        *(["--windows", 8] if program == "eval" else []),
+    ]
     result = run([ROOT / "bench" / f"{program}.py", *options], knobs, tmp_path)
     assert result.returncode == 0, result.stderr
     other, this = json.loads(result.stdout.splitlines()[-1])["against"]
@@ -187,7 +235,9 @@ def test_numbers_of_rounds_are_positive(text):
         common.positive(text)
     assert common.positive("3") == 3
     programs = [path.read_text() for path in (ROOT / "bench").glob("*.py")]
-    options = [line for program in programs for line in program.splitlines() if '"--rounds"' in line]
+    options = [
+        line for program in programs for line in program.splitlines() if '"--rounds"' in line
+    ]
     assert len(options) == 5 and all("type=positive" in line for line in options)
 
 
@@ -202,7 +252,8 @@ def tracer():
 
 
 def test_a_slice_counts_as_a_slice(tracer):
-    """Reads of a buffer of 1,000 rows of 96: a third of each row, overlapping parts, everything, all by one row."""
+    """Reads of a buffer of 1,000 rows of 96: a third of each row, overlapping parts, everything,
+    all by one row."""
     row, column = sympy.symbols("row column", integer=True)
 
     def read(index, *sizes):
@@ -216,20 +267,27 @@ def test_a_slice_counts_as_a_slice(tracer):
     # One loop over the first two heads of 16 of every row.
     head = read(96 * FloorDiv(row, 2) + 16 * ModularIndexing(row, 1, 2) + column, 2000, 16)
     assert tracer.footprint([head, third], 96_000) == 32_000 + 32_000
-    assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000  # not affine: the whole buffer
+    # Not affine: the whole buffer
+    assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000
 
 
 def test_keys_in_a_document(tracer, monkeypatch):
     """Sequences cut documents; of equal documents the mean is known."""
-    assert 0.8 * 256 < tracer.keys_in_document(512) < 256 and tracer.keys_in_document(2048) < 0.7 * 1024
+    assert (
+        0.8 * 256 < tracer.keys_in_document(512) < 256
+        and tracer.keys_in_document(2048) < 0.7 * 1024
+    )
     monkeypatch.setattr(tracer, "SPREAD", 0.0)
     monkeypatch.setattr(tracer, "CHALLENGE_TOKENS", 101 * tracer.CHALLENGE_DOCUMENTS)
     assert tracer.keys_in_document(1 << 30) == 51
 
 
 def test_bands_and_sinks():
-    """Without sinks a band is that of the script. Where a band hides nothing, sinks are ordinary positions."""
-    hp = Hyperparameters(num_layers=1, xsa_last_n=0, model_dim=32, num_heads=4, num_kv_heads=2, rope_dims=0)
+    """Without sinks a band is that of the script. Where a band hides nothing, sinks are ordinary
+    positions."""
+    hp = Hyperparameters(
+        num_layers=1, xsa_last_n=0, model_dim=32, num_heads=4, num_kv_heads=2, rope_dims=0
+    )
     model = train_gpt.GPT(hp, None, torch.float32)
     q, k, v = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8), torch.randn(2, 150, 2, 8)
     own = banded.banded_attention(lambda: model, 20, 0)(q, k, v)
@@ -252,18 +310,35 @@ def test_costs_of_a_log():
         "copy\td2d\t1000",
         "copy\th2d\t1000",
     ]
-    kernels = [{"name": "triton_poi_fused_mul_3", "bytes": 3.35e9, "flops": 1.58e12, "sizes": "{'x': 1024}"}]
-    found = {"facts": {"peak_mib": 7, "graph_breaks": 0, "torch": "2.9.1"}, "kernels": kernels, "log": log}
+    kernels = [
+        {
+            "name": "triton_poi_fused_mul_3",
+            "bytes": 3.35e9,
+            "flops": 1.58e12,
+            "sizes": "{'x': 1024}",
+        }
+    ]
+    found = {
+        "facts": {"peak_mib": 7, "graph_breaks": 0, "torch": "2.9.1"},
+        "kernels": kernels,
+        "log": log,
+    }
     launches = h100.launches_of(found)
     kernel, product, attention, banded, inside, outside = launches
     assert kernel["name"] == "poi_fused_mul x:1024" and h100.seconds(kernel) == pytest.approx(2e-3)
     assert h100.seconds(product) == pytest.approx(2 * 4096**3 / h100.FLOPS)
-    assert banded["flops"] == 4 * 2 * 8 * 1000 * 16 * 64 and banded["bytes"] == 4 * 2 * 64 * (1000 * 8 + 1024 * 4)
-    assert attention["flops"] == 2 * 2 * 8 * 1024**2 * 64 and attention["bytes"] == 2 * 2 * 1024 * 64 * (16 + 8)
+    assert banded["flops"] == 4 * 2 * 8 * 1000 * 16 * 64 and banded["bytes"] == 4 * 2 * 64 * (
+        1000 * 8 + 1024 * 4
+    )
+    assert attention["flops"] == 2 * 2 * 8 * 1024**2 * 64 and attention[
+        "bytes"
+    ] == 2 * 2 * 1024 * 64 * (16 + 8)
     assert (inside["part"], inside["bytes"], outside["bytes"]) == ("backward", 2000, 1000)
     assert h100.seconds(outside) == pytest.approx(1000 / h100.HOST_LINK)
     result = h100.totals(found, launches)
-    assert result["launches"] == 6 and result["spilled_kernels"] == 1 and result["triton_gb"] == 3.35
+    assert (
+        result["launches"] == 6 and result["spilled_kernels"] == 1 and result["triton_gb"] == 3.35
+    )
     assert result["step_ms"] == pytest.approx(1e3 * sum(map(h100.seconds, launches)), abs=1e-3)
 
 

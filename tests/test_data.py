@@ -1,4 +1,5 @@
-"""Shards, the loader and byte counts: data are read as they were written, and wrong data end in an error."""
+"""Shards, the loader and byte counts: data are read as they were written, and wrong data end in an
+error."""
 
 import contextlib
 import dataclasses
@@ -24,7 +25,10 @@ def whole_stream(hp) -> np.ndarray:
 
 def loaders(one_rank, size, **changes):
     hp, runtime = one_rank(**changes)
-    return hp, [TrainingLoader(hp, dataclasses.replace(runtime, comm=Comm(rank, size))) for rank in range(size)]
+    return hp, [
+        TrainingLoader(hp, dataclasses.replace(runtime, comm=Comm(rank, size)))
+        for rank in range(size)
+    ]
 
 
 def test_batches_are_the_stream_in_order(one_rank):
@@ -32,13 +36,16 @@ def test_batches_are_the_stream_in_order(one_rank):
     tokens = whole_stream(hp)
     rows = torch.cat([loader.batch(step) for step in range(3)]).numpy().astype(np.int64)
     for i, row in enumerate(rows):
-        assert (row == tokens[i * 32 : i * 32 + 33]).all(), "a row is T tokens and the target of its last one"
+        assert (row == tokens[i * 32 : i * 32 + 33]).all(), (
+            "a row is T tokens and the target of its last one"
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
-    """The data of a step do not depend on the number of ranks (in #399 they do: each span loses a token)."""
+    """The data of a step do not depend on the number of ranks (in #399 they do: each span loses a
+    token)."""
     _, (alone,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
     _, several = loaders(one_rank, size, SHUFFLE_SEED=seed)
     for step in (0, 1, 40):
@@ -49,21 +56,27 @@ def test_loader_is_endless_and_repeatable(one_rank):
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
     per_step = hp.train_batch_tokens // hp.train_seq_len
     late = [loader.batch(step).clone() for step in range(loader.blocks // per_step + 2)]
-    assert torch.equal(loader.batch(1), late[1]), "batch number 1 is the same whenever it is asked for"
+    assert torch.equal(loader.batch(1), late[1]), (
+        "batch number 1 is the same whenever it is asked for"
+    )
     first_again = loader.blocks % per_step
     rows = late[loader.blocks // per_step]
-    assert torch.equal(rows[first_again:], late[0][: per_step - first_again]), "after the last row comes the first"
+    assert torch.equal(rows[first_again:], late[0][: per_step - first_again]), (
+        "after the last row comes the first"
+    )
 
 
 def order(loader, epoch: int) -> list[int]:
-    """The blocks of an epoch in their order, which the loader has after it has read a step of the epoch."""
+    """The blocks of an epoch in their order, which the loader has after it has read a step of the
+    epoch."""
     loader._read(-(-epoch * loader.blocks // loader.step_rows))
     assert loader.epoch == epoch
     return loader.order.tolist()
 
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
-    """Fault D4: #399's seeds did not change the order of the data, so they did not show how much it matters."""
+    """Fault D4: #399's seeds did not change the order of the data, so they did not show how much it
+    matters."""
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=5)
     epochs = [order(loader, epoch) for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
@@ -78,7 +91,11 @@ def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
     hp, (loader,) = loaders(one_rank, 1)
     assert hp.shuffle_seed == 1, "shuffled by default"
     starts = np.array(order(loader, 0)[: hp.train_batch_tokens // hp.train_seq_len])
-    assert starts.min() < loader.blocks / 4 and starts.max() > 3 * loader.blocks / 4 and np.ptp(starts) > len(starts)
+    assert (
+        starts.min() < loader.blocks / 4
+        and starts.max() > 3 * loader.blocks / 4
+        and np.ptp(starts) > len(starts)
+    )
 
 
 def test_the_next_step_is_all_the_state(one_rank):
@@ -103,7 +120,8 @@ def test_batches_are_ready_ahead(one_rank):
 
 
 def test_bytes_by_the_rule_equal_the_text(data):
-    """A document has the bytes of its text. A leading space after BOS does not count (fault B29)."""
+    """A document has the bytes of its text. A leading space after BOS does not count (fault
+    B29)."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
     for text in (
@@ -127,7 +145,9 @@ def test_byte_pieces_count_one_and_boundaries_nothing(data):
         next(i for i in range(VOCAB) if names[i][0] == "\u2581" and len(names[i]) == 3),
     )
     assert counter.count(np.array([byte, byte])) == [1]
-    assert counter.count(np.array([byte, spaced])) == [3] and counter.count(np.array([train_gpt.BOS, spaced])) == [2]
+    assert counter.count(np.array([byte, spaced])) == [3] and counter.count(
+        np.array([train_gpt.BOS, spaced])
+    ) == [2]
     assert counter.count(np.array([spaced, train_gpt.BOS])) == [0]
 
 
@@ -150,7 +170,11 @@ def test_documents_need_starts(one_rank, tmp_path, data, knobs, split):
         write_shard(shard, np.where(tokens == train_gpt.BOS, 5, tokens))
     for changes in ({}, knobs):
         hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **changes)
-        with pytest.raises(UserError, match="does not mark where they begin") if changes else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match="does not mark where they begin")
+            if changes
+            else contextlib.nullcontext()
+        ):
             Validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
 
 
@@ -169,7 +193,10 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     assert counted in found.note and found.total_bytes == exact[1:].sum() and not without.note
     for rest, error in (
         (exact[middle:-1], f"hold the bytes of {tokens - 1} tokens, but the shards hold {tokens}"),
-        (np.append(exact[middle:], 1), f"hold the bytes of {tokens + 1} tokens, but the shards hold {tokens}"),
+        (
+            np.append(exact[middle:], 1),
+            f"hold the bytes of {tokens + 1} tokens, but the shards hold {tokens}",
+        ),
         (exact[middle:] + (1 << 15), "32774 bytes for a token are impossible"),
     ):
         write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", rest)
@@ -178,23 +205,36 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
 
 
 def test_rows_hold_the_documents_that_begin_anywhere_in_them():
-    for last, error in ((64, contextlib.nullcontext()), (63, pytest.raises(UserError, match="3 documents begin"))):
+    for last, error in (
+        (64, contextlib.nullcontext()),
+        (63, pytest.raises(UserError, match="3 documents begin")),
+    ):
         with error:
             train_gpt.check_documents(np.array([0, 10, last]), 64, "fa3")
 
 
-@pytest.mark.parametrize("attention, starts, refused", [("fa3", 2, False), ("fa3", 3, True), ("flash", 3, False)])
-def test_documents_are_counted_for_flash_attention_3(one_rank, tmp_path, data, attention, starts, refused):
-    """On a GPU more documents than its bounds have room for would be an error of indexing that kills the run."""
+@pytest.mark.parametrize(
+    "attention, starts, refused", [("fa3", 2, False), ("fa3", 3, True), ("flash", 3, False)]
+)
+def test_documents_are_counted_for_flash_attention_3(
+    one_rank, tmp_path, data, attention, starts, refused
+):
+    """On a GPU more documents than its bounds have room for would be an error of indexing that
+    kills the run."""
     shutil.copytree(data, tmp_path / "data")
     tokens = np.full(1000, 5)
     tokens[500 : 500 + starts] = train_gpt.BOS
-    for path in (*train_gpt.shard_paths(tmp_path / "data", "train"), *train_gpt.shard_paths(tmp_path / "data", "val")):
+    for path in (
+        *train_gpt.shard_paths(tmp_path / "data", "train"),
+        *train_gpt.shard_paths(tmp_path / "data", "val"),
+    ):
         write_shard(path, tokens)
     sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64}
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
     runtime = dataclasses.replace(runtime, attention=attention)
-    sentence = "3 documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes 2"
+    sentence = (
+        "3 documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes 2"
+    )
     outcome = pytest.raises(UserError, match=sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
@@ -237,7 +277,10 @@ def broken_shard(folder, kind):
         ("longer", "promises 295"),
         ("shorter", "promises 297"),
         ("empty", "has 0 bytes, less than a header: download it again"),
-        ("odd byte", "has 1617 bytes, but its header promises 296 tokens in 1616: download it again"),
+        (
+            "odd byte",
+            "has 1617 bytes, but its header promises 296 tokens in 1616: download it again",
+        ),
         ("unreadable", "cannot read shard"),
         ("no tokens", "promises 0"),
         ("folder", "Is a directory"),
@@ -282,7 +325,8 @@ def test_a_shard_that_changes_during_the_run_is_named(tmp_path, one_rank, change
 
 
 def test_a_shard_that_is_truncated_while_it_is_read_is_named(tmp_path):
-    """As if it happened just after the check of the file's version. Reading a mapping would kill the process here."""
+    """As if it happened just after the check of the file's version. Reading a mapping would kill
+    the process here."""
     path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.full(500_000, 5))
     stream = train_gpt.TokenStream(tmp_path, "train", VOCAB)
@@ -300,7 +344,9 @@ def with_manifest(data, folder, **changes):
         (folder / path.name).write_bytes(path.read_bytes())
     files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
     digest = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": {"sha256": digest}, **changes}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"files": files, "tokenizer": {"sha256": digest}, **changes})
+    )
     return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
 
 
@@ -311,7 +357,10 @@ def test_data_that_match_the_manifest_are_used(tmp_path, data, one_rank):
 
 def test_another_tokenizer_of_the_same_size_is_named(tmp_path, data, one_rank):
     hp, runtime = one_rank(**with_manifest(data, tmp_path, tokenizer={"sha256": "0" * 64}))
-    with pytest.raises(UserError, match="TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards"):
+    with pytest.raises(
+        UserError,
+        match="TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards",
+    ):
         Validation(hp, runtime.device)
 
 
@@ -322,7 +371,8 @@ def test_an_incomplete_validation_split_is_named(tmp_path, data, one_rank):
         Validation(hp, runtime.device)
     write_shard(tmp_path / "fineweb_val_000001.bin", np.full(3, 5))
     with pytest.raises(
-        UserError, match="fineweb_val_000001.bin is missing or not of .* bytes as .*: download it again"
+        UserError,
+        match="fineweb_val_000001.bin is missing or not of .* bytes as .*: download it again",
     ):
         Validation(hp, runtime.device)
 
@@ -340,7 +390,10 @@ BROKEN = (
 def test_a_broken_manifest_is_named(tmp_path, data, one_rank, content):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(UserError, match="manifest.json is not a valid manifest: .*; make or download the data again"):
+    with pytest.raises(
+        UserError,
+        match="manifest.json is not a valid manifest: .*; make or download the data again",
+    ):
         Validation(hp, runtime.device)
 
 
@@ -355,7 +408,9 @@ def test_too_little_data_is_named(tmp_path, one_rank):
 
 
 def test_batch_that_ranks_cannot_share_is_named(one_rank):
-    with pytest.raises(UserError, match=r"TRAIN_BATCH_TOKENS=768 is not a multiple of 160, so 5 ranks"):
+    with pytest.raises(
+        UserError, match=r"TRAIN_BATCH_TOKENS=768 is not a multiple of 160, so 5 ranks"
+    ):
         loaders(one_rank, 5)
 
 
@@ -367,7 +422,9 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
     (tmp_path / "noise.model").write_bytes(b"\x00\x01noise")
     with pytest.raises(UserError, match="not a SentencePiece model"):
         ByteCounter(str(tmp_path / "noise.model"), VOCAB)
-    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id())
+    monkeypatch.setattr(
+        sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id()
+    )
     with pytest.raises(UserError, match=r"U\+2581"):
         ByteCounter(str(data / "tokenizer.model"), VOCAB)
 
@@ -380,7 +437,9 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path, one_rank, monkey
     ):
         with open(tmp_path / name, "wb") as file:
             file.truncate(1 << 40)
-        with pytest.raises(UserError, match=f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
+        with pytest.raises(
+            UserError, match=f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"
+        ):
             use(tmp_path / name)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
     with pytest.raises(UserError, match="its header promises 2147483647 tokens"):

@@ -14,12 +14,17 @@ import demo
 import shards
 
 
-@pytest.mark.parametrize("speed, name", [(2e12, "large"), (1.2e12, "large"), (1.19e12, "small"), (1e9, "small")])
+@pytest.mark.parametrize(
+    "speed, name", [(2e12, "large"), (1.2e12, "large"), (1.19e12, "small"), (1e9, "small")]
+)
 def test_the_model_fits_the_machine(speed, name, monkeypatch):
     """DEMO_SIZE overrides the measured speed, and the sentence says why."""
     monkeypatch.setattr(demo, "forked", lambda calls: speed)
     chosen, sentence = demo.choose_size({}, 2)
-    assert chosen == name and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
+    assert (
+        chosen == name
+        and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
+    )
     for fixed in demo.SIZES:
         assert demo.choose_size({"DEMO_SIZE": fixed}, 2) == (
             fixed,
@@ -60,7 +65,8 @@ def test_candidates_divide_the_eight_sequences_and_use_all_cores(cores, fixed, p
     ],
 )
 def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
-    """CPUs 0 and 4 are hyperthreads of one core, 1 and 5 of another; of the last, only one may be used."""
+    """CPUs 0 and 4 are hyperthreads of one core, 1 and 5 of another; of the last, only one may be
+    used."""
     for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2,6"}.items():
         path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         path.parent.mkdir(parents=True)
@@ -74,20 +80,33 @@ def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
 
 def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch):
     speeds = {(1, 4): 5.0, (2, 2): 7.0, (4, 1): 6.0}
-    monkeypatch.setattr(demo, "measure", lambda environ, pairs: {pair: speeds[pair] for pair in pairs})
+    monkeypatch.setattr(
+        demo, "measure", lambda environ, pairs: {pair: speeds[pair] for pair in pairs}
+    )
     environ = {name: str(value) for name, value in demo.SIZES["small"].items()}
     chosen, sentence = demo.choose_ranks(environ, 4)
     assert chosen == {"NPROC": "2", "OMP_NUM_THREADS": "2"}
-    measured = "4 cores, steps per second by processes x threads: 2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0"
+    measured = (
+        "4 cores, steps per second by processes x threads: 2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0"
+    )
     assert sentence == f"{measured}; NPROC=2 OMP_NUM_THREADS=2"
     chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
-    assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"} and sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
+    assert (
+        chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
+        and sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
+    )
 
 
 def test_real_steps_are_timed_by_several_ranks(env):
-    """A pair that cannot run, as 5 ranks cannot share 24 sequences, has speed 0 and does not hang."""
+    """A pair that cannot run, as 5 ranks cannot share 24 sequences, has speed 0 and does not
+    hang."""
     code = "import demo, os; print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
-    result = run(["-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); {code}"], env(), ROOT, fresh=True)
+    result = run(
+        ["-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); {code}"],
+        env(),
+        ROOT,
+        fresh=True,
+    )
     found = eval(result.stdout)
     assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
 
@@ -103,9 +122,14 @@ def test_a_speed_is_that_of_the_first_process():
 def test_settings_yield_to_the_users(tmp_path):
     for size in demo.SIZES:
         found = demo.knobs({}, size, tmp_path)
-        assert found["DATA_PATH"] == "demo_data" and found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
+        assert (
+            found["DATA_PATH"] == "demo_data"
+            and found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
+        )
         assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
-    fewer = demo.knobs({"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}, "small", tmp_path)
+    fewer = demo.knobs(
+        {"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}, "small", tmp_path
+    )
     assert fewer["MAX_WALLCLOCK_SECONDS"] == "7.5" and not {"NUM_LAYERS", "RUN_ID"} & fewer.keys()
 
 
@@ -140,7 +164,8 @@ def test_own_data_bring_their_tokenizer(tmp_path):
         return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
 
     with pytest.raises(
-        train_gpt.UserError, match="has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"
+        train_gpt.UserError,
+        match="has no manifest.json that names its tokenizer: set TOKENIZER_PATH and",
     ):
         found()
     assert found(TOKENIZER_PATH="t.model", VOCAB_SIZE="9") == [None, None, None]
@@ -158,19 +183,31 @@ def test_own_data_bring_their_tokenizer(tmp_path):
             "abc",
             "DEMO_SECONDS=abc is not a positive number: set for example DEMO_SECONDS=60, or unset it",
         ),
-        ("DEMO_SECONDS", "0", "DEMO_SECONDS=0 is not a positive number: set for example DEMO_SECONDS=60, or unset it"),
+        (
+            "DEMO_SECONDS",
+            "0",
+            "DEMO_SECONDS=0 is not a positive number: set for example DEMO_SECONDS=60, or unset it",
+        ),
         ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a positive"),
         ("DEMO_SECOND", "30", "DEMO_SECOND is set but is not a knob; did you mean DEMO_SECONDS?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
         ("NPROC", "two", "NPROC=two is not a positive number: set for example NPROC=2"),
-        ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your shards, or unset it"),
+        (
+            "DATA_PATH",
+            "/nowhere",
+            "DATA_PATH=/nowhere does not exist: set the folder of your shards, or unset it",
+        ),
         ("RUN_ID", "../x", "RUN_ID=../x is no file name"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),
     ],
 )
-def test_a_mistake_is_one_sentence_before_anything_is_measured(variable, value, sentence, monkeypatch):
+def test_a_mistake_is_one_sentence_before_anything_is_measured(
+    variable, value, sentence, monkeypatch
+):
     monkeypatch.setattr(
-        demo.os, "environ", {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
+        demo.os,
+        "environ",
+        {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value},
     )
     monkeypatch.setattr(demo, "measure", None)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])

@@ -1,8 +1,9 @@
 """Every tensor is made on the device where it is used. These tests need no second device.
 
-They run what a GPU would compute with tensors on torch's device "meta", which have a shape but no data. Like a GPU's,
-a meta tensor cannot be combined with one of the CPU, so a `torch.zeros(n)` without its device fails here and not only
-on a machine with a GPU. Values are left to the other tests.
+They run what a GPU would compute with tensors on torch's device "meta", which have a shape but no
+data. Like a GPU's, a meta tensor cannot be combined with one of the CPU, so a `torch.zeros(n)`
+without its device fails here and not only on a machine with a GPU. Values are left to the other
+tests.
 """
 
 import contextlib
@@ -41,19 +42,28 @@ def on_device(*tensors: torch.Tensor) -> bool:
     return {tensor.device for tensor in tensors} == {META}
 
 
-@pytest.mark.parametrize("changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0}, {**PARTS, "BIGRAM_VOCAB_SIZE": 0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"SWA_ENABLED": 1, "EMA_ENABLED": 0}, {**PARTS, "BIGRAM_VOCAB_SIZE": 0}]
+)
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
     assert run.accumulation > 1
-    for settings in (train_gpt.StepSettings(1.0, 0.9, False, 8), train_gpt.StepSettings(0.1, 0.9, True, 32, True)):
+    for settings in (
+        train_gpt.StepSettings(1.0, 0.9, False, 8),
+        train_gpt.StepSettings(0.1, 0.9, True, 32, True),
+    ):
         assert on_device(run.train_step(0, settings))
     run.average.apply()
     run.optimizer.sync_replicas()
     state = run.tensors()
-    assert on_device(*run.optimizer.weights().values(), *state.values(), *run.calibrate(range(1))[0].values())
+    assert on_device(
+        *run.optimizer.weights().values(), *state.values(), *run.calibrate(range(1))[0].values()
+    )
     for name, tensor in state.items():
         assert on_device(run.optimizer.whole(name, tensor))
-        run.optimizer.distribute(name, tensor, torch.zeros(run.optimizer.whole(name, tensor).shape, device=META))
+        run.optimizer.distribute(
+            name, tensor, torch.zeros(run.optimizer.whole(name, tensor).shape, device=META)
+        )
     run.loader.close()
 
 
@@ -75,7 +85,8 @@ def test_export(elsewhere):
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:
-    """An evaluator without progress lines. On a slow machine one could be due, and its figures need values."""
+    """An evaluator without progress lines. On a slow machine one could be due, and its figures need
+    values."""
     evaluator = train_gpt.Evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     evaluator.reported = math.inf
     return evaluator
@@ -85,14 +96,17 @@ def silent_evaluator(run) -> train_gpt.Evaluator:
 def test_evaluation(elsewhere, documents):
     run = elsewhere(EVAL_DOCUMENTS=documents)
     evaluator = silent_evaluator(run)
-    windows = train_gpt.plan_windows(run.val.spans(bool(documents)), run.hp.eval_seq_len, run.hp.eval_stride)
+    windows = train_gpt.plan_windows(
+        run.val.spans(bool(documents)), run.hp.eval_seq_len, run.hp.eval_stride
+    )
     evaluator.score(windows[:, :40])
     assert on_device(evaluator.nats, evaluator.count)
     run.loader.close()
 
 
 class Transfers(TorchDispatchMode):
-    """Counts the operators that combine the device with the CPU: each is a copy for which a GPU's host may wait."""
+    """Counts the operators that combine the device with the CPU: each is a copy for which a GPU's
+    host may wait."""
 
     def __init__(self):
         super().__init__()
@@ -100,18 +114,25 @@ class Transfers(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         result = operator(*arguments, **(options or {}))
-        tensors = [tensor for tensor in tree_leaves((arguments, options, result)) if isinstance(tensor, torch.Tensor)]
+        tensors = [
+            tensor
+            for tensor in tree_leaves((arguments, options, result))
+            if isinstance(tensor, torch.Tensor)
+        ]
         if len({tensor.device for tensor in tensors}) > 1:
             self.found.append((operator, (options or {}).get("non_blocking", False)))
         return result
 
 
 def test_evaluation_copies_one_table_for_each_shape(elsewhere):
-    """Not one or more for each batch, and none that the host waits for. Values cannot be read on this device at all."""
+    """Not one or more for each batch, and none that the host waits for. Values cannot be read on
+    this device at all."""
     run = elsewhere()
     evaluator = silent_evaluator(run)
     calls = []
-    evaluator.forward = lambda ids, targets, reduction: calls.append(1) or torch.ones(targets.shape, device=META)
+    evaluator.forward = lambda ids, targets, reduction: (
+        calls.append(1) or torch.ones(targets.shape, device=META)
+    )
     windows = evaluator.windows()
     with Transfers() as transfers:
         evaluator.score(windows[:, 1:])
@@ -132,22 +153,32 @@ def test_spans_need_no_values_from_the_device(elsewhere):
 
 def test_test_time_training(elsewhere, monkeypatch):
     # torch refuses to begin a fused AdamW on this device, whose kernel exists.
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *arguments: None)
-    run = elsewhere(TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1)
+    monkeypatch.setattr(
+        sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *arguments: None
+    )
+    run = elsewhere(
+        TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1
+    )
     scorer = silent_evaluator(run)
     assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
     documents, adam = train_gpt.lora_begin(run.hp, train_gpt.lora_adapter(run.hp, META), 3)
     train_gpt.lora_step(scorer, run.val.spans(True)[:3], documents, 0, 24, documents[:2], adam)
-    assert on_device(scorer.nats, scorer.count, *documents[0].values(), *adam.state[documents[0]["k.a"]].values())
+    assert on_device(
+        scorer.nats, scorer.count, *documents[0].values(), *adam.state[documents[0]["k.a"]].values()
+    )
     run.loader.close()
 
 
 def test_the_thread_that_pins_memory_uses_this_ranks_gpu(one_rank, monkeypatch):
     """A thread begins with GPU 0 as its current device. On a CPU there is nothing to set."""
     calls = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device))
+    )
     hp, runtime = one_rank()
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        with contextlib.closing(train_gpt.TrainingLoader(hp, dataclasses.replace(runtime, device=device))) as loader:
+        with contextlib.closing(
+            train_gpt.TrainingLoader(hp, dataclasses.replace(runtime, device=device))
+        ) as loader:
             thread = loader.reader.submit(threading.get_ident).result()
     assert calls == [(thread, torch.device("cuda", 1))]

@@ -1,5 +1,5 @@
-"""1 to 4 ranks over gloo, on one node or several, with the real collectives: the same mathematics, and replicas equal
-bit for bit."""
+"""1 to 4 ranks over gloo, on one node or several, with the real collectives: the same mathematics,
+and replicas equal bit for bit."""
 
 import os
 import re
@@ -18,7 +18,8 @@ from train_gpt import Hyperparameters
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
 WORKER = Path(__file__).with_name("worker.py")
-# 5 layers make banks of 10 rows, which 3 and 4 ranks pad. Depth recurrence begins at the third of 12 steps.
+# 5 layers make banks of 10 rows, which 3 and 4 ranks pad. Depth recurrence begins at the third of
+# 12 steps.
 SHAPE = {**PARTS, "TRAIN_BATCH_TOKENS": 12 * 32, "MICRO_BATCH_TOKENS": 32}
 
 
@@ -38,9 +39,10 @@ def one_rank_found(tmp_path_factory, data):
 
 @pytest.mark.parametrize("ranks, node", [(2, 2), (3, 3), (4, 4), (2, 1), (4, 2), (4, 1)])
 def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
-    """Faults B4, B17, on one node of all ranks and on several smaller ones. After 5 fp32 steps, sums in another order
-    differ by about 1e-5 of the update. A clip by each rank's own gradient changed it by 24 to 37 %. All ranks have the
-    same state bit for bit, each from the owners in its own node."""
+    """Faults B4, B17, on one node of all ranks and on several smaller ones. After 5 fp32 steps,
+    sums in another order differ by about 1e-5 of the update. A clip by each rank's own gradient
+    changed it by 24 to 37 %. All ranks have the same state bit for bit, each from the owners in its
+    own node."""
     ranks_run("steps", tmp_path, env(**SHAPE, SHARD_RANKS=node), ranks)
     assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}) == 1
     found = torch.load(tmp_path / f"found{ranks}.pt")
@@ -50,11 +52,15 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
             moved = (expected - initial[name]).norm()
             assert moved > 0 and (found[kind][name] - expected).norm() < 2e-4 * moved, name
     for name, expected in one_rank_found["hessians"].items():
-        assert expected.norm() > 0 and (found["hessians"][name] - expected).norm() < 1e-4 * expected.norm(), name
+        assert (
+            expected.norm() > 0
+            and (found["hessians"][name] - expected).norm() < 1e-4 * expected.norm()
+        ), name
 
 
 def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
-    """Each node updates its own copy of a row. Replicas that started from other weights would never agree again."""
+    """Each node updates its own copy of a row. Replicas that started from other weights would never
+    agree again."""
     ranks_run("rounding", tmp_path, env(**SHAPE, SHARD_RANKS=2), 4)
     assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(4)}) == 1
 
@@ -69,12 +75,20 @@ def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
     ],
 )
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
-    """Fault B5: in #399 each rank takes the learning rate from its own clock, and replicas drift apart."""
-    changes = {"ITERATIONS": 100000, "MAX_WALLCLOCK_SECONDS": 7, "WARMDOWN_FRAC": 1.0, "COMPUTE_DTYPE": dtype}
+    """Fault B5: in #399 each rank takes the learning rate from its own clock, and replicas drift
+    apart."""
+    changes = {
+        "ITERATIONS": 100000,
+        "MAX_WALLCLOCK_SECONDS": 7,
+        "WARMDOWN_FRAC": 1.0,
+        "COMPUTE_DTYPE": dtype,
+    }
     ranks_run("clocks", tmp_path, env(**SHAPE | {"MICRO_BATCH_TOKENS": 64} | changes), ranks)
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
-    assert int(digests.pop().split()[1]) >= 10, "the clock decides the rate of every step, so there must be several"
+    assert int(digests.pop().split()[1]) >= 10, (
+        "the clock decides the rate of every step, so there must be several"
+    )
 
 
 def final(text, name="final_int6_sliding_window_exact"):
@@ -82,13 +96,15 @@ def final(text, name="final_int6_sliding_window_exact"):
 
 
 def test_whole_run_on_nodes_that_share_no_disk(env, tmp_path):
-    """Fault B17: in #399 ranks read the artifact from their own disk. Here only rank 0 writes, and the score is that of
-    one rank, up to rounding. Blocks of 160 tokens score 32 each."""
+    """Fault B17: in #399 ranks read the artifact from their own disk. Here only rank 0 writes, and
+    the score is that of one rank, up to rounding. Blocks of 160 tokens score 32 each."""
     (tmp_path / "alone").mkdir()
     environment = env(EVAL_MODE="banded", MICRO_BATCH_TOKENS=160)
     alone = run([ROOT / "train_gpt.py"], environment, tmp_path / "alone")
     several = ranks_run("apart", tmp_path, environment, 2)
-    assert (tmp_path / "node0" / "final_model.int6.xz").exists() and not list((tmp_path / "node1").iterdir())
+    assert (tmp_path / "node0" / "final_model.int6.xz").exists() and not list(
+        (tmp_path / "node1").iterdir()
+    )
     name = "final_int6_banded_exact"
     assert final(several.stdout, name) == pytest.approx(final(alone.stdout, name), abs=2e-3)
     assert several.stdout.count(name) == 1
@@ -102,7 +118,12 @@ def test_rank_0_decides_whether_the_limits_are_kept(env, tmp_path):
 
 def test_rank_0_decides_when_test_time_training_ends(env, tmp_path):
     """All ranks take as many steps, and the rest is scored once."""
-    ranks_run("limit", tmp_path, env(TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=8, EVAL_MAX_SECONDS=1e6), 2)
+    ranks_run(
+        "limit",
+        tmp_path,
+        env(TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=8, EVAL_MAX_SECONDS=1e6),
+        2,
+    )
     assert [(tmp_path / f"limit{rank}").read_text() for rank in range(2)] == ["5 True"] * 2
 
 
@@ -113,17 +134,25 @@ def free_port() -> int:
 
 
 def two_nodes(command, local, environment, folder, timeout):
-    """`torchrun --nnodes=2` with two agents on one machine, each in a folder of its own. Returns [(status, stdout,
-    stderr)], after at most `timeout` seconds."""
+    """`torchrun --nnodes=2` with two agents on one machine, each in a folder of its own. Returns
+    [(status, stdout, stderr)], after at most `timeout` seconds."""
     agents, port = [], free_port()
     for node in range(2):
         (folder / f"node{node}").mkdir()
-        launch = ["-m", "torch.distributed.run", "--nnodes=2", f"--nproc_per_node={local}", f"--node_rank={node}"]
+        launch = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            f"--nproc_per_node={local}",
+            f"--node_rank={node}",
+        ]
         launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *command]
         agents.append(start(launch, environment, folder / f"node{node}"))
     deadline = time.monotonic() + timeout
     try:
-        outputs = [agent.communicate(timeout=max(0, deadline - time.monotonic())) for agent in agents]
+        outputs = [
+            agent.communicate(timeout=max(0, deadline - time.monotonic())) for agent in agents
+        ]
     finally:
         for agent in agents:
             agent.terminate()  # an agent ends its ranks
@@ -132,18 +161,24 @@ def two_nodes(command, local, environment, folder, timeout):
 
 @pytest.mark.parametrize("local", [1, 2])
 def test_two_nodes(local, env, tmp_path):
-    """Both succeed; only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
-    first, second = two_nodes([ROOT / "train_gpt.py"], local, env(RUN_ID="nodes"), tmp_path, timeout=600)
+    """Both succeed; only the first has a log and an artifact. The ranks of a node share the rows of
+    the banks."""
+    first, second = two_nodes(
+        [ROOT / "train_gpt.py"], local, env(RUN_ID="nodes"), tmp_path, timeout=600
+    )
     assert first[0] == second[0] == 0, (first, second)
-    assert f"ranks:{2 * local} mesh:2x{local} " in first[1] and "final_int6_sliding_window_exact" in first[1]
+    assert (
+        f"ranks:{2 * local} mesh:2x{local} " in first[1]
+        and "final_int6_sliding_window_exact" in first[1]
+    )
     assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.int6.xz"}
     assert not list((tmp_path / "node1").iterdir()) and "final" not in second[1]
 
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_death_of_a_rank_ends_both_nodes(victim, env, tmp_path):
-    """Of the first node or of the last: its agent ends the other ranks of the node, and those of the other node notice.
-    Both agents end within a minute."""
+    """Of the first node or of the last: its agent ends the other ranks of the node, and those of
+    the other node notice. Both agents end within a minute."""
     command = [ROOT / "tests" / "faults.py", "kill", 3, victim]
     agents = two_nodes(command, 2, env(ITERATIONS=100000), tmp_path, timeout=60)
     assert all(status != 0 for status, *_ in agents), agents
@@ -153,9 +188,16 @@ def test_death_of_a_rank_ends_both_nodes(victim, env, tmp_path):
 
 @pytest.mark.parametrize("size, node, victim", [(2, 2, 1), (4, 2, 0), (4, 2, 1), (4, 2, 3)])
 def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env, tmp_path):
-    """Without a launcher that would end the others: every rank of every node notices within a minute, reports it and
-    stops, whether the dead rank was of the first node or of the last. Rank 0 also served the process group's store."""
-    common = env(ITERATIONS=100000, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), WORLD_SIZE=size, SHARD_RANKS=node)
+    """Without a launcher that would end the others: every rank of every node notices within a
+    minute, reports it and stops, whether the dead rank was of the first node or of the last. Rank 0
+    also served the process group's store."""
+    common = env(
+        ITERATIONS=100000,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=free_port(),
+        WORLD_SIZE=size,
+        SHARD_RANKS=node,
+    )
     ranks = []
     for rank in range(size):
         folder = tmp_path / str(rank)
@@ -169,7 +211,9 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
     os.kill(ranks[victim].pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     try:
-        errors = [process.communicate(timeout=max(0, deadline - time.monotonic()))[1] for process in ranks]
+        errors = [
+            process.communicate(timeout=max(0, deadline - time.monotonic()))[1] for process in ranks
+        ]
     finally:
         for process in ranks:
             process.kill()
@@ -196,12 +240,15 @@ def test_torchrun_fails_when_a_rank_fails(env, tmp_path):
     result = run([ROOT / "train_gpt.py"], env(TRAIN_BATCH_TOKENS=32 * 5), tmp_path, ranks=2)
     assert result.returncode != 0
     assert (
-        "TRAIN_BATCH_TOKENS=160 is not a multiple of 64, so 2 ranks cannot share its sequences evenly" in result.stderr
+        "TRAIN_BATCH_TOKENS=160 is not a multiple of 64, so 2 ranks cannot share its sequences evenly"
+        in result.stderr
     )
 
 
 def test_more_local_ranks_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(train_gpt.UserError, match="LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):
+    with pytest.raises(
+        train_gpt.UserError, match="LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"
+    ):
         train_gpt.choose_device("auto", 1)

@@ -1,4 +1,5 @@
-"""data/download_fineweb.py with a stand-in for the hub: an HTTP server on loopback with the hub's URL scheme."""
+"""data/download_fineweb.py with a stand-in for the hub: an HTTP server on loopback with the hub's
+URL scheme."""
 
 import contextlib
 import json
@@ -27,18 +28,28 @@ REPOSITORY, NAME = "somebody/some-data", "fineweb10B_sp1024"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, data) -> Path:
-    """The hub's files: 3 training shards (one takes several reads), 1 validation shard, a tokenizer, the manifest."""
+    """The hub's files: 3 training shards (one takes several reads), 1 validation shard, a
+    tokenizer, the manifest."""
     root = tmp_path_factory.mktemp("published")
     folder = root / "datasets" / "datasets" / NAME
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
-    sizes = {"train_000000": 12_000_000, "train_000001": 3000, "train_000002": 4000, "val_000000": 2000}
+    sizes = {
+        "train_000000": 12_000_000,
+        "train_000001": 3000,
+        "train_000002": 4000,
+        "val_000000": 2000,
+    }
     for name, count in sizes.items():
         shards.write_shard(folder / f"fineweb_{name}.bin", rng.integers(4, 400, count))
     (root / "datasets" / "tokenizers").mkdir()
-    (root / "datasets" / "tokenizers" / "fineweb_1024_bpe.model").write_bytes((data / "tokenizer.model").read_bytes())
+    (root / "datasets" / "tokenizers" / "fineweb_1024_bpe.model").write_bytes(
+        (data / "tokenizer.model").read_bytes()
+    )
     manifest = {
-        "datasets": [{"name": NAME, "tokenizer_name": "bpe", "stats": {"files_train": 3, "files_val": 1}}],
+        "datasets": [
+            {"name": NAME, "tokenizer_name": "bpe", "stats": {"files_train": 3, "files_val": 1}}
+        ],
         "tokenizers": [{"name": "bpe", "model_path": "tokenizers/fineweb_1024_bpe.model"}],
     }
     (root / "datasets" / "manifest.json").write_text(json.dumps(manifest))
@@ -64,7 +75,13 @@ def command(hub, tmp_path):
 
     def start(*arguments, **changes) -> subprocess.Popen:
         hub.requests.clear()
-        line = [forks.python(), ROOT / "data" / "download_fineweb.py", "--target", tmp_path / "data", *arguments]
+        line = [
+            forks.python(),
+            ROOT / "data" / "download_fineweb.py",
+            "--target",
+            tmp_path / "data",
+            *arguments,
+        ]
         return subprocess.Popen(
             list(map(str, line)),
             env={**environment, **changes},
@@ -97,7 +114,10 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
     assert (tmp_path / hp.data_path).samefile(folder), "where train_gpt.py looks"
     assert (tmp_path / hp.tokenizer_path).is_file(), "where train_gpt.py looks"
     for path in folder.glob("*.bin"):
-        assert path.read_bytes() == (published / "datasets" / "datasets" / NAME / path.name).read_bytes()
+        assert (
+            path.read_bytes()
+            == (published / "datasets" / "datasets" / NAME / path.name).read_bytes()
+        )
         assert path.stat().st_nlink == 2, "a hard link to the cache, not a copy"
     train_gpt.check_manifest(str(folder), str(tmp_path / hp.tokenizer_path))
     result = download("--train-shards", 1)
@@ -141,7 +161,9 @@ def test_a_cut_connection_is_resumed_at_the_byte(download, hub):
     hub.cut_after = 13_000_000
     result = download("--train-shards", 1)
     assert result.returncode == 0, result.stderr
-    ranges = [header for _, path, header in hub.requests if path.endswith("train_000000.bin") and header]
+    ranges = [
+        header for _, path, header in hub.requests if path.endswith("train_000000.bin") and header
+    ]
     assert ranges and all(int(header.removeprefix("bytes=").rstrip("-")) > 0 for header in ranges)
 
 
@@ -166,14 +188,19 @@ def test_a_killed_run_keeps_complete_files(command, download, hub, tmp_path):
     hub.stall_after = 0
     result = download("--train-shards", 2)
     assert result.returncode == 0, result.stderr
-    assert [Path(path).name for path in hub.fetched() if path.endswith(".bin")] == ["fineweb_train_000000.bin"]
+    assert [Path(path).name for path in hub.fetched() if path.endswith(".bin")] == [
+        "fineweb_train_000000.bin"
+    ]
     assert download("--check").returncode == 0
 
 
 def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
     assert download("--train-shards", 2).returncode == 0
     remote = published / "datasets" / "manifest.json"
-    old, shard = remote.read_text(), published / "datasets" / "datasets" / NAME / "fineweb_train_000003.bin"
+    old, shard = (
+        remote.read_text(),
+        published / "datasets" / "datasets" / NAME / "fineweb_train_000003.bin",
+    )
     try:
         shards.write_shard(shard, np.arange(4, 300))
         remote.write_text(old.replace('"files_train": 3', '"files_train": 4'))
@@ -204,19 +231,35 @@ def test_no_network(download, hub):
         (["--variant", "sp4096"], {}, "has no variant sp4096: set --variant to one of sp1024"),
         (["--train-shards", 9], {}, "has 3 training shards of sp1024, not 9"),
         ([], {"MATCHED_FINEWEB_REPO_ID": "no/body"}, "could not get no/body"),
-        ([], {"MATCHED_FINEWEB_REMOTE_ROOT_PREFIX": "elsewhere"}, "could not get somebody/some-data"),
+        (
+            [],
+            {"MATCHED_FINEWEB_REMOTE_ROOT_PREFIX": "elsewhere"},
+            "could not get somebody/some-data",
+        ),
         (["--target", "/proc/none"], {}, "the disk of /proc has 0 left"),
         (["--target", "/dev/null/none"], {}, "cannot write /dev/null/none/tokenizers"),
     ],
 )
 def test_errors_are_one_sentence(download, arguments, changes, part):
-    result = download(*(arguments if "--train-shards" in arguments else [*arguments, "--train-shards", 1]), **changes)
+    result = download(
+        *(arguments if "--train-shards" in arguments else [*arguments, "--train-shards", 1]),
+        **changes,
+    )
     last = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 1 and last.startswith("error: ") and part in last and "Traceback" not in result.stderr
+    assert (
+        result.returncode == 1
+        and last.startswith("error: ")
+        and part in last
+        and "Traceback" not in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
-    "path", [f"datasets/datasets/{NAME}/fineweb_val_000000.bin", "datasets/tokenizers/fineweb_1024_bpe.model"]
+    "path",
+    [
+        f"datasets/datasets/{NAME}/fineweb_val_000000.bin",
+        "datasets/tokenizers/fineweb_1024_bpe.model",
+    ],
 )
 def test_wrong_content_is_not_accepted(download, hub, path):
     hub.corrupt = {path}
@@ -232,7 +275,9 @@ def test_too_little_disk(tmp_path, monkeypatch):
     ]
     usage = download_fineweb.shutil.disk_usage(tmp_path)
     download_fineweb.check_space(files, tmp_path / "not" / "yet", tmp_path)
-    monkeypatch.setattr(download_fineweb.shutil, "disk_usage", lambda path: usage._replace(free=1499))
+    monkeypatch.setattr(
+        download_fineweb.shutil, "disk_usage", lambda path: usage._replace(free=1499)
+    )
     expected = r"the download has 1,500 bytes, but the disk of .* has 1,499 left.*HF_HOME"
     with pytest.raises(train_gpt.UserError, match=expected):
         download_fineweb.check_space(files, tmp_path, tmp_path / "data")
@@ -241,15 +286,25 @@ def test_too_little_disk(tmp_path, monkeypatch):
 def test_a_manifest_of_another_form_is_named():
     remote = download_fineweb.Remote("a/b", "c")
     for manifest in ({}, {"datasets": [{"name": NAME}], "tokenizers": []}, [], {"datasets": 3}):
-        with pytest.raises(train_gpt.UserError, match="c/manifest.json of a/b has an unknown format"):
+        with pytest.raises(
+            train_gpt.UserError, match="c/manifest.json of a/b has an unknown format"
+        ):
             download_fineweb.plan(manifest, "sp1024", 1, remote, Path("x"))
 
 
 def test_a_manifest_cannot_place_files_elsewhere(tmp_path):
     manifest = {
-        "datasets": [{"name": NAME, "tokenizer_name": "t", "stats": {"files_train": 1, "files_val": 1}}],
+        "datasets": [
+            {"name": NAME, "tokenizer_name": "t", "stats": {"files_train": 1, "files_val": 1}}
+        ],
         "tokenizers": [{"name": "t", "model_path": "../../../etc/evil.model"}],
     }
-    files = download_fineweb.plan(manifest, "sp1024", 1, download_fineweb.Remote("a/b", "c"), tmp_path)
-    assert [file.local.relative_to(tmp_path).parts[0] for file in files] == ["tokenizers", "datasets", "datasets"]
+    files = download_fineweb.plan(
+        manifest, "sp1024", 1, download_fineweb.Remote("a/b", "c"), tmp_path
+    )
+    assert [file.local.relative_to(tmp_path).parts[0] for file in files] == [
+        "tokenizers",
+        "datasets",
+        "datasets",
+    ]
     assert files[0].local == tmp_path / "tokenizers" / "evil.model"

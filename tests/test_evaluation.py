@@ -1,4 +1,5 @@
-"""Every target is scored exactly once with any windows, and the score is nats and bytes and nothing else."""
+"""Every target is scored exactly once with any windows, and the score is nats and bytes and nothing
+else."""
 
 import dataclasses
 import functools
@@ -32,14 +33,18 @@ def setting(one_rank):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("targets", [48, 49, 111, 240])
 def test_every_target_is_scored_once(setting, window, stride, size, targets):
-    """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail that depends on the window.
+    """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail that depends
+    on the window.
 
-    The model is replaced by a function whose loss at target j is one bit of j. Eight such sums show whether a target is
-    missing or counted twice.
+    The model is replaced by a function whose loss at target j is one bit of j. Eight such sums show
+    whether a target is missing or counted twice.
     """
     blocks = {} if stride else {"MICRO_BATCH_TOKENS": 36}  # of a banded pass, which score 20
     hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window, **blocks)
-    val.tokens, val.nbytes = torch.arange(targets + 1, dtype=torch.int32), torch.ones(targets, dtype=torch.int16)
+    val.tokens, val.nbytes = (
+        torch.arange(targets + 1, dtype=torch.int32),
+        torch.ones(targets, dtype=torch.int16),
+    )
     val.targets = val.total_bytes = targets
     for bit in range(8):
         total = 0.0
@@ -53,7 +58,8 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
 
 
 class OneRank(Comm):
-    """One of several ranks, alone in this process. Its sum is raised as an exception instead of being shared."""
+    """One of several ranks, alone in this process. Its sum is raised as an exception instead of
+    being shared."""
 
     class Caught(Exception):
         pass
@@ -63,12 +69,18 @@ class OneRank(Comm):
 
 
 def test_context_of_sliding_windows(setting):
-    """Each scored target outside the first window has at least T - stride tokens before it in its window."""
+    """Each scored target outside the first window has at least T - stride tokens before it in its
+    window."""
     hp, runtime, val = setting()
     val.tokens = torch.arange(val.targets + 1, dtype=torch.int32)  # each token is its position
-    context = evaluate(lambda x, y, reduction: (y - x[:, :1]).float(), val, hp, runtime, 8).nats * val.targets
+    context = (
+        evaluate(lambda x, y, reduction: (y - x[:, :1]).float(), val, hp, runtime, 8).nats
+        * val.targets
+    )
     window = hp.eval_seq_len
-    expected = sum(j + 1 if j < window else window - 8 + 1 + (j - window) % 8 for j in range(val.targets))
+    expected = sum(
+        j + 1 if j < window else window - 8 + 1 + (j - window) % 8 for j in range(val.targets)
+    )
     assert context == expected
 
 
@@ -80,7 +92,10 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
     score.log(lambda line, **fields: lines.append((line, fields)), "name")
-    (line, fields), result = lines[0], f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    (line, fields), result = (
+        lines[0],
+        f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}",
+    )
     assert line.startswith(f"name {result} eval_time:")
     assert (fields["val_loss"], fields["val_bpb"]) == (score.nats, score.bits_per_byte)
 
@@ -113,7 +128,9 @@ def test_sliding_score_is_the_plain_sum(setting):
         nats[start + first : start + stop] = out[first:stop].detach()
     picked = nats[positions].double().sum()
     assert picked.item() == pytest.approx(total, rel=1e-5)
-    assert evaluate(model, val, hp, runtime, stride).nats == pytest.approx(nats.double().mean().item(), rel=1e-6)
+    assert evaluate(model, val, hp, runtime, stride).nats == pytest.approx(
+        nats.double().mean().item(), rel=1e-6
+    )
 
 
 def test_lost_target_is_noticed(setting):
@@ -145,20 +162,29 @@ def test_windows_cover_every_span_once(window, stride, narrowest):
     assert np.array_equal(scored, np.arange(265)), "in stream order"
     for start, first, stop, width, n in windows:
         begin, end = next((a, b) for a, b in SPANS if a <= start < b)
-        assert begin <= start <= first < stop <= min(end, start + width), "no window crosses the border of a span"
+        assert begin <= start <= first < stop <= min(end, start + width), (
+            "no window crosses the border of a span"
+        )
         assert first == start + width - n, "the last n positions begin with the first that counts"
-        assert start == begin or (width, n) == (window, stride), "all windows behind the start of a span have context"
+        assert start == begin or (width, n) == (window, stride), (
+            "all windows behind the start of a span have context"
+        )
 
 
-@pytest.mark.parametrize("narrowest, widths", [(0, {32}), (4, {4, 8, 16, 32}), (8, {8, 16, 32}), (10, {16, 32})])
+@pytest.mark.parametrize(
+    "narrowest, widths", [(0, {32}), (4, {4, 8, 16, 32}), (8, {8, 16, 32}), (10, {16, 32})]
+)
 def test_windows_of_a_span_do_not_depend_on_its_end(narrowest, widths):
-    """Also those at its start, which are narrower for short spans. A span is a document, whose end is in the future."""
+    """Also those at its start, which are narrower for short spans. A span is a document, whose end
+    is in the future."""
     plan = lambda end: train_gpt.plan_windows(np.array([[7, end]]), 32, 8, narrowest).T.tolist()  # noqa: E731
     whole = plan(107)
     assert {width for start, *_, width, _ in whole if start == 7} == widths
     for end in range(8, 107):
         windows = plan(end)
-        for (*place, stop, width, n), (*expected, full, of, last) in zip(windows, whole, strict=False):
+        for (*place, stop, width, n), (*expected, full, of, last) in zip(
+            windows, whole, strict=False
+        ):
             assert (place, stop, width, n) == (expected, min(full, end), of, last)
         assert windows[-1][2] == end, "and there are as many as the span needs"
 
@@ -185,9 +211,14 @@ def test_unscored_positions_skip_most_of_the_last_layer(one_rank):
     shapes, real = [], train_gpt.F.linear
     ids = torch.ones(2, 24, dtype=torch.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt.F, "linear", lambda x, w: shapes.append((x.size(1), tuple(w.shape))) or real(x, w))
+        patch.setattr(
+            train_gpt.F,
+            "linear",
+            lambda x, w: shapes.append((x.size(1), tuple(w.shape))) or real(x, w),
+        )
         model(ids, ids[:, -4:], "none")
-    # The bigram projection first, the head last; q, k and v are one product where all positions are computed.
+    # The bigram projection first, the head last; q, k and v are one product where all positions are
+    # computed.
     assert [time for time, _ in shapes] == [24] + [24] * 4 + [24] * 4 + [4, 24, 4, 4, 4] + [4]
     assert shapes[1][1] == (hp.model_dim + 2 * hp.num_kv_heads * hp.head_dim, hp.model_dim)
     assert shapes[-1] == (4, (hp.vocab_size, hp.model_dim))
@@ -212,12 +243,20 @@ def shorten(val, targets):
 def test_documents_are_scored_as_if_each_were_alone(setting, stride):
     hp, runtime, val, model = several_documents(setting, EVAL_DOCUMENTS=1, EVAL_STRIDE=stride)
     together = evaluate(model, val, hp, runtime, stride)
-    begins = [0, *(val.tokens[1:-1] == train_gpt.BOS).nonzero().flatten().add(1).tolist(), val.targets]
+    begins = [
+        0,
+        *(val.tokens[1:-1] == train_gpt.BOS).nonzero().flatten().add(1).tolist(),
+        val.targets,
+    ]
     total, picked = 0.0, []
     with torch.no_grad():
         for begin, end in zip(begins, begins[1:], strict=False):
             for target in [t for t in range(begin, end) if t % 11 == 0 or end - begin < 40]:
-                start = begin if target < begin + 32 else begin + -(-(target + 1 - begin - 32) // stride) * stride
+                start = (
+                    begin
+                    if target < begin + 32
+                    else begin + -(-(target + 1 - begin - 32) // stride) * stride
+                )
                 ids = val.tokens[start : target + 1][None].long()
                 total += -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])].item()
                 picked.append(target)
@@ -231,7 +270,8 @@ def test_documents_are_scored_as_if_each_were_alone(setting, stride):
 
 
 def test_shapes_are_few_and_known(setting):
-    """All batches of a width have the same shape, also the last one, so a compiled forward is compiled once for it."""
+    """All batches of a width have the same shape, also the last one, so a compiled forward is
+    compiled once for it."""
     for documents, widths in ((0, {(32, 32), (32, 8)}), (1, None)):
         hp, runtime, val, model = several_documents(setting, EVAL_DOCUMENTS=documents)
         seen = set()
@@ -260,7 +300,9 @@ def test_ctrl_c_leaves_a_partial_result(setting):
         evaluator.score(evaluator.windows())
     score = evaluator.result(complete=False)
     assert 0 < score.targets < val.targets and score.nats == 2.0
-    assert score.nbytes == int(val.nbytes[: score.targets].sum()), "the first targets were scored first"
+    assert score.nbytes == int(val.nbytes[: score.targets].sum()), (
+        "the first targets were scored first"
+    )
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * score.targets / score.nbytes)
 
 
@@ -301,12 +343,17 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
     reference = made(long, train_gpt.attend_last)  # a mask over all positions
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
-        return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", band=hp.eval_seq_len)[0]
+        return reference(
+            tokens[None, :-1].long(), tokens[None, 1:].long(), "none", band=hp.eval_seq_len
+        )[0]
 
 
 def banded(setting, **changes):
-    """(hyperparameters, runtime, blocks of validation text with several documents, random model)."""
-    hp, runtime, val, model = several_documents(setting, **{"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes)
+    """(hyperparameters, runtime, blocks of validation text with several documents, random
+    model)."""
+    hp, runtime, val, model = several_documents(
+        setting, **{"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes
+    )
     shorten(val, 450)
     return hp, runtime, val, model
 
@@ -317,7 +364,9 @@ def blocks(monkeypatch):
     monkeypatch.setattr(train_gpt, "BAND_TARGETS", 12)
 
 
-@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"MICRO_BATCH_TOKENS": 50}, PARTS])
+@pytest.mark.parametrize(
+    "changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"MICRO_BATCH_TOKENS": 50}, PARTS]
+)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     """However many visits of layers reach back, and on any number of ranks."""
@@ -336,9 +385,12 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {**PARTS, "DOC_ATTENTION": 0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {**PARTS, "DOC_ATTENTION": 0}]
+)
 def test_how_far_a_band_reaches(setting, changes):
-    """Each visit of a layer by the band - 1, the embeddings by 2, and a block reads at least that much first."""
+    """Each visit of a layer by the band - 1, the embeddings by 2, and a block reads at least that
+    much first."""
     hp, _, val, model = banded(setting, **changes)
     hp = dataclasses.replace(hp, eval_seq_len=4, eval_stride=4)
     embed, streams = model.embed, []
@@ -353,22 +405,37 @@ def test_how_far_a_band_reaches(setting, changes):
     reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
     assert 99 - int(reached.min()) == 3 * len(hp.visits())
     with torch.no_grad():
-        changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), model.matrices())[0, 50] for i in range(51)]
+        changed = [
+            embed(ids.index_fill(1, torch.tensor([i]), 60), model.matrices())[0, 50]
+            for i in range(51)
+        ]
         same = [torch.equal(x, embed(ids, model.matrices())[0, 50]) for x in changed]
     assert same.index(False) == 48
     assert 3 * len(hp.visits()) + 2 < train_gpt.band_block(hp)[0]
 
 
 def test_a_block_is_no_longer_than_a_forward(hyperparameters):
-    sizes = [(0, (1024, 8192)), (5000, (1024, 3976)), (1160, (1024, 136)), (1100, (1024, 128)), (10**6, (1024, 8192))]
+    sizes = [
+        (0, (1024, 8192)),
+        (5000, (1024, 3976)),
+        (1160, (1024, 136)),
+        (1100, (1024, 128)),
+        (10**6, (1024, 8192)),
+    ]
     for tokens, expected in sizes:
-        knobs = {"NUM_LAYERS": 7, "LOOP_VISITS": 1, "EVAL_SEQ_LEN": 128, "MICRO_BATCH_TOKENS": tokens}
+        knobs = {
+            "NUM_LAYERS": 7,
+            "LOOP_VISITS": 1,
+            "EVAL_SEQ_LEN": 128,
+            "MICRO_BATCH_TOKENS": tokens,
+        }
         assert train_gpt.band_block(hyperparameters(**knobs)) == expected
 
 
 @pytest.mark.parametrize("stride", [0, 8])
 def test_a_last_document_start_is_read_once(setting, stride):
-    """Positions behind the stream's end are no documents, of which a kernel takes a limited number."""
+    """Positions behind the stream's end are no documents, of which a kernel takes a limited
+    number."""
     hp, runtime, val, model = banded(setting)
     val.tokens[val.targets - 1] = train_gpt.BOS
     found = []
@@ -377,11 +444,16 @@ def test_a_last_document_start_is_read_once(setting, stride):
     scorer.score(scorer.windows()[:, -1:])
     start = scorer.windows()[0, -1]
     assert start + found[0].size(1) > val.targets, "the window ends before the stream"
-    assert (found[0][0] == train_gpt.BOS).sum() == (val.tokens[start : val.targets] == train_gpt.BOS).sum() > 0
+    assert (
+        (found[0][0] == train_gpt.BOS).sum()
+        == (val.tokens[start : val.targets] == train_gpt.BOS).sum()
+        > 0
+    )
 
 
 def test_a_window_reads_nothing_behind_its_targets(setting):
-    """Documents behind a short one would be more than FlashAttention 3 has room for in a narrow window."""
+    """Documents behind a short one would be more than FlashAttention 3 has room for in a narrow
+    window."""
     hp, runtime, val, model = banded(setting)
     found = []
     noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
@@ -391,8 +463,11 @@ def test_a_window_reads_nothing_behind_its_targets(setting):
 
 
 def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
-    hp, runtime, val, _ = banded(setting, EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, DOC_ATTENTION=1)
-    val.documents = np.array([0, 100, 101])  # three in 128 positions are as many as fit, two in 32 are not
+    hp, runtime, val, _ = banded(
+        setting, EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, DOC_ATTENTION=1
+    )
+    # Three in 128 positions are as many as fit, two in 32 are not
+    val.documents = np.array([0, 100, 101])
     with pytest.raises(train_gpt.UserError, match="2 documents begin within 32 positions"):
         train_gpt.Evaluator(None, val, hp, dataclasses.replace(runtime, attention="fa3"), 128)
 
@@ -401,7 +476,9 @@ def test_losses_that_are_not_finite_are_no_score(setting):
     hp, runtime, val, model = banded(setting)
     with torch.no_grad():
         model.smear_gate.fill_(math.nan)
-    sentence = f"{val.targets} of {val.targets} validation losses are not finite: the weights are damaged"
+    sentence = (
+        f"{val.targets} of {val.targets} validation losses are not finite: the weights are damaged"
+    )
     with pytest.raises(train_gpt.UserError, match=sentence):
         train_gpt.evaluate(model, val, hp, runtime, hp.eval_seq_len)
 
@@ -411,19 +488,25 @@ DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6
 
 @pytest.mark.parametrize("band", [0, 1, 5, 8, 64])
 @pytest.mark.parametrize("n, time", [(40, 40), (37, 37), (5, 5), (24, 88), (3, 88)])
-@pytest.mark.parametrize("name, document", [("flash", None), ("math", None), ("flash", DOCUMENTS), ("math", DOCUMENTS)])
+@pytest.mark.parametrize(
+    "name, document", [("flash", None), ("math", None), ("flash", DOCUMENTS), ("math", DOCUMENTS)]
+)
 def test_attention_within_bands_and_documents(band, n, time, name, document):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, n, 4, 8, generator=generator)
     k, v = torch.randn(2, 2, time, 2, 8, generator=generator)
     document = document if document is None else document[:, :time]
     ones = torch.zeros(2, time) if document is None else document
-    visible = torch.tensor([[0 <= i - j < (band or 99) for j in range(time)] for i in range(time - n, time)])
+    visible = torch.tensor(
+        [[0 <= i - j < (band or 99) for j in range(time)] for i in range(time - n, time)]
+    )
     visible = visible & (ones[:, time - n :, None] == ones[:, None])
     scores = torch.einsum("bnhe,bthe->bhnt", q, k.repeat_interleave(2, dim=2)) / 8**0.5
     weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
     expected = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
-    torch.testing.assert_close(train_gpt.attend_last(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        train_gpt.attend_last(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6
+    )
     if band or n == time:
         found = train_gpt.load_attention(name)(q, k, v, band, document)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -431,8 +514,8 @@ def test_attention_within_bands_and_documents(band, n, time, name, document):
 
 @pytest.fixture
 def fa3(monkeypatch):
-    """The script's use of FlashAttention 3. Its window counts the positions before the query, and it aligns the last
-    query of a sequence with the last key."""
+    """The script's use of FlashAttention 3. Its window counts the positions before the query, and
+    it aligns the last query of a sequence with the last key."""
 
     def fixed(q, k, v, causal=False, window_size=(-1, -1), deterministic=False):
         before, after = window_size
@@ -468,9 +551,13 @@ def test_windows_and_lengths_of_flash_attention_3(fa3, band, n, document):
 def test_flash_attention_3_repeats_its_gradients_if_asked_to(fa3, monkeypatch):
     asked = []
     module = sys.modules["flash_attn_interface"]
-    monkeypatch.setattr(module, "flash_attn_func", lambda q, k, v, **options: asked.append(options) or q)
+    monkeypatch.setattr(
+        module, "flash_attn_func", lambda q, k, v, **options: asked.append(options) or q
+    )
     for wanted in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)
+        monkeypatch.setattr(
+            torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted
+        )
         train_gpt.load_attention("fa3")(*torch.randn(3, 1, 8, 2, 8))
     assert asked == [{"causal": True}, {"causal": True, "deterministic": True}]
 
@@ -500,8 +587,11 @@ def test_a_kernel_without_a_mask_is_skipped(one_rank, monkeypatch, changes):
 
 @pytest.mark.parametrize("stride", [32, 8, 0])
 def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, stride):
-    """A sequence holds parts of several documents, and their beginnings have the same losses as alone."""
-    hp, runtime, val, model = several_documents(setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32)
+    """A sequence holds parts of several documents, and their beginnings have the same losses as
+    alone."""
+    hp, runtime, val, model = several_documents(
+        setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32
+    )
     found = [
         train_gpt.Evaluator(model, val, settings, runtime, stride)
         for settings in (hp, dataclasses.replace(hp, eval_documents=True))
@@ -509,7 +599,8 @@ def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, str
     for scorer in found:
         scorer.score(scorer.windows())
     packed, alone = (scorer.nats[:-1] for scorer in found)
-    inside = torch.zeros(val.targets, dtype=torch.bool)  # in the document's first 32 positions, in a window with all
+    # In the document's first 32 positions, in a window with all
+    inside = torch.zeros(val.targets, dtype=torch.bool)
     windows = found[0].windows().T.tolist()
     for begin, end in val.spans(True).tolist():
         for start, scored, stop, *_ in windows:
@@ -522,7 +613,9 @@ def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, str
 def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
     hp, runtime, val, model = banded(setting, EVAL_DOCUMENTS=1)
     shapes, forward = set(), model.forward
-    model.forward = lambda ids, *rest, **more: shapes.add(ids.size(1)) or forward(ids, *rest, **more)
+    model.forward = lambda ids, *rest, **more: (
+        shapes.add(ids.size(1)) or forward(ids, *rest, **more)
+    )
     scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
     scorer.score(scorer.windows())
     assert shapes == {128, 64, 32, 16, 8}, "a document of up to 64 tokens takes half a block"
@@ -532,32 +625,49 @@ def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
 
 
 def noting_shapes(model) -> set:
-    """The set that gets everything that a compiled graph of this model depends on, whenever it is called."""
+    """The set that gets everything that a compiled graph of this model depends on, whenever it is
+    called."""
     shapes, forward = set(), model.forward
 
     def noted(ids, targets, reduction="mean", band=0, **rest):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        shapes.add((*ids.shape, targets.size(1), reduction, band, "adapter" in rest, trained, model.visits))
+        shapes.add(
+            (*ids.shape, targets.size(1), reduction, band, "adapter" in rest, trained, model.visits)
+        )
         return forward(ids, targets, reduction, band=band, **rest)
 
     model.forward = noted
     return shapes
 
 
-WARM = [("", 0, 0, 1), ("", 1, 0, 2), ("sgd", 0, 0, 1), ("sgd", 1, 1, 2), ("lora", 0, 0, 1), ("lora", 1, 1, 2)]
+WARM = [
+    ("", 0, 0, 1),
+    ("", 1, 0, 2),
+    ("sgd", 0, 0, 1),
+    ("sgd", 1, 1, 2),
+    ("lora", 0, 0, 1),
+    ("lora", 1, 1, 2),
+]
 
 
 @pytest.mark.parametrize("training, documents, limit, size", WARM)
 @pytest.mark.parametrize("mode", ["banded", "sliding"])
-def test_the_warm_up_compiles_the_shapes_of_a_run(setting, blocks, monkeypatch, training, documents, mode, limit, size):
-    """And no others, apart from what the time limit avoids. Nothing compiles after the limit, on any rank."""
+def test_the_warm_up_compiles_the_shapes_of_a_run(
+    setting, blocks, monkeypatch, training, documents, mode, limit, size
+):
+    """And no others, apart from what the time limit avoids. Nothing compiles after the limit, on
+    any rank."""
     knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
     knobs |= {"EVAL_MODE": mode, "EVAL_DOCUMENTS": documents, "EVAL_MAX_SECONDS": limit}
-    hp, runtime, val, model = banded(setting, EVAL_STRIDE=2, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs)
+    hp, runtime, val, model = banded(
+        setting, EVAL_STRIDE=2, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs
+    )
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
     for rank in range(size):
         asked = itertools.count()
-        monkeypatch.setattr(train_gpt, "out_of_time", lambda scorer, asked=asked: limit > 0 and next(asked) >= 3)
+        monkeypatch.setattr(
+            train_gpt, "out_of_time", lambda scorer, asked=asked: limit > 0 and next(asked) >= 3
+        )
         runtime = dataclasses.replace(runtime, comm=Comm(rank, size))
         monkeypatch.setattr(runtime.comm, "all_reduce", lambda tensor: lambda: None)
         shapes = noting_shapes(model)
@@ -578,7 +688,9 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(setting, blocks, monkeypatch, 
 @pytest.mark.parametrize("every, expected", [(5, 2), (0, 1)])
 def test_the_warm_up_of_a_model_that_does_not_loop_yet(setting, tmp_path, every, expected):
     """Before the loop begins, a run only validates, if at all."""
-    hp, runtime, val = setting(LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=1, VAL_LOSS_EVERY=every, TTT_ENABLED=1)
+    hp, runtime, val = setting(
+        LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=1, VAL_LOSS_EVERY=every, TTT_ENABLED=1
+    )
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm, tmp_path), val)
     shapes = noting_shapes(run.model)
     run.warm_up()
@@ -586,7 +698,9 @@ def test_the_warm_up_of_a_model_that_does_not_loop_yet(setting, tmp_path, every,
     scored = [shape for shape in shapes if shape[3] == "none"]
     early = [shape for shape in scored if shape[-1] == hp.visits(looping=False)]
     assert len(early) == expected - 1 and all(shape[2] == hp.eval_seq_len for shape in early)
-    assert len({shape[2] for shape in scored if shape[-1] == hp.visits()}) == 2, "whole windows and their ends"
+    assert len({shape[2] for shape in scored if shape[-1] == hp.visits()}) == 2, (
+        "whole windows and their ends"
+    )
 
 
 def test_the_mode_of_a_run(script):
@@ -600,7 +714,9 @@ def test_the_mode_of_a_run(script):
     again = script(EVAL_MODE="banded", EVAL_ONLY="final_model.int6.xz", ATTENTION="math")
     assert read("final_int6_banded_exact", again.stdout) == pytest.approx(banded, abs=1e-7)
     windows = script(EVAL_ONLY="final_model.int6.xz", ATTENTION="math")
-    assert "final_int6_sliding_window_exact" in windows.stdout and "banded_exact" not in windows.stdout
+    assert (
+        "final_int6_sliding_window_exact" in windows.stdout and "banded_exact" not in windows.stdout
+    )
 
 
 # Compiling for EVAL_ONLY
@@ -609,7 +725,13 @@ def test_the_mode_of_a_run(script):
 @pytest.mark.parametrize(
     "wanted, device, worth, compiled, said",
     [
-        ("auto", "cpu", 1e5, False, "note: the text is too small to compile for on a CPU; COMPILE=1 compiles"),
+        (
+            "auto",
+            "cpu",
+            1e5,
+            False,
+            "note: the text is too small to compile for on a CPU; COMPILE=1 compiles",
+        ),
         (
             "auto",
             "cpu",
@@ -628,15 +750,22 @@ def test_the_mode_of_a_run(script):
         ("train", "cpu", 1, False, ""),
     ],
 )
-def test_eval_only_says_that_it_compiles(setting, monkeypatch, wanted, device, worth, compiled, said):
-    """Before it does. On a CPU a small text is scored eagerly: fewer targets times weights than worth it."""
+def test_eval_only_says_that_it_compiles(
+    setting, monkeypatch, wanted, device, worth, compiled, said
+):
+    """Before it does. On a CPU a small text is scored eagerly: fewer targets times weights than
+    worth it."""
     hp, runtime, val = setting(COMPILE=wanted)
     model, lines = made(hp, runtime.attend), []
     weights = sum(p.numel() for p in model.parameters())
     monkeypatch.setattr(train_gpt, "WORTH_COMPILING", val.targets * weights * worth)
-    monkeypatch.setattr(train_gpt, "compile_whole", lambda model, compiled: (model, compiled, list(lines)))
+    monkeypatch.setattr(
+        train_gpt, "compile_whole", lambda model, compiled: (model, compiled, list(lines))
+    )
     runtime = dataclasses.replace(runtime, compiled=True, device=torch.device(device))
-    forward = train_gpt.compile_for_evaluation(model, val, runtime, lambda line, **_: lines.append(line))
+    forward = train_gpt.compile_for_evaluation(
+        model, val, runtime, lambda line, **_: lines.append(line)
+    )
     assert lines == [said] * bool(said)
     assert forward == (model, compiled, lines)
     eager, lines[:] = dataclasses.replace(runtime, compiled=False), []
@@ -650,14 +779,19 @@ TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
 
 def learner(setting, mode="sgd", targets=0, **changes):
-    """(model, evaluator, lines that it logs) for test-time training on the whole text or its first targets."""
-    hp, runtime, val, model = several_documents(setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes)
+    """(model, evaluator, lines that it logs) for test-time training on the whole text or its first
+    targets."""
+    hp, runtime, val, model = several_documents(
+        setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes
+    )
     if targets:
         shorten(val, targets)
     lines = []
     return (
         model,
-        train_gpt.Evaluator(model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)),
+        train_gpt.Evaluator(
+            model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)
+        ),
         lines,
     )
 
@@ -666,7 +800,8 @@ def learner(setting, mode="sgd", targets=0, **changes):
 def test_sgd_by_the_published_recipe(setting, epochs, momentum):
     """The first two chunks by hand: score, steps of SGD with momentum on the chunk, score."""
     chunk = 64
-    knobs = {} if epochs == 3 else {"TTT_EPOCHS": epochs, "TTT_MOMENTUM": momentum}  # three and 0.9 are the defaults
+    # Three and 0.9 are the defaults
+    knobs = {} if epochs == 3 else {"TTT_EPOCHS": epochs, "TTT_MOMENTUM": momentum}
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05, **knobs)
     hp, val = scorer.hp, scorer.val
     twin = made(hp, scorer.runtime.attend)
@@ -685,12 +820,16 @@ def test_sgd_by_the_published_recipe(setting, epochs, momentum):
     expected.score(windows[:, (windows[1] >= chunk) & (windows[1] < 2 * chunk)])
     done = ~expected.nats[:-1].isnan()
     assert done.sum() >= 2 * chunk
-    torch.testing.assert_close(scorer.nats[:-1][done], expected.nats[:-1][done], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        scorer.nats[:-1][done], expected.nats[:-1][done], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_sgd_of_a_model_of_one_layer(setting):
     """It has no skips, so their gates have no gradient."""
-    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, TTT_LR=0.05, NUM_LAYERS=1, XSA_LAST_N=1)
+    model, scorer, _ = learner(
+        setting, TTT_CHUNK_TOKENS=64, TTT_LR=0.05, NUM_LAYERS=1, XSA_LAST_N=1
+    )
     before = weights_of(model)
     train_gpt.ttt_sgd(model, scorer)
     assert scorer.result().targets == scorer.val.targets
@@ -699,8 +838,11 @@ def test_sgd_of_a_model_of_one_layer(setting):
 
 @pytest.mark.parametrize("documents", [0, 1])
 def test_chunks_are_slices_of_the_windows(setting, documents):
-    """The windows are in the order of what they score. A search among all windows for each chunk took minutes."""
-    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9, EVAL_DOCUMENTS=documents)
+    """The windows are in the order of what they score. A search among all windows for each chunk
+    took minutes."""
+    model, scorer, _ = learner(
+        setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9, EVAL_DOCUMENTS=documents
+    )
     windows, parts = scorer.windows(), []
     scorer.windows, scorer.score = lambda: windows, parts.append
     train_gpt.ttt_sgd(model, scorer)
@@ -711,8 +853,15 @@ def test_chunks_are_slices_of_the_windows(setting, documents):
 
 
 def test_sgd_compiles_two_shapes(setting):
-    """The gradients use the compiled forward: full batches of 2 sequences and the rest, 1. Scores stay the same."""
-    knobs = {"TTT_CHUNK_TOKENS": 160, "MICRO_BATCH_TOKENS": 64, "TTT_LR": 0.05, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
+    """The gradients use the compiled forward: full batches of 2 sequences and the rest, 1. Scores
+    stay the same."""
+    knobs = {
+        "TTT_CHUNK_TOKENS": 160,
+        "MICRO_BATCH_TOKENS": 64,
+        "TTT_LR": 0.05,
+        "NUM_LAYERS": 1,
+        "XSA_LAST_N": 1,
+    }
     scores = []
     for compiled in (False, True):
         model, scorer, _ = learner(setting, "sgd", 450, **knobs)
@@ -722,7 +871,9 @@ def test_sgd_compiles_two_shapes(setting):
             scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
         train_gpt.ttt_sgd(model, scorer)
         scores.append(scorer.nats[:-1])
-    assert counter.frame_count == 4, "windows that score all or the end, and two shapes of gradients"
+    assert counter.frame_count == 4, (
+        "windows that score all or the end, and two shapes of gradients"
+    )
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
 
@@ -738,7 +889,9 @@ def test_training_on_scored_text_helps_if_the_text_repeats(setting, mode):
 
 @pytest.mark.parametrize("mode", TTT)
 def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
-    model, scorer, lines = learner(setting, mode, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, EVAL_MAX_SECONDS=1e-9)
+    model, scorer, lines = learner(
+        setting, mode, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, EVAL_MAX_SECONDS=1e-9
+    )
     TTT[mode](model, scorer)
     score = scorer.result()
     assert score.targets == scorer.val.targets and len(lines) == 1
@@ -747,8 +900,11 @@ def test_time_limit_ends_the_training_not_the_scoring(setting, mode):
 
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 4), ("lora", 5)])
-def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(setting, monkeypatch, mode, steps):
-    """It is asked for before each step. What was scored until then stays, and the rest is scored once."""
+def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
+    setting, monkeypatch, mode, steps
+):
+    """It is asked for before each step. What was scored until then stays, and the rest is scored
+    once."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (128, 128))  # so each step is one forward
     learnt, asked = [], itertools.count()
     over = lambda scorer: next(asked) >= steps  # noqa: E731
@@ -760,15 +916,22 @@ def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(setting, mo
                 patch.setattr(train_gpt, "out_of_time", over)
                 for owner, name in ((train_gpt, "sgd_gradients"), (torch.optim.AdamW, "step")):
                     real = getattr(owner, name)
-                    patch.setattr(owner, name, lambda *rest, real=real: learnt.append(1) or real(*rest))
+                    patch.setattr(
+                        owner, name, lambda *rest, real=real: learnt.append(1) or real(*rest)
+                    )
             TTT[mode](model, scorer)
         assert scorer.result().targets == scorer.val.targets
         scores.append(scorer.nats[:-1])
-    assert len(learnt) == steps and next(asked) == steps + 1, "asked until the limit, and not after it"
+    assert len(learnt) == steps and next(asked) == steps + 1, (
+        "asked until the limit, and not after it"
+    )
     place = torch.arange(scorer.val.targets)
     if mode == "lora":  # within the document
-        place -= torch.from_numpy(np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1)))
-    before = place < {"sgd": 2 * 64, "lora": steps * 8}[mode]  # three epochs on the first chunk and one on the second
+        place -= torch.from_numpy(
+            np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1))
+        )
+    # Three epochs on the first chunk and one on the second
+    before = place < {"sgd": 2 * 64, "lora": steps * 8}[mode]
     same = scores[0] == scores[1]
     assert same[before].all() and not same.all(), "what was scored before the limit stays"
 
@@ -777,7 +940,9 @@ def test_sgd_does_not_depend_on_the_training_of_the_model(setting):
     """An artifact does not know TRAIN_SEQ_LEN, so EVAL_ONLY must not."""
     scores = []
     for length in (32, 16, 96):
-        model, scorer, _ = learner(setting, "sgd", 200, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length)
+        model, scorer, _ = learner(
+            setting, "sgd", 200, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length
+        )
         train_gpt.ttt_sgd(model, scorer)
         scores.append(scorer.nats[:-1])
     assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
@@ -787,7 +952,9 @@ def test_sgd_of_one_chunk_says_that_it_learns_nothing(setting):
     model, scorer, lines = learner(setting, targets=64, TTT_CHUNK_TOKENS=64)
     before = weights_of(model)
     train_gpt.ttt_sgd(model, scorer)
-    assert lines == ["note: TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets, so SGD learns nothing: lower it"]
+    assert lines == [
+        "note: TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets, so SGD learns nothing: lower it"
+    ]
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     model, scorer, lines = learner(setting, targets=65, TTT_CHUNK_TOKENS=64)
     train_gpt.ttt_sgd(model, scorer)
@@ -799,12 +966,15 @@ def adapter_of(hp, documents: int, size=0.0) -> train_gpt.Adapter:
     generator, adapter = torch.Generator().manual_seed(3), {}
     for name, factor in train_gpt.lora_adapter(hp, torch.device("cpu")).items():
         copies = factor.repeat(documents, 1, 1, 1)
-        adapter[name] = (copies + size * torch.randn(copies.shape, generator=generator)).requires_grad_()
+        adapter[name] = (
+            copies + size * torch.randn(copies.shape, generator=generator)
+        ).requires_grad_()
     return adapter
 
 
 def changed_model(hp, attend, dense) -> train_gpt.GPT:
-    """A model whose matrices have these changes (L, out, in); "mlp" adds a product beside the MLP."""
+    """A model whose matrices have these changes (L, out, in); "mlp" adds a product beside the
+    MLP."""
     model = made(hp, attend)
     matrices, linear, read = model.matrices, model.linear, []
 
@@ -826,7 +996,8 @@ def changed_model(hp, attend, dense) -> train_gpt.GPT:
 
 @pytest.mark.parametrize("n", [24, 5])
 def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
-    """Each row of a batch has its own change: like a model whose matrices are W + (alpha / rank) B A."""
+    """Each row of a batch has its own change: like a model whose matrices are W + (alpha / rank) B
+    A."""
     hp, runtime = one_rank(TTT_LORA_RANK=6, TTT_LORA_ALPHA=9)
     model = made(hp, runtime.attend)
     ids = torch.randint(1, hp.vocab_size, (2, 25), generator=torch.Generator().manual_seed(0))
@@ -838,11 +1009,17 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
         together = model(x, y, "none", adapter=adapter)
         for row in range(2):
             names = ("k", "out", "mlp", "tok_emb")
-            dense = {name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row] for name in names}
-            alone = changed_model(hp, runtime.attend, dense)(x[row : row + 1], y[row : row + 1], "none")
+            dense = {
+                name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row] for name in names
+            }
+            alone = changed_model(hp, runtime.attend, dense)(
+                x[row : row + 1], y[row : row + 1], "none"
+            )
             torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
         for name in adapter:  # each of them matters
-            assert (model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]}) - together).abs().max() > 0.01
+            assert (
+                model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]}) - together
+            ).abs().max() > 0.01
 
 
 def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
@@ -860,7 +1037,8 @@ def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
 
 
 def test_low_rank_training_by_hand(setting):
-    """One document: score a chunk, one AdamW step on its mean loss, score the next. No gradient sees another chunk."""
+    """One document: score a chunk, one AdamW step on its mean loss, score the next. No gradient
+    sees another chunk."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     hp, tokens = scorer.hp, scorer.val.tokens.long()
     after = lora_documents(scorer, [[200, 242]])
@@ -869,7 +1047,9 @@ def test_low_rank_training_by_hand(setting):
     for first in range(200, 242, 8):
         stop = min(first + 8, 242)
         begin = max(200, first + 8 - hp.eval_seq_len)  # windows of 32 tokens
-        nats = model(tokens[begin:stop][None], tokens[begin + 1 : stop + 1][None], "none", adapter=adapter)
+        nats = model(
+            tokens[begin:stop][None], tokens[begin + 1 : stop + 1][None], "none", adapter=adapter
+        )
         nats = nats[0, first - begin :]
         torch.testing.assert_close(scorer.nats[first:stop], nats.detach(), rtol=1e-4, atol=1e-4)
         if stop < 242:
@@ -883,15 +1063,18 @@ def test_low_rank_training_by_hand(setting):
 
 
 def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
-    """Documents side by side do not see each other, neither their text nor when the others end. A larger epsilon keeps
-    Adam from making a whole step of a gradient that is zero but for rounding."""
+    """Documents side by side do not see each other, neither their text nor when the others end. A
+    larger epsilon keeps Adam from making a whole step of a gradient that is zero but for
+    rounding."""
     monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-3))
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []
     for rows in (1, 2, 3, 5):
         _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
         after = lora_documents(scorer, spans, rows)
-        results.append(torch.cat([scorer.nats[9:150], *(factor.flatten() for factor in after.values())]))
+        results.append(
+            torch.cat([scorer.nats[9:150], *(factor.flatten() for factor in after.values())])
+        )
         assert (~scorer.nats[:-1].isnan()).sum() == 141
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
@@ -925,7 +1108,8 @@ def test_a_batch_begins_with_the_mean_of_an_earlier_one(setting, monkeypatch):
 
 
 def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
-    """The same losses bit for bit: queues, batches and rows do not depend on the ranks. A fourth rank has nothing."""
+    """The same losses bit for bit: queues, batches and rows do not depend on the ranks. A fourth
+    rank has nothing."""
     monkeypatch.setattr(train_gpt, "LORA_QUEUES", 3)
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 1)
     scores = []
@@ -937,16 +1121,20 @@ def test_low_rank_training_on_any_number_of_ranks(setting, monkeypatch):
             scorer.runtime = dataclasses.replace(scorer.runtime, comm=Comm(rank, size))
             train_gpt.ttt_lora(model, scorer)
             nats = scorer.nats[:-1]
-            assert scorer.count == (~nats.isnan()).sum() and (nats.isnan() | together.isnan()).all(), "scored twice"
+            assert (
+                scorer.count == (~nats.isnan()).sum() and (nats.isnan() | together.isnan()).all()
+            ), "scored twice"
             together = torch.where(nats.isnan(), together, nats)
         scores.append(together)
     assert not scores[0].isnan().any()
     assert all(torch.equal(score, scores[0]) for score in scores[1:])
 
 
-@torch._dynamo.config.patch(recompile_limit=64)  # as compile_whole sets it; monkeypatch would delete it afterwards
+# As compile_whole sets it; monkeypatch would delete it afterwards
+@torch._dynamo.config.patch(recompile_limit=64)
 def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
-    """It scores nothing, so all gradients are zero, and the weights stay. Afterwards nothing is compiled."""
+    """It scores nothing, so all gradients are zero, and the weights stay. Afterwards nothing is
+    compiled."""
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
     knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
     model, scorer, _ = learner(setting, "lora", 400, **knobs)
@@ -957,11 +1145,16 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
 
     def noted(self, forward, *rest):
         nats, counts = scored(self, forward, *rest)
-        assert not isinstance(forward, functools.partial) or not counts.any(), "low-rank training scores a target"
+        assert not isinstance(forward, functools.partial) or not counts.any(), (
+            "low-rank training scores a target"
+        )
         return nats, counts
 
     with monkeypatch.context() as patch:
-        step = lambda adam: gradients.extend(p.grad for group in adam.param_groups for p in group["params"])  # noqa: E731
+
+        def step(adam):
+            gradients.extend(p.grad for group in adam.param_groups for p in group["params"])
+
         patch.setattr(torch.optim.AdamW, "step", step)
         patch.setattr(train_gpt.Evaluator, "batch", noted)
         train_gpt.warm_up_evaluation(scorer.forward, scorer.val, scorer.hp, scorer.runtime)
@@ -981,7 +1174,9 @@ def test_rank_of_the_change(setting, rank):
     """After two steps, the change of each matrix, B A, has the rank that was asked for."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02, TTT_LORA_RANK=rank)
     adapters, batch = [], scorer.batch
-    scorer.batch = lambda forward, *rest: adapters.append(forward.keywords["adapter"]) or batch(forward, *rest)
+    scorer.batch = lambda forward, *rest: (
+        adapters.append(forward.keywords["adapter"]) or batch(forward, *rest)
+    )
     lora_documents(scorer, [[200, 221]])
     assert len(adapters) == 3
     for name in ("k", "out", "mlp", "tok_emb"):
@@ -991,10 +1186,13 @@ def test_rank_of_the_change(setting, rank):
 
 @pytest.mark.parametrize("limit, sizes", [(48, {8, 24, 48}), (10, {8, 10}), (5, {5})])
 def test_chunks_follow_from_the_position(hyperparameters, limit, sizes):
-    """Short ones at the start of a document, whatever its length. TTT_LORA_CHUNK limits all chunks."""
+    """Short ones at the start of a document, whatever its length. TTT_LORA_CHUNK limits all
+    chunks."""
     hp = hyperparameters(TTT_LORA_CHUNK=limit, EVAL_SEQ_LEN=64)
     whole = train_gpt.lora_chunks(hp, 5000)
-    assert whole[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(whole)), "one behind the other"
+    assert whole[0][0] == 0 and all(a[1] == b[0] for a, b in itertools.pairwise(whole)), (
+        "one behind the other"
+    )
     assert {stop - begin for begin, stop in whole} == sizes
     for begin, stop in whole:
         assert stop - begin == min(limit, 8 if begin < 256 else 24 if begin < 2000 else 48)
@@ -1004,11 +1202,14 @@ def test_chunks_follow_from_the_position(hyperparameters, limit, sizes):
 
 
 def test_the_row_of_a_document_follows_from_those_before_it(setting, monkeypatch):
-    """Those that still go on move up, so a document's place does not depend on later ones. It may round differently."""
+    """Those that still go on move up, so a document's place does not depend on later ones. It may
+    round differently."""
     _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (2, 1))
     groups, step = [], train_gpt.lora_step
-    monkeypatch.setattr(train_gpt, "lora_step", lambda s, spans, *rest: groups.append(spans[:, 0].tolist()))
+    monkeypatch.setattr(
+        train_gpt, "lora_step", lambda s, spans, *rest: groups.append(spans[:, 0].tolist())
+    )
     batch = np.array([[0, 4], [4, 44], [44, 48], [48, 84]])
     list(train_gpt.lora_steps(scorer, [batch], [0], np.zeros(4, np.int64)))
     assert groups == [[0, 4], [44, 48]] + [[4, 48]] * 3 + [[4], [48]]
@@ -1016,7 +1217,9 @@ def test_the_row_of_a_document_follows_from_those_before_it(setting, monkeypatch
     shapes = noting_shapes(scorer.forward)
     list(train_gpt.lora_steps(scorer, [batch], [0], np.zeros(4, np.int64)))
     assert {shape[0] for shape in shapes if shape[2] > 8} == {2}, "always as many rows"
-    assert {shape[0] for shape in shapes if shape[2] == 8} >= {1}, "fewer behind the first window of 32"
+    assert {shape[0] for shape in shapes if shape[2] == 8} >= {1}, (
+        "fewer behind the first window of 32"
+    )
 
 
 def test_weights_have_gradients_again(setting):

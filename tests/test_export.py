@@ -1,4 +1,5 @@
-"""The artifact: it is read exactly as it was written, on any machine; a damaged one is refused with a sentence."""
+"""The artifact: it is read exactly as it was written, on any machine; a damaged one is refused with
+a sentence."""
 
 import errno
 import hashlib
@@ -43,22 +44,27 @@ def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
     assert ((codes * scale - rows).abs() <= scale / 2 * 1.0001)[inside].all()
     assert torch.equal(scale, scale.bfloat16().float())
     wanted = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip / top
-    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all(), "the nearest scale of four significant bits"
+    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all(), (
+        "the nearest scale of four significant bits"
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.05, 0.2, 30.0])
 def test_precision_does_not_depend_on_the_size_of_the_weights(size):
-    """Faults B13, B14: #399's floor under the scale leaves 7 levels for a row of deviation 0.05: 37 times the error."""
+    """Faults B13, B14: #399's floor under the scale leaves 7 levels for a row of deviation 0.05: 37
+    times the error."""
     rows = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
     for bits, clip in ((6, 7.0), (7, 10.0), (8, 6.0)):
         codes, scale = quantised(rows * size, bits, clip)
         error = ((codes * scale / size - rows).square().mean() / rows.square().mean()).sqrt()
         step = clip / (2 ** (bits - 1) - 1)
-        assert error == pytest.approx(step / 12**0.5, rel=0.07)  # the scale has four bits, the step follows it
+        # The scale has four bits, the step follows it
+        assert error == pytest.approx(step / 12**0.5, rel=0.07)
 
 
 def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
-    """With the deviation about the mean instead, a constant row would get the scale 0 and be lost."""
+    """With the deviation about the mean instead, a constant row would get the scale 0 and be
+    lost."""
     rows = torch.zeros(2, 3, 8)
     rows[1, 1], rows[1, 2] = 0.5, torch.linspace(0.4999, 0.5001, 8)
     codes, scale = quantised(rows, 7, 10.0)
@@ -67,10 +73,13 @@ def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
 
 
 def test_published_range():
-    """ROW_RANGE=published keeps #399's rule (fault B13): the largest weight / 31, at least 1 / 31."""
+    """ROW_RANGE=published keeps #399's rule (fault B13): the largest weight / 31, at least 1 /
+    31."""
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
     codes, scale = quantised(rows, 6, None)
-    assert scale.flatten().tolist() == [float(torch.tensor(reach / 31).half()) for reach in (1, 3.1)]
+    assert scale.flatten().tolist() == [
+        float(torch.tensor(reach / 31).half()) for reach in (1, 3.1)
+    ]
     assert codes.tolist() == (rows / scale).round().tolist() and codes[0].tolist() == [3, -6, 2]
 
 
@@ -97,14 +106,19 @@ def test_an_artifact_that_is_not_finite_is_refused(model, tmp_path, env):
     weights = weights_of(model)
     weights["smear_gate"][3] = math.nan
     (tmp_path / "nan.xz").write_bytes(train_gpt.pack_artifact(weights, model.hp))
-    with pytest.raises(UserError, match="nan.xz cannot be used: smear_gate has values that are not finite"):
+    with pytest.raises(
+        UserError, match="nan.xz cannot be used: smear_gate has values that are not finite"
+    ):
         train_gpt.evaluate_only(env(), str(tmp_path / "nan.xz"))
 
 
 def correlated(width, count, seed) -> torch.Tensor:
-    """Activations (count, width): correlated coordinates of different sizes, one of them always zero."""
+    """Activations (count, width): correlated coordinates of different sizes, one of them always
+    zero."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    x = torch.randn(count, width, generator=generator) @ torch.randn(
+        width, width, generator=generator
+    )
     x *= torch.logspace(-1, 1, width)[torch.randperm(width, generator=generator)]
     x[:, width // 3] = 0
     return x
@@ -112,7 +126,8 @@ def correlated(width, count, seed) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [4, 7, 128])
 def test_gptq_is_the_greedy_solution(block):
-    """Against the definition in float64: round a column, then let all open columns compensate its error optimally."""
+    """Against the definition in float64: round a column, then let all open columns compensate its
+    error optimally."""
     weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
     hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
     scale = train_gpt.row_scales(weights, 5, 6.0)
@@ -120,13 +135,17 @@ def test_gptq_is_the_greedy_solution(block):
     for layer in range(2):
         h = hessian[layer].double()
         h = h + 0.01 * h.diagonal().mean() * torch.eye(20)
-        w, todo = weights[layer].double(), hessian[layer].diagonal().argsort(descending=True).tolist()
+        w, todo = (
+            weights[layer].double(),
+            hessian[layer].diagonal().argsort(descending=True).tolist(),
+        )
         while todo:
             column, *rest = todo
             code = train_gpt.to_codes(w[:, [column]].float(), scale[layer], 5)
             assert torch.equal(found[layer, :, [column]], code)
             error = w[:, [column]] - code * scale[layer]
-            # min over d of (d, -error) H (d, -error)^T for the open columns: d = error H[column, rest] H[rest, rest]^-1
+            # min over d of (d, -error) H (d, -error)^T for the open columns: d = error H[column,
+            # rest] H[rest, rest]^-1
             w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
             todo = rest
 
@@ -135,7 +154,10 @@ def test_gptq_keeps_the_output_better_than_rounding():
     weights = torch.randn(1, 64, 96, generator=torch.Generator().manual_seed(1))
     x = correlated(96, 2000, 5)
     scale = train_gpt.row_scales(weights, 5, 6.0)
-    solved, rounded = train_gpt.gptq(weights, (x.T @ x)[None], scale, 5), train_gpt.to_codes(weights, scale, 5)
+    solved, rounded = (
+        train_gpt.gptq(weights, (x.T @ x)[None], scale, 5),
+        train_gpt.to_codes(weights, scale, 5),
+    )
     errors = [((codes * scale - weights)[0] @ x.T).norm() for codes in (solved, rounded)]
     assert errors[0] < 0.7 * errors[1]
 
@@ -144,18 +166,23 @@ def test_gptq_without_activations_is_rounding():
     weights = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(1))
     scale = train_gpt.row_scales(weights, 6, 8.0)
     for hessian in (torch.zeros(2, 12, 12), torch.eye(12).expand(2, 12, 12)):
-        assert torch.equal(train_gpt.gptq(weights, hessian, scale, 6), train_gpt.to_codes(weights, scale, 6))
+        assert torch.equal(
+            train_gpt.gptq(weights, hessian, scale, 6), train_gpt.to_codes(weights, scale, 6)
+        )
 
 
 def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
     """Whether these are consecutive rows of a joint matrix."""
     if joint.size(1) != matrix.size(1):
         return False
-    return any(torch.equal(joint[i : i + len(matrix)], matrix) for i in range(len(joint) - len(matrix) + 1))
+    return any(
+        torch.equal(joint[i : i + len(matrix)], matrix) for i in range(len(joint) - len(matrix) + 1)
+    )
 
 
 def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
-    """For every matrix of the tables, calibration sees the activations that the matrix multiplies."""
+    """For every matrix of the tables, calibration sees the activations that the matrix
+    multiplies."""
     hp, runtime = one_rank()
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
     noise(run.model, seed=3, size=0.05)
@@ -167,13 +194,17 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
     with torch.no_grad():
         matrices = run.model.matrices()
     kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]
-    assert {kind.name for kind in kinds} == set(matrices) and {kind.reads for kind in kinds} == set(hessians)
+    assert {kind.name for kind in kinds} == set(matrices) and {kind.reads for kind in kinds} == set(
+        hessians
+    )
     for kind in kinds:
         assert len(hessians[kind.reads]) == len(matrices[kind.name])
         for layer, matrix in enumerate(matrices[kind.name]):
             (x,) = [x for x, joint in products if holds(joint, matrix)]
             x = train_gpt.rms_norm(x) if kind.name == "up" else x  # normalised after the product
-            torch.testing.assert_close(hessians[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1))
+            torch.testing.assert_close(
+                hessians[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1)
+            )
 
 
 # Coders
@@ -203,7 +234,9 @@ def some_codes() -> dict[str, np.ndarray]:
         "once": (np.arange(90000) == 7).reshape(1, 300, 300) * 3,
         "one row huge": np.concatenate((np.full((1, 1, 64), 127), np.zeros((1, 63, 64))), axis=1),
     }
-    return {name: np.clip(np.rint(codes), -2047, 2047).astype(np.int16) for name, codes in kinds.items()}
+    return {
+        name: np.clip(np.rint(codes), -2047, 2047).astype(np.int16) for name, codes in kinds.items()
+    }
 
 
 @pytest.mark.parametrize("kind", some_codes())
@@ -227,13 +260,18 @@ def entropy_bits(codes) -> float:
 
 
 def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
-    """0.5 % above the entropy for codes without structure; below that of a matrix if sizes depend on row and column."""
+    """0.5 % above the entropy for codes without structure; below that of a matrix if sizes depend
+    on row and column."""
     draw = np.random.default_rng(1)
     plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int16)
     columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
     rows = np.exp(draw.normal(0, 0.5, (4, 256, 1)))
-    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(np.int16)
-    ratios = [8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes) for codes in (plain, scaled)]
+    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns * rows), -127, 127).astype(
+        np.int16
+    )
+    ratios = [
+        8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes) for codes in (plain, scaled)
+    ]
     assert 1.0 < ratios[0] < 1.005 and ratios[1] < 0.95
 
 
@@ -253,9 +291,12 @@ GOLDEN = (
 
 
 def test_stream_written_elsewhere_is_read_alike():
-    """Bytes that constriction 0.5.0 wrote on x86-64. Every later version and machine must read the same codes."""
+    """Bytes that constriction 0.5.0 wrote on x86-64. Every later version and machine must read the
+    same codes."""
     number = np.arange(2 * 12 * 20)
-    codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (1 + (number % 20 > 12)).reshape(2, 12, 20)
+    codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (
+        1 + (number % 20 > 12)
+    ).reshape(2, 12, 20)
     assert np.array_equal(train_gpt.decode_ans(bytes.fromhex(GOLDEN), (2, 12, 20)), codes)
 
 
@@ -290,27 +331,41 @@ def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
 
 def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
     """A score must be repeatable from the file alone."""
-    header, made_with, entries, _ = train_gpt.open_artifact(train_gpt.pack_artifact(weights_of(model), model.hp))
+    header, made_with, entries, _ = train_gpt.open_artifact(
+        train_gpt.pack_artifact(weights_of(model), model.hp)
+    )
     for role in ("model", "evaluation"):
-        assert header[role] == {name: getattr(model.hp, name) for name in knobs_with(role)} and header[role]
+        assert (
+            header[role] == {name: getattr(model.hp, name) for name in knobs_with(role)}
+            and header[role]
+        )
         assert all(getattr(made_with, name) == value for name, value in header[role].items())
     twin = GPT(made_with, None, torch.float32)
     assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
     assert [entry[:3] for entry in entries] == [
-        (kind, name, tuple(view.shape)) for kind, name, view in train_gpt.export_views(weights_of(model))
+        (kind, name, tuple(view.shape))
+        for kind, name, view in train_gpt.export_views(weights_of(model))
     ]
 
 
 def test_matrices_of_any_size_are_codes(model):
     """#399 exports matrices of up to 65,536 elements in half precision."""
     coded = {name for kind, name, _ in train_gpt.export_views(weights_of(model)) if kind}
-    assert coded == {kind.name for kind in train_gpt.MATRICES} | {"tok_emb", "bigram_emb", "bigram_proj"}
+    assert coded == {kind.name for kind in train_gpt.MATRICES} | {
+        "tok_emb",
+        "bigram_emb",
+        "bigram_proj",
+    }
 
 
 @pytest.mark.parametrize("compressor", train_gpt.CODERS)
-@pytest.mark.parametrize("damage", ["truncated", "one byte", "last byte", "foreign", "empty", "only magic"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "one byte", "last byte", "foreign", "empty", "only magic"]
+)
 def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters, tmp_path):
-    blob = bytearray(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR=compressor)))
+    blob = bytearray(
+        train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR=compressor))
+    )
     if damage == "truncated":
         del blob[len(blob) // 2 :]
     elif damage == "one byte":
@@ -322,7 +377,11 @@ def test_damaged_artifact_is_refused(model, compressor, damage, hyperparameters,
     path = tmp_path / "model.xz"
     path.write_bytes(blob)
     sealed = damage in ("truncated", "one byte", "last byte")
-    wanted = "its checksum is wrong; if truncated or altered" if sealed else "it is not an artifact of this script"
+    wanted = (
+        "its checksum is wrong; if truncated or altered"
+        if sealed
+        else "it is not an artifact of this script"
+    )
     with pytest.raises(UserError, match=f"artifact {path} cannot be used: {wanted}"):
         train_gpt.read_artifact(str(path), {})
 
@@ -376,8 +435,14 @@ CHANGES = {
         "weights .* the limit of 67108864 of an artifact: lower MODEL_DIM",
         setter(1 << 15, "model", "model_dim"),
     ),
-    "a model of many layers": ("NUM_LAYERS=1000000000 is above", setter(10**9, "model", "num_layers")),
-    "a huge window": ("EVAL_SEQ_LEN=1000000000000 is above", setter(10**12, "evaluation", "eval_seq_len")),
+    "a model of many layers": (
+        "NUM_LAYERS=1000000000 is above",
+        setter(10**9, "model", "num_layers"),
+    ),
+    "a huge window": (
+        "EVAL_SEQ_LEN=1000000000000 is above",
+        setter(10**12, "evaluation", "eval_seq_len"),
+    ),
     "a list for a number": ("is not a whole number", setter([4], "model", "num_heads")),
 }
 
@@ -392,7 +457,8 @@ def test_contradictory_header_is_refused(model, change):
 
 
 def test_tables_of_another_total_are_refused(monkeypatch):
-    """The coder's weights are exact, and equal on every machine, only if the total is a power of two."""
+    """The coder's weights are exact, and equal on every machine, only if the total is a power of
+    two."""
     codes = some_codes()["products"]
     monkeypatch.setattr(train_gpt, "ANS_TOTAL", 30_000)
     blob = train_gpt.encode_ans(codes)
@@ -411,8 +477,11 @@ def test_artifact_of_another_version_is_refused(model):
 
 def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
     blob = train_gpt.pack_artifact(weights_of(model), model.hp)
-    tables = [torch.zeros(train_gpt.Hyperparameters().train_seq_len, model.hp.rope_dims // 2)]  # of the rotary factors
-    monkeypatch.setattr(train_gpt, "MAX_WEIGHTS", sum(p.numel() for p in (*model.parameters(), *tables)))
+    # Of the rotary factors
+    tables = [torch.zeros(train_gpt.Hyperparameters().train_seq_len, model.hp.rope_dims // 2)]
+    monkeypatch.setattr(
+        train_gpt, "MAX_WEIGHTS", sum(p.numel() for p in (*model.parameters(), *tables))
+    )
     train_gpt.open_artifact(blob)
     monkeypatch.setattr(train_gpt, "MAX_WEIGHTS", train_gpt.MAX_WEIGHTS - 1)
     with pytest.raises(ValueError, match="weights"):
@@ -420,18 +489,34 @@ def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
 
 
 def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
-    """A few kilobytes whose windows and one wide head would need gigabytes. Nothing is made for them."""
-    changes = {"NUM_LAYERS": 1, "NUM_HEADS": 1, "NUM_KV_HEADS": 1, "MODEL_DIM": 512, "MLP_MULT": 0.1, "XSA_LAST_N": 0}
+    """A few kilobytes whose windows and one wide head would need gigabytes. Nothing is made for
+    them."""
+    changes = {
+        "NUM_LAYERS": 1,
+        "NUM_HEADS": 1,
+        "NUM_KV_HEADS": 1,
+        "MODEL_DIM": 512,
+        "MLP_MULT": 0.1,
+        "XSA_LAST_N": 0,
+    }
     hp = hyperparameters(**changes, ROPE_DIMS=0, BIGRAM_VOCAB_SIZE=0, VOCAB_SIZE=4)
-    small = {name: torch.zeros(p.shape) for name, p in GPT(hp, None, torch.float32).named_parameters()}
-    blob = rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 20, "evaluation", "eval_seq_len"))
+    small = {
+        name: torch.zeros(p.shape) for name, p in GPT(hp, None, torch.float32).named_parameters()
+    }
+    blob = rewritten(
+        train_gpt.pack_artifact(small, hp), setter(1 << 20, "evaluation", "eval_seq_len")
+    )
     path = tmp_path / "forged.xz"
     path.write_bytes(blob)
     assert len(blob) < 4000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match="forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
+    with pytest.raises(
+        UserError, match="forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"
+    ):
         train_gpt.read_artifact(str(path), {})
-    path.write_bytes(rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 17, "evaluation", "eval_seq_len")))
+    path.write_bytes(
+        rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 17, "evaluation", "eval_seq_len"))
+    )
     train_gpt.read_artifact(str(path), {})
     with pytest.raises(UserError, match="rotary factors exceed the limit"):
         train_gpt.read_artifact(str(path), {"EVAL_MODE": "banded"})
@@ -449,7 +534,9 @@ def test_artifact_is_decoded_before_the_model_is_made(model, env, tmp_path, monk
 
 def test_missing_decoder_is_named(model, hyperparameters, tmp_path, monkeypatch):
     find = train_gpt.find_spec
-    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None if name == "constriction" else find(name))
+    monkeypatch.setattr(
+        train_gpt, "find_spec", lambda name: None if name == "constriction" else find(name)
+    )
     path = tmp_path / "a.xz"
     path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="lzma")))
     train_gpt.read_artifact(str(path), {})
@@ -463,7 +550,9 @@ def test_bombs_are_not_unpacked():
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
         train_gpt.lzma_unpack(train_gpt.lzma_pack(bytes(1 << 26)), 1000)
     with pytest.raises(ValueError, match="does not hold 1000 bytes"):
-        train_gpt.decode_lzma(train_gpt.encode_lzma(np.zeros((1, 1 << 12, 1 << 12), np.int16)), (1, 5, 100))
+        train_gpt.decode_lzma(
+            train_gpt.encode_lzma(np.zeros((1, 1 << 12, 1 << 12), np.int16)), (1, 5, 100)
+        )
 
 
 def test_file_larger_than_any_artifact_is_not_read(tmp_path):
@@ -476,19 +565,23 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("files", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutations_are_refused_with_a_sentence(files):
-    """Damaged and forged files, most with a correct checksum: no crash, no hang, no large allocation."""
+    """Damaged and forged files, most with a correct checksum: no crash, no hang, no large
+    allocation."""
     command = [sys.executable, ROOT / "tests" / "fuzz_artifact.py", str(files)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["files"] == files and found["refused"] + found["loaded"] == files
     assert found["slowest_cpu_seconds"] < 2 and found["peak_growth_mib"] < 200
-    assert found["refused"] > files / 2 and found["loaded"] > files / 100, "some are harmless, such as other codes"
+    assert found["refused"] > files / 2 and found["loaded"] > files / 100, (
+        "some are harmless, such as other codes"
+    )
     assert len(found["sentences"]) > 15, "mutations reach every check"
 
 
 def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp_path):
-    """A score is repeated without any variable. Other windows may be set, another model or tokenizer may not."""
+    """A score is repeated without any variable. Other windows may be set, another model or
+    tokenizer may not."""
     tokenizer = tmp_path / "t.model"
     tokenizer.write_bytes(b"pieces")
     metadata = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
@@ -500,7 +593,9 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
     stride = hp.eval_stride
     assert stride == model.hp.eval_stride != Hyperparameters().eval_stride
     assert train_gpt.read_artifact(str(path), environ | {"EVAL_STRIDE": "3"})[1].eval_stride == 3
-    with pytest.raises(UserError, match=f"MODEL_DIM=64 is set, but EVAL_ONLY={path} was made with 32"):
+    with pytest.raises(
+        UserError, match=f"MODEL_DIM=64 is set, but EVAL_ONLY={path} was made with 32"
+    ):
         train_gpt.read_artifact(str(path), environ | {"MODEL_DIM": "64"})
     tokenizer.write_bytes(b"others")
     with pytest.raises(UserError, match=f"is not the tokenizer of EVAL_ONLY={path}"):
@@ -513,19 +608,25 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
 @pytest.mark.parametrize("changes", [{}, {"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}])
 @pytest.mark.parametrize("gptq", [False, True])
 def test_target_is_met(changes, gptq, hyperparameters):
-    """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the tables of the coder are a
-    large part of the bytes and shrink with wider steps."""
+    """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the
+    tables of the coder are a large part of the bytes and shrink with wider steps."""
     hp, hessians, lines = hyperparameters(**changes), {}, []
     model = noise(made(hp), size=0.05)
     weights, matrices = weights_of(model), model.matrices()
     if gptq:
         for name in [kind.reads for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]:
-            inputs = [correlated(matrix.size(1), 99, layer) for layer, matrix in enumerate(matrices[name])]
+            inputs = [
+                correlated(matrix.size(1), 99, layer) for layer, matrix in enumerate(matrices[name])
+            ]
             hessians[name] = torch.stack([x.T @ x for x in inputs])
     free = len(train_gpt.pack_artifact(weights, hp, hessians))
     for enough in (math.inf, free):
         blob = train_gpt.fit_artifact(weights, hp, hessians, {}, enough, lines.append)
-        assert len(blob) == free and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0 and not lines
+        assert (
+            len(blob) == free
+            and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0
+            and not lines
+        )
     for max_bytes in (free - 1, free * 3 // 4, free * 3 // 5):
         blob = train_gpt.fit_artifact(weights, hp, hessians, {}, max_bytes, lines.append)
         assert max_bytes * 0.99 < len(blob) <= max_bytes
@@ -543,14 +644,16 @@ def test_step_scale_widens_all_steps_alike(model):
     ):
         if kind is not None:
             expected, scale = quantised(view, kind.bits, 2 * kind.clip)
-            assert np.array_equal(codes, expected.to(torch.int16).numpy()) and torch.equal(values, expected * scale), (
-                name
-            )
+            assert np.array_equal(codes, expected.to(torch.int16).numpy()) and torch.equal(
+                values, expected * scale
+            ), name
 
 
 def test_impossible_target_is_an_error(model, hyperparameters):
     hp = hyperparameters(TARGET_BYTES=9000)
-    with pytest.raises(UserError, match="TARGET_BYTES=9000 cannot be met: .* make the model smaller"):
+    with pytest.raises(
+        UserError, match="TARGET_BYTES=9000 cannot be met: .* make the model smaller"
+    ):
         train_gpt.fit_artifact(weights_of(model), hp, {}, {}, 2000, lambda line: None)
 
 
@@ -579,7 +682,10 @@ def test_over_the_cap_is_an_error():
     train_gpt.check_limits(16_000_000, 600.0, hp)
     with pytest.raises(UserError, match="16000001 bytes, 1 over the limit"):
         train_gpt.check_limits(16_000_001, 1.0, hp)
-    with pytest.raises(UserError, match="training took 600.01 s, over the limit of 600: this run is not a valid subm"):
+    with pytest.raises(
+        UserError,
+        match="training took 600.01 s, over the limit of 600: this run is not a valid subm",
+    ):
         train_gpt.check_limits(1, 600.01, hp)
     for asked, allowed, forbidden in ((10, 599, 601), (3600, 3599, 3601), (0, 10**9, None)):
         hp = Hyperparameters(max_wallclock_seconds=float(asked))

@@ -1,5 +1,6 @@
-"""FUSED_MLP: the kernel against the plain form in Triton's interpreter, where the plain form is taken, and what ptxas
-makes of the kernel for an H100 (`-m h100`). The interpreter needs `pip install triton`, on any Linux."""
+"""FUSED_MLP: the kernel against the plain form in Triton's interpreter, where the plain form is
+taken, and what ptxas makes of the kernel for an H100 (`-m h100`). The interpreter needs `pip
+install triton`, on any Linux."""
 
 import json
 import os
@@ -19,7 +20,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 import h100
 import pack_code
 
-VERSIONS = [version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()]
+VERSIONS = [
+    version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()
+]
 PROGRAM = str(ROOT / "tests" / "fused_mlp.py")
 
 
@@ -38,14 +41,17 @@ def start(python, *arguments, **variables) -> str:
 @pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed: pip install triton")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_equals_the_plain_form(packed, tmp_path):
-    """Output and all gradients, for sizes that no tile divides. Errors are relative to float64. In float32 both forms
-    differ from it by the rounding of sums, a few 1e-7. In bf16 both round hidden units, their gradient and results
-    (2^-9 at most each); the plain form rounds the product before the activation too, so it is the limit. Triton
-    reads the kernel's source, which a packed script has in no file."""
+    """Output and all gradients, for sizes that no tile divides. Errors are relative to float64. In
+    float32 both forms differ from it by the rounding of sums, a few 1e-7. In bf16 both round hidden
+    units, their gradient and results (2^-9 at most each); the plain form rounds the product before
+    the activation too, so it is the limit. Triton reads the kernel's source, which a packed script
+    has in no file."""
     script = ROOT / "train_gpt.py"
     if packed:
         script = tmp_path / "packed.py"
-        script.write_bytes(pack_code.pack(pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())))
+        script.write_bytes(
+            pack_code.pack(pack_code.without_comments((ROOT / "train_gpt.py").read_bytes()))
+        )
     cases = json.loads(start(sys.executable, script, "cpu", TRITON_INTERPRET=1))
     assert len(cases) == 6
     for name, found in cases.items():
@@ -55,13 +61,16 @@ def test_the_kernel_equals_the_plain_form(packed, tmp_path):
 
 
 def test_only_plain_forwards_are_fused(hyperparameters):
-    """Calibration needs the inputs of every matrix, and low-rank changes their outputs: both take the plain form."""
+    """Calibration needs the inputs of every matrix, and low-rank changes their outputs: both take
+    the plain form."""
     hp = hyperparameters(NUM_LAYERS=2)
     model = noise(made(hp, train_gpt.load_attention("math")))
     ids = torch.randint(3, hp.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
     plain = model(ids)
     calls = []
-    model.fused_mlp = lambda x, scale, up, down: calls.append((x.shape, scale.shape, up.shape, down.shape)) or 0 * x
+    model.fused_mlp = lambda x, scale, up, down: (
+        calls.append((x.shape, scale.shape, up.shape, down.shape)) or 0 * x
+    )
     assert not torch.equal(model(ids), plain)
     assert calls == [((2, 16, 32), (2, 16, 1), (96, 32), (32, 96))] * 2
     model.hessians = {"up": torch.zeros(2, 32, 32)}
@@ -71,9 +80,12 @@ def test_only_plain_forwards_are_fused(hyperparameters):
     assert torch.equal(model(ids, adapter=adapter), plain) and len(calls) == 2
 
 
-@pytest.mark.parametrize("fault, sentence", [("missing", "no kernel"), ("wrong", "differ from the plain form's")])
+@pytest.mark.parametrize(
+    "fault, sentence", [("missing", "no kernel"), ("wrong", "differ from the plain form's")]
+)
 def test_a_kernel_that_cannot_be_used_is_in_the_log(fault, sentence, hyperparameters, monkeypatch):
-    """It falls back with a note: for a missing or failing kernel, and for one whose results are wrong."""
+    """It falls back with a note: for a missing or failing kernel, and for one whose results are
+    wrong."""
 
     def load(slope, device):
         train_gpt.require(fault == "wrong", "no kernel")
@@ -83,7 +95,9 @@ def test_a_kernel_that_cannot_be_used_is_in_the_log(fault, sentence, hyperparame
     with train_gpt.Runtime.start(hyperparameters(FUSED_MLP=1)) as runtime:
         assert runtime.fused_mlp is None
         (note,) = runtime.notes
-        assert note.startswith("FUSED_MLP=1 has no effect, the plain form runs: ") and sentence in note
+        assert (
+            note.startswith("FUSED_MLP=1 has no effect, the plain form runs: ") and sentence in note
+        )
     with train_gpt.Runtime.start(hyperparameters()) as runtime:
         assert runtime.fused_mlp is None and not runtime.notes
 
@@ -104,19 +118,35 @@ def test_a_kernel_that_agrees_is_used(hyperparameters, monkeypatch):
 
 
 @pytest.mark.h100
-@pytest.mark.skipif(not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once")
+@pytest.mark.skipif(
+    not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
+)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_kernel_compiles_for_an_h100(version, tmp_path):
-    """One graph, tensor cores (wgmma) and TMA, no spilled register; forward, forward alone, and backward."""
+    """One graph, tensor cores (wgmma) and TMA, no spilled register; forward, forward alone, and
+    backward."""
     python, driver = h100.environment(h100.HOME, version)
     log = tmp_path / "log"
-    folders = {"TRITON_CACHE_DIR": tmp_path / "triton", "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}
+    folders = {
+        "TRITON_CACHE_DIR": tmp_path / "triton",
+        "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor",
+    }
     script = ROOT / "train_gpt.py"
     start(python, script, "cuda", **h100.preloaded(driver), **folders, PRETENDED_H100_LOG=log)
-    launches = [line.split("\t") for line in log.read_text().splitlines() if line.startswith("triton\tfused_mlp\t")]
+    launches = [
+        line.split("\t")
+        for line in log.read_text().splitlines()
+        if line.startswith("triton\tfused_mlp\t")
+    ]
     assert len(launches) == 3
-    assert all(0 < int(registers) <= 255 and int(spilled) == 0 for _, _, registers, spilled in launches), launches
+    assert all(
+        0 < int(registers) <= 255 and int(spilled) == 0 for _, _, registers, spilled in launches
+    ), launches
     kernels = [path.read_text() for path in (tmp_path / "triton").rglob("fused_mlp.ptx")]
     assert len(kernels) == 3
     for ptx in kernels:
-        assert ".target sm_90a" in ptx and "wgmma.mma_async" in ptx and "cp.async.bulk.tensor.2d" in ptx
+        assert (
+            ".target sm_90a" in ptx
+            and "wgmma.mma_async" in ptx
+            and "cp.async.bulk.tensor.2d" in ptx
+        )

@@ -1,5 +1,6 @@
-"""The CUDA path on a device that computes nothing (bench/h100.py): `pytest -m h100`. It runs the lines that only a GPU
-reaches, in a CUDA build of torch, and shows that they raise nothing. It says nothing about numbers or times."""
+"""The CUDA path on a device that computes nothing (bench/h100.py): `pytest -m h100`. It runs the
+lines that only a GPU reaches, in a CUDA build of torch, and shows that they raise nothing. It says
+nothing about numbers or times."""
 
 import json
 import subprocess
@@ -14,10 +15,14 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import h100
 
-VERSIONS = [version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()]
+VERSIONS = [
+    version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()
+]
 pytestmark = [
     pytest.mark.h100,
-    pytest.mark.skipif(not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"),
+    pytest.mark.skipif(
+        not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
+    ),
 ]
 KNOBS = {
     "DEVICE": "cuda",
@@ -37,14 +42,16 @@ KNOBS = {
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_whole_script(env, tmp_path, version):
-    """Training, validation, checkpoints, GPTQ, export, reloading, both windows and both kinds of test-time training, a
-    resumed run, and EVAL_ONLY."""
+    """Training, validation, checkpoints, GPTQ, export, reloading, both windows and both kinds of
+    test-time training, a resumed run, and EVAL_ONLY."""
     python, driver = h100.environment(h100.HOME, version)
 
     def run(**changes) -> dict[str, dict]:
         knobs = h100.preloaded(driver) | env(**KNOBS | changes)
         program = [str(python), str(ROOT / "tests" / "pretended.py")]
-        done = subprocess.run(program, env=knobs, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            program, env=knobs, cwd=tmp_path, capture_output=True, text=True, timeout=600
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         assert "NVIDIA H100" in done.stdout and f"torch {version}" in done.stdout
         assert "FUSED_MLP=1 has no effect" not in done.stdout
@@ -52,8 +59,15 @@ def test_the_whole_script(env, tmp_path, version):
         return {event["event"]: event for event in map(json.loads, lines)}
 
     first = run(TTT_ENABLED=1)
-    scores = {"final_int6_roundtrip_exact", "final_int6_sliding_window_exact", "final_int6_ttt_sgd_exact"}
-    assert scores | {"start", "warmup", "train", "val", "gptq", "checkpoint", "artifact"} <= first.keys()
+    scores = {
+        "final_int6_roundtrip_exact",
+        "final_int6_sliding_window_exact",
+        "final_int6_ttt_sgd_exact",
+    }
+    assert (
+        scores | {"start", "warmup", "train", "val", "gptq", "checkpoint", "artifact"}
+        <= first.keys()
+    )
     assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
     Path(tmp_path, "logs", "pretended.jsonl").unlink()  # a finished run is refused
     second = run(TTT_ENABLED=1, TTT_MODE="lora", RESUME="auto", ITERATIONS=16)

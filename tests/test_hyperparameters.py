@@ -1,4 +1,5 @@
-"""The knobs: declared once, with the record's defaults, with roles, and with errors that name the variable."""
+"""The knobs: declared once, with the record's defaults, with roles, and with errors that name the
+variable."""
 
 import contextlib
 import dataclasses
@@ -36,16 +37,24 @@ def test_the_published_run_is_one_set_of_variables():
     """published.env holds #399's command and every knob whose default differs from #399 here."""
     assert command().items() <= variables("published").items()
     ours, hp = Hyperparameters(), Hyperparameters.from_env(variables("published"))
-    differing = {f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)}
+    differing = {
+        f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)
+    }
     assert {name.upper() for name in differing} == set(variables("published")) - set(command())
     assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
     shape = (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads)
     assert shape == (786_432, 2048, 512, 8, 4)
-    assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3.0, 30.0, 1024)
+    assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (
+        0.3,
+        3.0,
+        30.0,
+        1024,
+    )
 
 
 def test_the_frontier_configuration_is_a_model_that_fits_an_artifact():
-    """As many weights as a count by hand gives; no variable repeats a default, and none is unknown."""
+    """As many weights as a count by hand gives; no variable repeats a default, and none is
+    unknown."""
     hp = Hyperparameters.from_env(variables("frontier"))
     differing = {f.name.upper() for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default}
     assert differing | {"LOOP_FIRST", "LOOP_LAYERS", "LOOP_START"} == set(variables("frontier"))
@@ -79,7 +88,11 @@ def test_challenge_names_are_knobs():
         ("RUN_ID", "../x", "is no file name: it must not have a slash or begin with a dot"),
         ("RUN_ID", "a/b", "slash"),
         ("RUN_ID", "..", "begin with a dot"),
-        ("RESUME", "yes", "is neither auto nor a checkpoint, step_<N>.safetensors: set RESUME=auto"),
+        (
+            "RESUME",
+            "yes",
+            "is neither auto nor a checkpoint, step_<N>.safetensors: set RESUME=auto",
+        ),
         ("TIE_EMBEDDINGS", "0", "not supported: the head is the token embedding; unset it"),
     ],
 )
@@ -90,7 +103,8 @@ def test_impossible_values_name_the_variable(variable, value, part):
 
 
 def test_every_knob_has_a_role():
-    """The role decides what the artifact stores and what may change on resume, so each knob has exactly one."""
+    """The role decides what the artifact stores and what may change on resume, so each knob has
+    exactly one."""
     found = {knob.name: knob.metadata["role"] for knob in train_gpt.KNOBS}
     assert set(found.values()) == set(train_gpt.ROLES)
     assert knobs_with(*train_gpt.ROLES) == tuple(found)
@@ -100,14 +114,22 @@ def test_every_knob_has_a_role():
 
 
 def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
-    """A knob that does without having the role "model" would make artifacts that cannot be loaded."""
+    """A knob that does without having the role "model" would make artifacts that cannot be
+    loaded."""
 
     def shapes(hp):
         with torch.device("meta"):
-            return {name: p.shape for name, p in train_gpt.GPT(hp, None, torch.float32).named_parameters()}
+            return {
+                name: p.shape
+                for name, p in train_gpt.GPT(hp, None, torch.float32).named_parameters()
+            }
 
     hp = hyperparameters()
-    others = [knob for knob in train_gpt.KNOBS if knob.metadata["role"] != "model" and knob.type is not str]
+    others = [
+        knob
+        for knob in train_gpt.KNOBS
+        if knob.metadata["role"] != "model" and knob.type is not str
+    ]
     for name in (knob.name for knob in others):
         old = getattr(hp, name)
         for value in (not old,) if isinstance(old, bool) else (2 * old, old // 2, old + 1):
@@ -117,7 +139,9 @@ def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
 
 def test_odd_head_dimension_is_refused():
     with pytest.raises(UserError, match="rotary"):
-        Hyperparameters.from_env({"MODEL_DIM": "24", "NUM_HEADS": "8", "NUM_KV_HEADS": "4", "ROPE_DIMS": "0"})
+        Hyperparameters.from_env(
+            {"MODEL_DIM": "24", "NUM_HEADS": "8", "NUM_KV_HEADS": "4", "ROPE_DIMS": "0"}
+        )
 
 
 # Variables of shells, desktops, rented machines, schedulers, containers and libraries.
@@ -173,7 +197,8 @@ def test_ordinary_variables_are_not_misspelt_knobs():
     ],
 )
 def test_a_misspelt_knob_is_an_error(wrong, right):
-    """Also if the right one is set. The sentence has a way out, but not the value, which may be a secret."""
+    """Also if the right one is set. The sentence has a way out, but not the value, which may be a
+    secret."""
     expected = f"{wrong} is set but is not a knob; did you mean {right}? If it is not for this program, unset it"
     for others in ({}, {right: "9"}):
         with pytest.raises(UserError) as error:

@@ -23,7 +23,10 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
     source = (ROOT / "train_gpt.py").read_text().splitlines()
     for i in range(60):
-        text = "\n".join(source[i * 20 : i * 20 + 20]) + f"\n\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
+        text = (
+            "\n".join(source[i * 20 : i * 20 + 20])
+            + f"\n\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
+        )
         (folder / f"m{i:02d}.py").write_text("  \n" + text, newline="")
     (folder / "m08.py").write_bytes((folder / "m07.py").read_bytes())
     (folder / "latin.py").write_bytes(b"# caf\xe9\n")
@@ -49,15 +52,21 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    assert report.validation(str(folder), str(folder / "tokenizer.model")) == (len(tokens), expected)
+    assert report.validation(str(folder), str(folder / "tokenizer.model")) == (
+        len(tokens),
+        expected,
+    )
     assert counter.count(tokens).sum() == len(expected)
     assert (tokens == train_gpt.BOS).sum() == len(held_out)
     assert "made in" in line
-    assert max(len(texts[name].encode()) for name in held_out) <= 1000, "no long file dominates the validation text"
+    assert max(len(texts[name].encode()) for name in held_out) <= 1000, (
+        "no long file dominates the validation text"
+    )
 
 
 def test_spaces_within_a_piece_are_bytes_each(built):
-    """Fault B29: a run of spaces is one piece of U+2581s, and each U+2581 is 1 byte of text, not 3."""
+    """Fault B29: a run of spaces is one piece of U+2581s, and each U+2581 is 1 byte of text, not
+    3."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(built[0] / "tokenizer.model"))
@@ -77,8 +86,12 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
     for mine in (tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"):
         mine.write_text("mine")
-        with pytest.raises(train_gpt.UserError, match="holds something else than the demonstration's data"):
-            demo_corpus.build(mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000)
+        with pytest.raises(
+            train_gpt.UserError, match="holds something else than the demonstration's data"
+        ):
+            demo_corpus.build(
+                mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000
+            )
         assert mine.read_text() == "mine"
 
 
@@ -123,7 +136,9 @@ def test_report(demonstrated):
     printed, _, curve = result.stdout.partition("\n\ntraining loss")
     assert curve.count("*") > 1
     scores = zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True)
-    assert all(line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores)
+    assert all(
+        line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores
+    )
     events["start"]["hyperparameters"]["eval_mode"] = "banded"
     with pytest.raises(train_gpt.UserError, match="the log has no event final_int6_banded_exact"):
         report.table(events, *text)
@@ -132,12 +147,18 @@ def test_report(demonstrated):
 
 
 def test_loss_curve():
-    """A line that falls from 3 to 1 is drawn from the upper left to the lower right; equal losses are one row."""
-    events = [{"event": "train", "step": step, "train_loss": 3 - 2 * (step - 1) / 99} for step in range(1, 101)]
+    """A line that falls from 3 to 1 is drawn from the upper left to the lower right; equal losses
+    are one row."""
+    events = [
+        {"event": "train", "step": step, "train_loss": 3 - 2 * (step - 1) / 99}
+        for step in range(1, 101)
+    ]
     title, *rows, axis, steps = report.curve(events, width=10, height=5)
     assert [row.partition("|")[2].find("*") for row in rows] == [0, 2, 4, 6, 8]
     assert (
-        rows[0].startswith("    2.91 |") and rows[-1].startswith("    1.09 |") and steps.split() == ["step", "1", "100"]
+        rows[0].startswith("    2.91 |")
+        and rows[-1].startswith("    1.09 |")
+        and steps.split() == ["step", "1", "100"]
     )
     flat = report.curve([event | {"train_loss": 2.0} for event in events], width=10, height=5)
     assert "".join(flat).count("*") == 10 and flat[1].endswith("|" + "*" * 10)
@@ -145,14 +166,23 @@ def test_loss_curve():
 
 
 def test_report_of_own_data(data, env, tmp_path):
-    """All validation shards and the log's tokenizer are used; the sample begins as the validation text does."""
-    assert run([ROOT / "train_gpt.py"], env(RUN_ID="own", VAL_LOSS_EVERY=4), tmp_path).returncode == 0
+    """All validation shards and the log's tokenizer are used; the sample begins as the validation
+    text does."""
+    assert (
+        run([ROOT / "train_gpt.py"], env(RUN_ID="own", VAL_LOSS_EVERY=4), tmp_path).returncode == 0
+    )
     tokens, text = report.validation(str(data), str(data / "tokenizer.model"))
     parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
     assert tokens == sum(map(len, parts))
     counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
-    assert len(text) == counter.count(np.concatenate(parts)).sum(), "a document continues in the second shard"
-    result = run([ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz", "--tokens", "2"], {}, tmp_path)
+    assert len(text) == counter.count(np.concatenate(parts)).sum(), (
+        "a document continues in the second shard"
+    )
+    result = run(
+        [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz", "--tokens", "2"],
+        {},
+        tmp_path,
+    )
     assert result.returncode == 0, result.stderr
     begun = re.search(r"a sample, begun with (.+):", result.stdout)[1]
     assert len(begun) > 5 and text.decode().strip().startswith(ast.literal_eval(begun))
@@ -161,7 +191,11 @@ def test_report_of_own_data(data, env, tmp_path):
 def test_text_without_document_starts_is_whole(data, tmp_path):
     tokens = train_gpt.read_shard(data / "fineweb_val_000000.bin")[5:24]
     write_shard(tmp_path / "fineweb_val_000000.bin", tokens)
-    expected = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB).count(np.append(train_gpt.BOS, tokens)).sum()
+    expected = (
+        train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
+        .count(np.append(train_gpt.BOS, tokens))
+        .sum()
+    )
     count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"))
     assert train_gpt.BOS not in tokens and count == 19 and len(text) == expected
 
@@ -177,15 +211,21 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
         "event": '{"event": 1}',
     }.items():
         (tmp_path / f"{name}.jsonl").write_text(text)
-    wrong = [(f"{name}.jsonl", "cannot read") for name in ("none", "empty", "other", "list", "event")]
+    wrong = [
+        (f"{name}.jsonl", "cannot read") for name in ("none", "empty", "other", "list", "event")
+    ]
     for log, part in (("cut.jsonl", "did not finish"), *wrong):
         result = run([ROOT / "tools" / "report.py", tmp_path / log, "x.xz"], {}, tmp_path)
         assert result.returncode == 1
         assert part in result.stderr and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")])
+@pytest.mark.parametrize(
+    "arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")]
+)
 def test_run_sh_usage(arguments, status, part, tmp_path):
-    result = subprocess.run([ROOT / "run.sh", *arguments], capture_output=True, text=True, cwd=tmp_path)
+    result = subprocess.run(
+        [ROOT / "run.sh", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
     assert result.returncode == status
     assert part in result.stdout + result.stderr

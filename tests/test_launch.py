@@ -28,30 +28,43 @@ def started(folder, code, ranks=2):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+        # A shell's background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path):
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     process = started(
-        tmp_path, f"os.write(1, (' '.join(map(os.environ.get, {names.split()})) + '\\n').encode())", ranks=3
+        tmp_path,
+        f"os.write(1, (' '.join(map(os.environ.get, {names.split()})) + '\\n').encode())",
+        ranks=3,
     )
     out, error = process.communicate()
     lines = sorted(line.split() for line in out.splitlines())
     assert process.returncode == 0 and error == ""
-    assert lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"] and int(lines[0][-1]) > 0
+    assert (
+        lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"]
+        and int(lines[0][-1]) > 0
+    )
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_rank_that_fails_ends_the_others(failing, tmp_path):
-    process = started(tmp_path, f"if rank == '{failing}': sys.exit('error: mine')\ntime.sleep(600)", ranks=3)
+    process = started(
+        tmp_path, f"if rank == '{failing}': sys.exit('error: mine')\ntime.sleep(600)", ranks=3
+    )
     assert process.communicate() == ("", "error: mine\n") and process.returncode == 1
 
 
 def test_a_killed_rank_is_named(tmp_path):
-    process = started(tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)")
-    assert process.communicate() == ("", "error: rank 1 was killed by SIGKILL: is the memory full?\n")
+    process = started(
+        tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
+    )
+    assert process.communicate() == (
+        "",
+        "error: rank 1 was killed by SIGKILL: is the memory full?\n",
+    )
     assert process.returncode == 137
 
 
@@ -68,7 +81,9 @@ while not pathlib.Path("ignores").exists():
 sys.exit(3)
 """
     start = f"import launch, sys; launch.GRACE = 0.1; sys.exit(launch.launch([sys.executable, '-c', {code!r}], 2))"
-    result = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "tools")})
+    result = subprocess.run(
+        [sys.executable, "-c", start], cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "tools")}
+    )
     assert result.returncode == 3
 
 
@@ -102,11 +117,14 @@ def test_ranks_do_not_outlive_the_launcher(number, tmp_path):
 
 
 def test_two_ranks_of_the_script_with_a_wrong_knob_print_one_sentence(tmp_path):
-    """The rank that finds a mistake before the process group exists does not leave the other waiting for it."""
+    """The rank that finds a mistake before the process group exists does not leave the other
+    waiting for it."""
     environ = {**os.environ, "NPROC": "2", "NUM_LAYERS": "no"}
     command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
     result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
+    assert (
+        result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
+    )
     assert "NUM_LAYERS='no' is not a whole number" in result.stderr
 
 
@@ -117,7 +135,9 @@ def test_an_error_of_the_first_rank_alone_is_one_sentence(env, tmp_path):
     environ = {**os.environ, **env(RUN_ID="r", CHECKPOINT_EVERY=4), "NPROC": "2"}
     command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
     result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1, result.stderr
+    assert (
+        result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
+    ), result.stderr
     assert "checkpoints/r holds an earlier run" in result.stderr
 
 
@@ -126,7 +146,10 @@ def test_a_command_that_cannot_be_run_is_named(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch.py", *command])
     with pytest.raises(SystemExit) as ended:
         launch.main()
-    assert ended.value.code == 2 and "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("ranks", ["0", "two", "-1", ""])

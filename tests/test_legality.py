@@ -1,4 +1,5 @@
-"""The probes of tools/legality.py pass for our evaluation and test-time training and catch evaluators that cheat."""
+"""The probes of tools/legality.py pass for our evaluation and test-time training and catch
+evaluators that cheat."""
 
 import dataclasses
 import sys
@@ -20,9 +21,20 @@ WAYS = {
     "sliding": {},
     "documents": {"EVAL_DOCUMENTS": 1},
     "parts": PARTS,
-    "banded": {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "EVAL_STRIDE": 8, "MICRO_BATCH_TOKENS": 40},  # blocks score 8
+    # Blocks score 8
+    "banded": {
+        "EVAL_MODE": "banded",
+        "EVAL_SEQ_LEN": 8,
+        "EVAL_STRIDE": 8,
+        "MICRO_BATCH_TOKENS": 40,
+    },
     "widths": {"EVAL_DOCUMENTS": 1, "EVAL_SEQ_LEN": 256, "EVAL_STRIDE": 64},
-    "banded documents": {"EVAL_DOCUMENTS": 1, "EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8, "EVAL_STRIDE": 8},
+    "banded documents": {
+        "EVAL_DOCUMENTS": 1,
+        "EVAL_MODE": "banded",
+        "EVAL_SEQ_LEN": 8,
+        "EVAL_STRIDE": 8,
+    },
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24, "TTT_LORA_LR": 0.05},
 }
@@ -35,11 +47,14 @@ def setting(one_rank):
 
     def make(way, together=False, **changes):
         hp, runtime = one_rank(**{**WAYS[way], **changes})
-        hp = dataclasses.replace(hp, vocab_size=64)  # C2 evaluates once for each token of the vocabulary
+        # C2 evaluates once for each token of the vocabulary
+        hp = dataclasses.replace(hp, vocab_size=64)
         model = made(hp, runtime.attend, torch.float32, 0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+                parameter.add_(
+                    0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                )
         evaluate = legality.evaluator_of(train_gpt, hp, runtime, model, together)
         return evaluate, legality.random_stream(TARGETS, hp.vocab_size, BOS), hp
 
@@ -86,7 +101,9 @@ def test_c3_c4_every_target_is_scored_once_and_before_it_is_learned_from(setting
 def chunk_sees_itself(model, evaluator):
     """Each chunk of a banded pass sees all its keys, also those behind a query."""
     attend = model.attend
-    everything = lambda q, k, band, document: torch.ones(1, 1, q.size(1), k.size(1), dtype=torch.bool)  # noqa: E731
+
+    def everything(q, k, band, document):
+        return torch.ones(1, 1, q.size(1), k.size(1), dtype=torch.bool)
 
     def attend_all(*arguments):
         with mock.patch.object(train_gpt, "visible", everything):
@@ -104,7 +121,9 @@ def peeking(model, evaluator):
 
 def unnormalised(model, evaluator):
     """Losses as if a cache gave every target a high probability."""
-    evaluator.forward = lambda ids, targets, reduction, **rest: model(ids, targets, reduction, **rest) * 0.1
+    evaluator.forward = lambda ids, targets, reduction, **rest: (
+        model(ids, targets, reduction, **rest) * 0.1
+    )
 
 
 def twice(model, evaluator):
@@ -122,25 +141,33 @@ def forgetful(model, evaluator):
 @pytest.mark.parametrize("way", ["sliding", "plain", "documents", "banded"])
 def test_a_look_ahead_is_caught(setting, way):
     evaluate, tokens, hp = setting(way)
-    assert legality.future(lambda t: evaluate(t, peeking), tokens, hp.vocab_size, CUTS).startswith("C1")
+    assert legality.future(lambda t: evaluate(t, peeking), tokens, hp.vocab_size, CUTS).startswith(
+        "C1"
+    )
     assert legality.truncation(lambda t: evaluate(t, peeking), tokens, CUTS).startswith("C1")
 
 
 def test_a_look_ahead_within_a_chunk_is_caught(setting):
     evaluate, tokens, hp = setting("banded", EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80)
-    assert legality.future(lambda t: evaluate(t, chunk_sees_itself), tokens, hp.vocab_size, CUTS).startswith("C1")
+    assert legality.future(
+        lambda t: evaluate(t, chunk_sees_itself), tokens, hp.vocab_size, CUTS
+    ).startswith("C1")
     assert legality.suite(train_gpt, {"EVAL_MODE": "banded"}, chunk_sees_itself).startswith("C1")
 
 
 def test_probabilities_that_do_not_add_up_are_caught(setting):
     evaluate, tokens, hp = setting("sliding")
-    fault = legality.distribution(lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50))
+    fault = legality.distribution(
+        lambda t: evaluate(t, unnormalised), tokens[:60], hp.vocab_size, (3, 50)
+    )
     assert fault.startswith("C2")
 
 
 def test_scoring_twice_or_not_at_all_is_caught(setting):
     evaluate, tokens, _ = setting("sliding")
-    assert "scored twice" in legality.order(legality.spied(train_gpt, lambda t: evaluate(t, twice), tokens), TARGETS)
+    assert "scored twice" in legality.order(
+        legality.spied(train_gpt, lambda t: evaluate(t, twice), tokens), TARGETS
+    )
     assert legality.complete(lambda t: evaluate(t, forgetful), tokens).startswith("C4")
 
 
@@ -155,20 +182,29 @@ def test_learning_before_scoring_is_caught(setting):
             begin = int(windows[1].min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
             if begin + hp.ttt_chunk_tokens < TARGETS:
                 gradients = train_gpt.sgd_gradients(model, evaluator, begin)
-                model.load_state_dict({name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()})
+                model.load_state_dict(
+                    {name: p.detach() - 0.05 * gradients[name] for name, p in parameters.items()}
+                )
             score(windows, *rest)
 
         evaluator.score = train_first
 
-    assert legality.order(legality.spied(train_gpt, lambda t: evaluate(t, early), tokens), TARGETS).startswith("C3")
-    assert legality.future(lambda t: evaluate(t, early), tokens, hp.vocab_size, CUTS).startswith("C1")
+    assert legality.order(
+        legality.spied(train_gpt, lambda t: evaluate(t, early), tokens), TARGETS
+    ).startswith("C3")
+    assert legality.future(lambda t: evaluate(t, early), tokens, hp.vocab_size, CUTS).startswith(
+        "C1"
+    )
 
 
 def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
-    """Low-rank training hands A on in the order of the stream. Backwards, a document would know a later one."""
+    """Low-rank training hands A on in the order of the stream. Backwards, a document would know a
+    later one."""
     evaluate, tokens, hp = setting("lora")
     steps = train_gpt.lora_steps
-    monkeypatch.setattr(train_gpt, "lora_steps", lambda scorer, batches, *rest: steps(scorer, batches[::-1], *rest))
+    monkeypatch.setattr(
+        train_gpt, "lora_steps", lambda scorer, batches, *rest: steps(scorer, batches[::-1], *rest)
+    )
     assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
     events = legality.spied(train_gpt, evaluate, tokens)
     assert "after an update that followed later ones" in legality.order(events, TARGETS)
@@ -204,8 +240,14 @@ def test_windows_by_the_length_of_a_document_are_caught(setting, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
-    """What the probes above see with one document at a time also holds for batches, queues and forwards of several."""
-    sizes = {"LORA_QUEUES": 2, "LORA_BATCH": 4, "LORA_CHUNKS": ((16, 3), (30, 5)), "LORA_ROWS": (rows, 2)}
+    """What the probes above see with one document at a time also holds for batches, queues and
+    forwards of several."""
+    sizes = {
+        "LORA_QUEUES": 2,
+        "LORA_BATCH": 4,
+        "LORA_CHUNKS": ((16, 3), (30, 5)),
+        "LORA_ROWS": (rows, 2),
+    }
     for name, value in sizes.items():
         monkeypatch.setattr(train_gpt, name, value)
     evaluate, tokens, hp = setting("lora", together=True)
@@ -245,9 +287,15 @@ def test_the_suite_tries_every_way_of_a_run(monkeypatch):
     assert legality.suite(train_gpt, banded) == ""
     monkeypatch.setattr(legality, "distribution", lambda *_: "")  # the slowest probe
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
-    in_blocks = lambda model, evaluator: peeking(model, evaluator) if evaluator.window > 32 else None  # noqa: E731
+
+    def in_blocks(model, evaluator):
+        return peeking(model, evaluator) if evaluator.window > 32 else None
+
     assert "EVAL_SEQ_LEN=16" in legality.suite(train_gpt, banded, in_blocks)
     assert legality.suite(train_gpt, settings, in_blocks) == ""
-    only_then = lambda model, evaluator: peeking(model, evaluator) if evaluator.hp.ttt_enabled else None  # noqa: E731
+
+    def only_then(model, evaluator):
+        return peeking(model, evaluator) if evaluator.hp.ttt_enabled else None
+
     assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)
     assert legality.suite(train_gpt, settings, only_then) == ""

@@ -1,4 +1,5 @@
-"""run.sh on imitated machines: which Python it takes, what it installs and what it starts. Nothing is downloaded."""
+"""run.sh on imitated machines: which Python it takes, what it installs and what it starts. Nothing
+is downloaded."""
 
 import ast
 import os
@@ -14,8 +15,9 @@ from conftest import ROOT
 
 NAMES = ("numpy", "sentencepiece", "constriction", "safetensors", "tqdm")
 
-# A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the file `system` names.
-# Its pip writes the pinned packages there, or fails if the file `managed` exists. Every installation is noted.
+# A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the
+# file `system` names. Its pip writes the pinned packages there, or fails if the file `managed`
+# exists. Every installation is noted.
 PYTHON = """#!/usr/bin/env bash
 set -e
 root=$(dirname "$(dirname "${BASH_SOURCE[0]}")")
@@ -53,7 +55,9 @@ class cuda:
     is_available = lambda: os.environ.get("USABLE") == "1"
     device_count = lambda: int(os.environ.get("GPUS", 0))
 """
-LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.environ.get('WARMDOWN_FRAC'))"
+LAUNCHER = (
+    "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.environ.get('WARMDOWN_FRAC'))"
+)
 SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
 
 
@@ -110,7 +114,8 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=start_new_session,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+            # A shell's background ignores it
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, *arguments, **environment):
@@ -133,7 +138,11 @@ def pins(name):
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         words = line.partition("#")[0].split()
-        found |= pins(words[1]) if words[:1] == ["-r"] else {word.partition("==")[0]: word for word in words}
+        found |= (
+            pins(words[1])
+            if words[:1] == ["-r"]
+            else {word.partition("==")[0]: word for word in words}
+        )
     return found
 
 
@@ -155,7 +164,8 @@ def test_a_complete_python_is_used_as_it_is(machine):
 
 
 def test_only_what_is_missing_is_installed(machine):
-    """Into the machine's Python, as pinned; torch and what is there stay, whatever their version."""
+    """Into the machine's Python, as pinned; torch and what is there stay, whatever their
+    version."""
     machine.torch(machine.root / "site")
     machine.has("numpy", version="1.26.4")
     machine.has("torch", version="2.9.1+cu128")
@@ -163,14 +173,17 @@ def test_only_what_is_missing_is_installed(machine):
     assert trained(result), result.stderr
     command, *constraints = machine.installations()
     assert command.startswith("machine install ") and not (machine.repository / ".venv").exists()
-    assert {word for word in command.split() if "==" in word} == {PINS[name] for name in NAMES if name != "numpy"}
+    assert {word for word in command.split() if "==" in word} == {
+        PINS[name] for name in NAMES if name != "numpy"
+    }
     assert constraints == ["constraint torch==2.9.1+cu128", "constraint numpy==1.26.4"]
     machine.installed.unlink()
     assert machine.run().returncode == 0 and machine.installations() == []
 
 
 def test_the_tests_need_more_packages(machine):
-    """What is there is recognised by its package's name, as pytest-xdist has no module of that name."""
+    """What is there is recognised by its package's name, as pytest-xdist has no module of that
+    name."""
     machine.torch(machine.root / "site")
     machine.has(*NAMES, "pytest-xdist")
     (machine.root / "site" / "pytest-xdist.py").unlink()
@@ -188,12 +201,18 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
     (machine.root / "managed").touch()
     result = machine.run()
     assert trained(result), result.stderr
-    refused, made, *rest = [line for line in machine.installations() if not line.startswith("constraint")]
+    refused, made, *rest = [
+        line for line in machine.installations() if not line.startswith("constraint")
+    ]
     assert refused.startswith("machine install ") and made == "venv --system-site-packages .venv"
     (command,) = rest
-    assert command.startswith(".venv install ") and "torch" not in command and "numpy" not in command
+    assert (
+        command.startswith(".venv install ") and "torch" not in command and "numpy" not in command
+    )
     machine.installed.unlink()
-    assert machine.run().returncode == 0 and machine.installations() == [], "the next run takes .venv at once"
+    assert machine.run().returncode == 0 and machine.installations() == [], (
+        "the next run takes .venv at once"
+    )
 
 
 def test_a_virtual_environment_without_pip_gets_it(machine):
@@ -205,7 +224,11 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
     result = machine.run()
     assert trained(result), result.stderr
     first, second = [line for line in machine.installations() if not line.startswith("constraint")]
-    assert first == "machine ensurepip" and second.startswith("machine install ") and PINS["constriction"] in second
+    assert (
+        first == "machine ensurepip"
+        and second.startswith("machine install ")
+        and PINS["constriction"] in second
+    )
 
 
 @pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py", "tools/report.py"])
@@ -219,7 +242,10 @@ def test_ctrl_c_is_one_sentence(machine, name):
     assert process.stderr.readline() == "waits\n"
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
-    assert process.returncode == 130 and error == "error: interrupted by Ctrl-C; start again to go on\n"
+    assert (
+        process.returncode == 130
+        and error == "error: interrupted by Ctrl-C; start again to go on\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py"])
@@ -228,7 +254,11 @@ def test_a_failure_before_the_training_ends_the_demonstration(machine, name):
     machine.has(*NAMES)
     (machine.repository / name).write_text("import sys; sys.exit('error: no text')")
     result = machine.run()
-    assert result.returncode == 1 and result.stderr == "error: no text\n" and "train_gpt" not in result.stdout
+    assert (
+        result.returncode == 1
+        and result.stderr == "error: no text\n"
+        and "train_gpt" not in result.stdout
+    )
 
 
 @pytest.mark.parametrize("version", ["", "2.8.0", "1.13.1"])
@@ -238,7 +268,11 @@ def test_without_a_supported_torch_everything_is_installed(machine, version):
     result = machine.run()
     assert trained(result), result.stderr
     made, command = machine.installations()
-    assert made == "venv .venv" and command.startswith(".venv install ") and command.endswith("-r requirements.txt")
+    assert (
+        made == "venv .venv"
+        and command.startswith(".venv install ")
+        and command.endswith("-r requirements.txt")
+    )
 
 
 def test_the_venv_is_next(machine):
@@ -248,15 +282,17 @@ def test_the_venv_is_next(machine):
     result = machine.run()
     assert trained(result), result.stderr
     (command,) = [line for line in machine.installations() if not line.startswith("constraint")]
-    assert command.startswith(".venv install ") and {word for word in command.split() if "==" in word} == {
-        PINS[name] for name in NAMES
-    }
+    assert command.startswith(".venv install ") and {
+        word for word in command.split() if "==" in word
+    } == {PINS[name] for name in NAMES}
 
 
 def test_an_installation_that_fails_is_an_error(machine):
     result = machine.run(INSTALLED="/nowhere/file", TORCH="/nowhere")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("error: could not install requirements.txt into .venv")
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: could not install requirements.txt into .venv"
+    )
 
 
 @pytest.fixture
@@ -276,7 +312,8 @@ LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)"
 @pytest.mark.parametrize("counted", ["0", "8"])
 @pytest.mark.parametrize("build, cuda", [("2.9.1+cpu", None), ("2.9.1+cu128", "12.8")])
 def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda):
-    """Not a demonstration on the CPU. With a driver that is too old, torch still counts the GPUs."""
+    """Not a demonstration on the CPU. With a driver that is too old, torch still counts the
+    GPUs."""
     shutil.rmtree(complete.root / "site" / "torch")
     complete.torch(complete.root / "site", build, cuda)
     complete.nvidia_smi(LISTED)
@@ -288,7 +325,10 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda)
     )
     assert "set DEVICE=cpu" in line
     assert trained(complete.run(GPUS=counted, USABLE="0", DEVICE="cpu"))
-    assert " sees none (CUDA_VISIBLE_DEVICES=9): " in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
+    assert (
+        " sees none (CUDA_VISIBLE_DEVICES=9): "
+        in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
+    )
 
 
 def test_device_cpu_wants_the_demonstration(complete):
@@ -297,7 +337,9 @@ def test_device_cpu_wants_the_demonstration(complete):
     assert complete.run(GPUS="8", USABLE="1").stdout.startswith("launched")
 
 
-@pytest.mark.parametrize("status, text", [(0, "No devices were found"), (9, "NVIDIA-SMI has failed because GPU 0")])
+@pytest.mark.parametrize(
+    "status, text", [(0, "No devices were found"), (9, "NVIDIA-SMI has failed because GPU 0")]
+)
 def test_without_gpus_the_demonstration_runs(complete, status, text):
     complete.nvidia_smi(text, status)
     result = complete.run()
@@ -317,26 +359,38 @@ def test_without_gpus_the_demonstration_runs(complete, status, text):
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
     result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    launched = f"launched ['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py'] frac {fraction}\n"
+    launched = (
+        f"launched ['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py'] frac {fraction}\n"
+    )
     assert result.stdout.partition("\nnext:\n")[0] == launched
 
 
-@pytest.mark.parametrize("grid, fraction", [("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", "0.41")])
+@pytest.mark.parametrize(
+    "grid, fraction", [("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", "0.41")]
+)
 def test_a_warmdown_in_steps_of_a_grid_wins(complete, grid, fraction):
     (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
-    assert complete.run(GPUS="4", USABLE="1", GRID=grid).stdout.partition("\n")[0].endswith(f"frac {fraction}")
+    assert (
+        complete.run(GPUS="4", USABLE="1", GRID=grid)
+        .stdout.partition("\n")[0]
+        .endswith(f"frac {fraction}")
+    )
 
 
 def test_a_sweep_starts_its_runs_with_the_launcher(complete):
     (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
     result = complete.run(SEEDS="1 2")
-    assert "launched ['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']" in result.stdout
+    assert (
+        "launched ['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']" in result.stdout
+    )
     assert "report" not in result.stdout and result.returncode == 0
 
 
 def test_the_demonstration_has_the_settings_of_its_tool(complete):
     """Values may have spaces. As many ranks as NPROC says are started."""
-    (complete.repository / "tools" / "demo.py").write_text("print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')")
+    (complete.repository / "tools" / "demo.py").write_text(
+        "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')"
+    )
     show = "import os; print('rank', *map(os.environ.get, ['RANK', 'WORLD_SIZE', 'DATA_PATH', 'OMP_WAIT_POLICY']))"
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
@@ -355,7 +409,10 @@ def test_own_data_are_used_as_they_are(complete):
 
 def test_the_end_says_how_to_go_on(machine):
     """With .venv, also how to activate it, unless it is."""
-    activate, data = "    source .venv/bin/activate\n", "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
+    activate, data = (
+        "    source .venv/bin/activate\n",
+        "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model",
+    )
     evaluate = f"    {data} EVAL_ONLY=logs/demo.int6.xz python train_gpt.py\n"
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site")
@@ -366,19 +423,31 @@ def test_the_end_says_how_to_go_on(machine):
     machine.torch(machine.root / "site")
     machine.has(*NAMES)
     plain = machine.run()
-    assert activate not in plain.stdout and evaluate.replace("python train", "python3 train") in plain.stdout
+    assert (
+        activate not in plain.stdout
+        and evaluate.replace("python train", "python3 train") in plain.stdout
+    )
 
 
 def test_requirements_are_what_is_imported():
     """And the README installs them."""
     tree = ast.parse((ROOT / "train_gpt.py").read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert set(PINS) <= imported and imported - set(PINS) <= {"triton", "flash_attn_interface"}
-    assert all(re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in pins("requirements-dev.txt").values())
+    assert all(
+        re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in pins("requirements-dev.txt").values()
+    )
     readme = (ROOT / "README.md").read_text()
     words, *_ = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
     words = words.split()
-    listed = pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
+    listed = (
+        pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
+    )
     assert listed == PINS

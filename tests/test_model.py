@@ -17,7 +17,9 @@ def random_model(hp, dtype=torch.float32) -> GPT:
 
 
 def documents(hp, rows=3, length=24) -> torch.Tensor:
-    ids = torch.randint(3, hp.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        3, hp.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1)
+    )
     ids[:, 0], ids[1, 9], ids[2, 15] = BOS, BOS, BOS
     return ids
 
@@ -27,7 +29,8 @@ def norm(x):
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """The forward in float64, position by position where that is clearer, without folding or fusing."""
+    """The forward in float64, position by position where that is clearer, without folding or
+    fusing."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
     rows = matrices_of(p)
     batch, time = ids.shape
@@ -39,11 +42,18 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             bucket = hp.bigram_vocab_size - 1
             if not start:
                 bucket = ((36313 * int(ids[b, t])) ^ (27191 * int(ids[b, t - 1]))) % bucket
-            x[b, t] = norm(p["tok_emb"][ids[b, t]] + p["bigram_scale"] * (p["bigram_proj"] @ p["bigram_emb"][bucket]))
+            x[b, t] = norm(
+                p["tok_emb"][ids[b, t]]
+                + p["bigram_scale"] * (p["bigram_proj"] @ p["bigram_emb"][bucket])
+            )
     smeared, gate = x.clone(), torch.sigmoid(p["smear_gate"])
     for b in range(batch):
         for t in range(time):
-            before = torch.zeros(hp.model_dim, dtype=torch.float64) if t == 0 or ids[b, t] == BOS else x[b, t - 1]
+            before = (
+                torch.zeros(hp.model_dim, dtype=torch.float64)
+                if t == 0 or ids[b, t] == BOS
+                else x[b, t - 1]
+            )
             smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
     skips, gates = [], p["skip_scale"]
@@ -79,9 +89,15 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
                 y[:, :, head] -= (y[:, :, head] * unit).sum(-1, keepdim=True) * unit
         if hp.attn_gate:
             inputs = norm(mixed)[..., : train_gpt.GATE_INPUTS]
-            y = y * torch.sigmoid(torch.einsum("btd,hd->bth", inputs, p["attn_gate"][i]) / 2)[..., None]
+            y = (
+                y
+                * torch.sigmoid(torch.einsum("btd,hd->bth", inputs, p["attn_gate"][i]) / 2)[
+                    ..., None
+                ]
+            )
         y = p["attn_scale"][i] * (y.flatten(2) @ rows[f"blocks.{i}.out"].T)
-        parallel = i - (hp.num_layers - hp.lanes_last_n)  # number of the layer among those with two lanes
+        # Number of the layer among those with two lanes
+        parallel = i - (hp.num_layers - hp.lanes_last_n)
         lane = x if parallel == 0 else lane
         source = mixed + y if parallel < 0 else lane
         hidden = (norm(source) * scale) @ rows[f"blocks.{i}.up"].T
@@ -91,7 +107,9 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             x = mixed + y + change
         else:
             mix = p["lane_mix"][parallel]
-            x, lane = (mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane)))
+            x, lane = (
+                mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane))
+            )
             x, lane = x.view_as(y), lane.view_as(y)
         if place < half:
             skips.append(x)
@@ -104,7 +122,9 @@ def turn(x, hp):
     """RoPE as complex rotation of pairs (j, j + half) of the first dimensions."""
     rotated = hp.rope_dims or hp.head_dim
     half = rotated // 2
-    angle = torch.arange(x.size(1))[:, None, None] * hp.rope_base ** (-torch.arange(0, rotated, 2).double() / rotated)
+    angle = torch.arange(x.size(1))[:, None, None] * hp.rope_base ** (
+        -torch.arange(0, rotated, 2).double() / rotated
+    )
     turned = torch.complex(x[..., :half], x[..., half:rotated]) * torch.exp(-1j * angle)
     return torch.cat((turned.real, turned.imag, x[..., rotated:]), dim=-1)
 
@@ -118,13 +138,21 @@ VARIANTS = (
     {"DOC_ATTENTION": 1},
     {"NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2},
     {"NUM_LAYERS": 4, "LANES_LAST_N": 2},
-    {"NUM_LAYERS": 4, "LOOP_VISITS": 2, "LOOP_FIRST": 0, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1},
+    {
+        "NUM_LAYERS": 4,
+        "LOOP_VISITS": 2,
+        "LOOP_FIRST": 0,
+        "LOOP_LAYERS": 2,
+        "LANES_LAST_N": 1,
+        "ATTN_GATE": 1,
+    },
 )
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_forward_is_the_reference(hyperparameters, changes):
-    """The tolerance allows a few hundred fp32 roundings of 6e-8 through 4 layers. A wrong term is over 1e-2."""
+    """The tolerance allows a few hundred fp32 roundings of 6e-8 through 4 layers. A wrong term is
+    over 1e-2."""
     model = random_model(hyperparameters(**changes))
     ids = documents(model.hp)
     expected, found = reference_logits(model, ids), model(ids)
@@ -161,16 +189,23 @@ def test_initialisation(hyperparameters):
                 assert not matrix.any()
             else:
                 small = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                torch.testing.assert_close(small @ small.T, torch.eye(len(small)), atol=1e-5, rtol=0)
+                torch.testing.assert_close(
+                    small @ small.T, torch.eye(len(small)), atol=1e-5, rtol=0
+                )
     again, other = (made(hp, None, torch.float32, seed) for seed in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(model.qo_bank, other.qo_bank)
 
 
 def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
-    """Fault B9: bf16 embeddings lose most of their late updates. The optimizer has the fp32 weights of the banks."""
+    """Fault B9: bf16 embeddings lose most of their late updates. The optimizer has the fp32 weights
+    of the banks."""
     model = random_model(hyperparameters(), torch.bfloat16)
-    assert {p.dtype for name, p in model.named_parameters() if name not in train_gpt.BANKS} == {torch.float32}
+    assert {p.dtype for name, p in model.named_parameters() if name not in train_gpt.BANKS} == {
+        torch.float32
+    }
     assert {getattr(model, bank).dtype for bank in train_gpt.BANKS} == {torch.bfloat16}
     seen = []
     model.attend = lambda q, k, v, *_: seen.append((q.dtype, k.dtype, v.dtype)) or q
@@ -214,7 +249,11 @@ def test_gradients_of_normalised_and_rotated_heads(gain_shape):
     torch.testing.assert_close(found, wanted)
     if gain_shape == (1, 1):  # a constant, as for keys
         inputs = inputs[:1]
-    for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(wanted, inputs, grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(found, inputs, grad),
+        torch.autograd.grad(wanted, inputs, grad),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -238,7 +277,8 @@ def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
 
 
 def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
-    """Their sums are fp32, for which a GPU uses its tensor cores if TF32 is allowed. All else stays as it was."""
+    """Their sums are fp32, for which a GPU uses its tensor cores if TF32 is allowed. All else stays
+    as it was."""
     hp = hyperparameters()
     model = made(hp, train_gpt.load_attention("math"))
     matmul, linear = torch.backends.cuda.matmul, train_gpt.F.linear
@@ -251,10 +291,16 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
                 raise KeyboardInterrupt
 
     model.hessians = {"q": [Sum()] * hp.num_layers, "up": [Sum()] * hp.num_layers}
-    monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w))
+    monkeypatch.setattr(
+        train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w)
+    )
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 8, dtype=torch.int64))
-    assert inside == ["tf32"] * 5 and set(outside) == {before} and matmul.fp32_precision == before != "tf32"
+    assert (
+        inside == ["tf32"] * 5
+        and set(outside) == {before}
+        and matmul.fp32_precision == before != "tf32"
+    )
 
 
 def test_scores_are_causal(hyperparameters):
@@ -288,7 +334,8 @@ def test_folded_gains_have_the_gradients_of_gains(hyperparameters):
                 gain[1, 3] += sign * step
                 losses.append(model(ids[:, :-1], ids[:, 1:]).item())
                 gain[1, 3] -= sign * step
-        # The loss is rounded to fp32 (5e-7) and the step is finite; the gradients themselves are about 5e-3.
+        # The loss is rounded to fp32 (5e-7) and the step is finite; the gradients themselves are
+        # about 5e-3.
         assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=0.05, abs=1e-4)
 
 
@@ -297,7 +344,11 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     """Fault B1: in #399 the switch reaches no bank, and the compiled graph does not see it."""
     model = random_model(hyperparameters())
     ids = documents(model.hp)
-    forward = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True) if compiled else model
+    forward = (
+        torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
+        if compiled
+        else model
+    )
     plain = forward(ids[:, :-1], ids[:, 1:], "none")
     model.qat = True
     rounded = forward(ids[:, :-1], ids[:, 1:], "none")
@@ -323,7 +374,9 @@ def test_attention_kernel_is_chosen(wanted, chosen, hyperparameters):
     assert name == chosen and not refused
     for time in (6, train_gpt.PLAIN_ATTENTION, train_gpt.PLAIN_ATTENTION + 1):
         q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
-        heads = [t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))]
+        heads = [
+            t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))
+        ]
         expected = F.scaled_dot_product_attention(*heads, torch.ones(time, time).tril().bool())
         torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
 
@@ -345,9 +398,12 @@ def test_exactly_one_of_torchs_kernels_is_enabled(name):
 
 
 def test_efficient_attention_gets_heads_without_groups(monkeypatch):
-    """torch's kernel for fp32 on a GPU has no grouped-query form. Without a GPU only its inputs can be checked."""
+    """torch's kernel for fp32 on a GPU has no grouped-query form. Without a GPU only its inputs can
+    be checked."""
     given = []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **how: given.append((q, k, v, how)) or v)
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, **how: given.append((q, k, v, how)) or v
+    )
     q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
     try:
         out = train_gpt.load_attention("mem_efficient")(q, k, v)
@@ -357,27 +413,35 @@ def test_efficient_attention_gets_heads_without_groups(monkeypatch):
     assert q.shape == k_given.shape == v_given.shape == (1, 4, 6, 8)
     assert how == {"attn_mask": None, "is_causal": True, "enable_gqa": False}
     for head in range(4):
-        assert torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(out[:, :, head], v[:, :, head // 2])
+        assert torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(
+            out[:, :, head], v[:, :, head // 2]
+        )
 
 
 def test_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
     """A kernel with another signature costs a note, not the run."""
     real, broken = train_gpt.load_attention, lambda q, k, v, *_: (1, 2, 3, 4, 5)
-    monkeypatch.setattr(train_gpt, "load_attention", lambda name: broken if name == "flash" else real(name))
-    name, _, refused = train_gpt.choose_attention(hyperparameters(), torch.device("cpu"), torch.float32, False)
+    monkeypatch.setattr(
+        train_gpt, "load_attention", lambda name: broken if name == "flash" else real(name)
+    )
+    name, _, refused = train_gpt.choose_attention(
+        hyperparameters(), torch.device("cpu"), torch.float32, False
+    )
     assert name == "math" and "attention flash skipped: AttributeError" in refused[0]
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):
     sentence = "ATTENTION=fa3: attention fa3 skipped: ModuleNotFoundError: .*: install one or set ATTENTION=math"
     with pytest.raises(train_gpt.UserError, match=sentence):
-        train_gpt.choose_attention(hyperparameters(ATTENTION="fa3"), torch.device("cpu"), torch.float32, False)
+        train_gpt.choose_attention(
+            hyperparameters(ATTENTION="fa3"), torch.device("cpu"), torch.float32, False
+        )
 
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """A function: (names of the kernels that work) -> list of what is probed, as (kernel, compiled, shape of q, shape
-    of k). Tensors for the GPU are made on the CPU."""
+    """A function: (names of the kernels that work) -> list of what is probed, as (kernel, compiled,
+    shape of q, shape of k). Tensors for the GPU are made on the CPU."""
 
     def make(*working) -> list[tuple]:
         probed, randn, compiled = [], torch.randn, []
@@ -394,7 +458,9 @@ def pretended_gpu(monkeypatch):
             compiled.extend([function] * wanted)
             return function
 
-        monkeypatch.setattr(torch, "randn", lambda *shape, device, **options: randn(*shape, **options))
+        monkeypatch.setattr(
+            torch, "randn", lambda *shape, device, **options: randn(*shape, **options)
+        )
         monkeypatch.setattr(train_gpt, "load_attention", load)
         monkeypatch.setattr(train_gpt, "compile_whole", compile_whole)
         return probed
@@ -404,23 +470,42 @@ def pretended_gpu(monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_gpu_probes_kernels_as_the_run_uses_them(compiled, hyperparameters, pretended_gpu):
-    """Compiled if the run compiles, with the run's heads and sequences. A kernel can fail in just one of these ways."""
+    """Compiled if the run compiles, with the run's heads and sequences. A kernel can fail in just
+    one of these ways."""
     probed = pretended_gpu("flash", "math")
-    choice = hyperparameters(TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=2048), torch.device("cuda"), torch.bfloat16
+    choice = (
+        hyperparameters(TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=2048),
+        torch.device("cuda"),
+        torch.bfloat16,
+    )
     name, _, refused = train_gpt.choose_attention(*choice, compiled)
-    assert name == "flash" and refused == [f"attention {name} skipped: it does not work" for name in ("fa3", "cudnn")]
-    assert probed == [(name, compiled, (2, 1024, 4, 8), (2, 1024, 2, 8)) for name in ("fa3", "cudnn", "flash")]
+    assert name == "flash" and refused == [
+        f"attention {name} skipped: it does not work" for name in ("fa3", "cudnn")
+    ]
+    assert probed == [
+        (name, compiled, (2, 1024, 4, 8), (2, 1024, 2, 8)) for name in ("fa3", "cudnn", "flash")
+    ]
 
 
 @pytest.mark.parametrize(
     "wanted, works, sentence",
     [
-        ("auto", "math", "ATTENTION=auto: attention fa3 .* attention mem_efficient skipped: .* set ATTENTION=math"),
-        ("cudnn", "flash", "ATTENTION=cudnn: attention cudnn skipped: it does not work: install one or set"),
+        (
+            "auto",
+            "math",
+            "ATTENTION=auto: attention fa3 .* attention mem_efficient skipped: .* set ATTENTION=math",
+        ),
+        (
+            "cudnn",
+            "flash",
+            "ATTENTION=cudnn: attention cudnn skipped: it does not work: install one or set",
+        ),
         ("math", "math", None),
     ],
 )
-def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, hyperparameters, pretended_gpu):
+def test_a_gpu_does_not_fall_back_to_slow_attention(
+    wanted, works, sentence, hyperparameters, pretended_gpu
+):
     """A record run on rented GPUs would silently take several times as long."""
     pretended_gpu(works)
     choice = hyperparameters(ATTENTION=wanted), torch.device("cuda"), torch.bfloat16, True
@@ -443,8 +528,13 @@ REPEATED = """if True:
 
 
 def test_compiled_gradients_of_an_embedding_repeat_bit_for_bit(tmp_path):
-    """Two threads that add to one row in the order in which they arrive gave 6 results in 10 repetitions."""
-    result = run(["-c", REPEATED.format(root=str(ROOT))], {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}, tmp_path)
+    """Two threads that add to one row in the order in which they arrive gave 6 results in 10
+    repetitions."""
+    result = run(
+        ["-c", REPEATED.format(root=str(ROOT))],
+        {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        tmp_path,
+    )
     assert result.stdout.split() == ["1"], result.stderr
 
 
@@ -452,7 +542,10 @@ def test_a_deterministic_gpu_has_a_workspace_for_cublas(monkeypatch):
     """cuBLAS does not repeat its results without it, and torch refuses to run."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     train_gpt.choose_deterministic(False)
-    assert not torch.are_deterministic_algorithms_enabled() and "CUBLAS_WORKSPACE_CONFIG" not in train_gpt.os.environ
+    assert (
+        not torch.are_deterministic_algorithms_enabled()
+        and "CUBLAS_WORKSPACE_CONFIG" not in train_gpt.os.environ
+    )
     train_gpt.choose_deterministic(True)
     assert torch.are_deterministic_algorithms_enabled()
     assert train_gpt.os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -460,8 +553,8 @@ def test_a_deterministic_gpu_has_a_workspace_for_cublas(monkeypatch):
 
 @pytest.mark.slow
 def test_compiled_kernels_are_not_mixed_up(tmp_path):
-    """torch's cache on disk does not distinguish kernels: it answered with the graph of the one that was compiled
-    first, whatever ATTENTION said."""
+    """torch's cache on disk does not distinguish kernels: it answered with the graph of the one
+    that was compiled first, whatever ATTENTION said."""
     code = f"""if True:
         import sys; sys.path.insert(0, {str(ROOT)!r})
         import torch, train_gpt
@@ -484,21 +577,28 @@ def test_a_gpu_does_not_compute_eagerly_unasked(found, monkeypatch):
     monkeypatch.setattr(train_gpt.Path, "exists", lambda path: True)  # Python.h
     if "my-cc" in found:
         monkeypatch.setenv("CC", "my-cc")
-    assert train_gpt.choose_compile("0", gpu) == (False, []) and train_gpt.choose_compile("1", gpu) == (True, [])
+    assert train_gpt.choose_compile("0", gpu) == (False, []) and train_gpt.choose_compile(
+        "1", gpu
+    ) == (True, [])
     if {"gcc", "clang", "my-cc"} & set(found):
         assert train_gpt.choose_compile("auto", gpu) == (True, [])
         monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
         missing = "triton"
     else:
         missing = "a C compiler"
-    with pytest.raises(train_gpt.UserError, match=f"torch.compile needs {missing}: install it, or set COMPILE=0"):
+    with pytest.raises(
+        train_gpt.UserError, match=f"torch.compile needs {missing}: install it, or set COMPILE=0"
+    ):
         train_gpt.choose_compile("auto", gpu)
 
 
 def test_compiling_needs_a_compiler(monkeypatch):
-    """Without a C++ compiler a CPU computes eagerly and the log says why. COMPILE=0 and 1 are obeyed."""
+    """Without a C++ compiler a CPU computes eagerly and the log says why. COMPILE=0 and 1 are
+    obeyed."""
     cpu = torch.device("cpu")
-    assert train_gpt.choose_compile("0", cpu) == (False, []) and train_gpt.choose_compile("1", cpu) == (True, [])
+    assert train_gpt.choose_compile("0", cpu) == (False, []) and train_gpt.choose_compile(
+        "1", cpu
+    ) == (True, [])
     monkeypatch.setattr(train_gpt.shutil, "which", lambda name: None)
     for wanted in ("auto", "train"):
         compiled, (note,) = train_gpt.choose_compile(wanted, cpu)
@@ -512,5 +612,7 @@ def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):
     for amx, avx in ((True, False), (False, True), (False, False)):
         expected = torch.bfloat16 if amx or avx else torch.float32
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx, raising=False)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False
+        )
         assert train_gpt.choose_dtype("auto", cpu) is expected

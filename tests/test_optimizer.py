@@ -1,4 +1,5 @@
-"""Updates against the formulas, matrix by matrix; ownership of parameters; state of the optimizer."""
+"""Updates against the formulas, matrix by matrix; ownership of parameters; state of the
+optimizer."""
 
 import copy
 import dataclasses
@@ -53,9 +54,12 @@ BAND = {"quintic": (0.6, 1.3), "polar-express": (0.85, 1.15)}
 
 
 @pytest.mark.parametrize("coefficients", train_gpt.NEWTON_SCHULZ)
-@pytest.mark.parametrize("shape", [(3, 64, 64), (2, 64, 192), (2, 192, 64), (2, 8, 3), (1, 1, 7), (1, 5, 1), (1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(3, 64, 64), (2, 64, 192), (2, 192, 64), (2, 8, 3), (1, 1, 7), (1, 5, 1), (1, 1, 1)]
+)
 def test_newton_schulz_brings_singular_values_near_one(shape, coefficients):
-    """Against the same iteration in float64, and within the band in which the polynomials leave singular values."""
+    """Against the same iteration in float64, and within the band in which the polynomials leave
+    singular values."""
     g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     out = newton_schulz(g, torch.float32, 5, coefficients)
     assert out.shape == g.shape
@@ -76,7 +80,11 @@ def test_newton_schulz_of_low_rank_has_the_same_rank(shape, coefficients):
     g = low_rank(shape)
     singular = torch.linalg.svdvals(newton_schulz(g, torch.float32, 5, coefficients).double())
     low, high = BAND[coefficients]
-    assert (singular[:, :3] > low).all() and (singular[:, :3] < high).all() and (singular[:, 3:] < 1e-3).all()
+    assert (
+        (singular[:, :3] > low).all()
+        and (singular[:, :3] < high).all()
+        and (singular[:, 3:] < 1e-3).all()
+    )
 
 
 @pytest.mark.parametrize("coefficients", train_gpt.NEWTON_SCHULZ)
@@ -98,7 +106,10 @@ def test_newton_schulz_rounds_less_than_the_published_form():
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    ours, published = ((form.double() - exact).norm() / exact.norm() for form in (newton_schulz(g, torch.bfloat16), x))
+    ours, published = (
+        (form.double() - exact).norm() / exact.norm()
+        for form in (newton_schulz(g, torch.bfloat16), x)
+    )
     assert ours < 0.7 * published < 0.1
 
 
@@ -106,16 +117,21 @@ def test_newton_schulz_commutes_with_transposition():
     """So a bank may store down projections transposed beside up projections."""
     g = torch.randn(3, 32, 96, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        newton_schulz(g.mT.contiguous(), torch.float32), newton_schulz(g, torch.float32).mT, rtol=1e-4, atol=1e-5
+        newton_schulz(g.mT.contiguous(), torch.float32),
+        newton_schulz(g, torch.float32).mT,
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
 def reference_steps(hp, weights, gradients, settings):
-    """The weights after updates by the published formulas, one (out, in) matrix at a time, with the gradient clipped by
-    its whole norm. Weights and gradients are by matrix and small parameter."""
+    """The weights after updates by the published formulas, one (out, in) matrix at a time, with the
+    gradient clipped by its whole norm. Weights and gradients are by matrix and small parameter."""
     weights = {name: w.clone() for name, w in weights.items()}
     memory, first, second = {}, {}, {}
-    for t, (gradient, (lr_scale, momentum)) in enumerate(zip(gradients, settings, strict=True), start=1):
+    for t, (gradient, (lr_scale, momentum)) in enumerate(
+        zip(gradients, settings, strict=True), start=1
+    ):
         norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
         clip = min(1.0, hp.grad_clip_norm / (norm.item() + 1e-6))
         for name, weight in weights.items():
@@ -125,25 +141,38 @@ def reference_steps(hp, weights, gradients, settings):
                 update = g + momentum * memory[name]
                 if hp.muon_eq:
                     update = update / update.norm(dim=1, keepdim=True)
-                update = newton_schulz(update[None], torch.float32, hp.muon_backend_steps, hp.muon_coeffs)[0]
+                update = newton_schulz(
+                    update[None], torch.float32, hp.muon_backend_steps, hp.muon_coeffs
+                )[0]
                 lr = lr_scale * hp.matrix_lr
                 weight *= 1 - lr * hp.muon_wd
                 weight -= lr * max(1, weight.size(0) / weight.size(1)) ** 0.5 * update
                 continue
-            lr = lr_scale * (hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr)
+            lr = lr_scale * (
+                hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
+            )
             first[name] = hp.beta1 * first.get(name, 0) + (1 - hp.beta1) * g
             second[name] = hp.beta2 * second.get(name, 0) + (1 - hp.beta2) * g * g
-            weight *= 1 - lr * (hp.adam_wd if name in ("tok_emb", "bigram_emb", "bigram_proj") else hp.scalar_wd)
-            weight -= lr * (first[name] / (1 - hp.beta1**t)) / ((second[name] / (1 - hp.beta2**t)).sqrt() + hp.adam_eps)
+            weight *= 1 - lr * (
+                hp.adam_wd if name in ("tok_emb", "bigram_emb", "bigram_proj") else hp.scalar_wd
+            )
+            weight -= (
+                lr
+                * (first[name] / (1 - hp.beta1**t))
+                / ((second[name] / (1 - hp.beta2**t)).sqrt() + hp.adam_eps)
+            )
     return weights
 
 
 def trained(hyperparameters, gradients, settings, **changes):
-    """(hyperparameters, weights before, weights after) by matrix, of updates from gradients given by matrix."""
+    """(hyperparameters, weights before, weights after) by matrix, of updates from gradients given
+    by matrix."""
     hp, model, optimizer = prepared(hyperparameters, **changes)
     before = matrices_of(optimizer.weights())
     for gradient, setting in zip(gradients, settings, strict=True):
-        for name, view in matrices_of({name: p.grad for name, p in model.named_parameters()}).items():
+        for name, view in matrices_of(
+            {name: p.grad for name, p in model.named_parameters()}
+        ).items():
             view.copy_(gradient[name])
         advance(optimizer, *setting)
         assert not any(p.grad.any() for p in model.parameters()), "a step leaves zero gradients"
@@ -166,7 +195,8 @@ def gradients(hyperparameters):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"MUON_COEFFS": "polar-express"}, {"MUON_EQ": 0}, {"GRAD_CLIP_NORM": 0}, {"SCALAR_WD": 1}]
+    "changes",
+    [{}, {"MUON_COEFFS": "polar-express"}, {"MUON_EQ": 0}, {"GRAD_CLIP_NORM": 0}, {"SCALAR_WD": 1}],
 )
 def test_updates_are_the_formulas(hyperparameters, gradients, changes):
     """Faults B4 (clip) and B16 (each bank once per step). fp32 agrees to 1e-4 of an update."""
@@ -205,11 +235,14 @@ def test_up_and_down_have_updates_of_their_own_shape(hyperparameters):
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_compiled_update_is_the_update(hyperparameters, backend, changes, monkeypatch):
-    """Compiled and eager updates agree in fp32, and settings that change every step do not compile another graph."""
+    """Compiled and eager updates agree in fp32, and settings that change every step do not compile
+    another graph."""
     hp, model, eager = prepared(hyperparameters, **changes)
     twin = made(hp)
     compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile(f, backend=backend, **rest))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, options, **rest: compile(f, backend=backend, **rest)
+    )
     compiled = ParallelMuon(twin, weights_of(model), hp, Comm(), compiled=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -236,7 +269,8 @@ def test_small_gradients_are_not_clipped(hyperparameters):
 
 
 def test_every_parameter_has_one_owner(hyperparameters):
-    """Fault B12: in #399 two parameters belonged to no optimizer and only inflated the clip norm."""
+    """Fault B12: in #399 two parameters belonged to no optimizer and only inflated the clip
+    norm."""
     hp, model, optimizer = prepared(hyperparameters)
     owned = [id(getattr(model, name)) for name in optimizer.banks]
     owned += [id(p) for group in optimizer.adam.param_groups for p in group["params"]]
@@ -246,7 +280,9 @@ def test_every_parameter_has_one_owner(hyperparameters):
     other = ParallelMuon(twin, weights_of(twin), hp, Comm())
     twin.stray.grad += 1
     advance(other, 1.0, 0.9)
-    assert twin.stray.all() and not twin.stray.grad.any(), "a parameter that no table names is updated, too"
+    assert twin.stray.all() and not twin.stray.grad.any(), (
+        "a parameter that no table names is updated, too"
+    )
     twin.other_bank = nn.Parameter(torch.zeros(2, 3, 4))
     with pytest.raises(AssertionError, match="bank"):  # it would need Muon
         ParallelMuon(twin, weights_of(twin), hp, Comm())
@@ -254,14 +290,20 @@ def test_every_parameter_has_one_owner(hyperparameters):
 
 def test_peak_rates_are_those_of_the_knobs(hyperparameters):
     hp, model, optimizer = prepared(hyperparameters, SCALAR_LR=0.01, TIED_EMBED_LR=0.02)
-    rates = {id(p): group["peak_lr"] for group in optimizer.adam.param_groups for p in group["params"]}
+    rates = {
+        id(p): group["peak_lr"] for group in optimizer.adam.param_groups for p in group["params"]
+    }
     found = {name: rates[id(p)] for name, p in optimizer.small.items()}
-    assert {name for name, rate in found.items() if rate == hp.tied_embed_lr} == {"tok_emb", "bigram_emb"}
+    assert {name for name, rate in found.items() if rate == hp.tied_embed_lr} == {
+        "tok_emb",
+        "bigram_emb",
+    }
     assert set(found.values()) == {hp.tied_embed_lr, hp.scalar_lr}
 
 
 def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
-    """Faults B9 and B10: in bf16, moments, momentum and weights lose updates below 1/256 of their value."""
+    """Faults B9 and B10: in bf16, moments, momentum and weights lose updates below 1/256 of their
+    value."""
     _, model, optimizer = prepared(hyperparameters, torch.bfloat16)
     set_gradients(model, 1)
     advance(optimizer, 1.0, 0.9)
@@ -272,14 +314,21 @@ def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
         advance(optimizer, 1e-3, 0.9)
     after = optimizer.weights()
     for name in ("tok_emb", "qo_bank"):
-        assert (after[name] != before[name]).float().mean() > 0.99, f"an update of 1e-5 of a weight counts: {name}"
-    assert (model.qo_bank != coarse).float().mean() < 0.5, "most weights of the bf16 copy stay the same"
-    assert model.qo_bank.dtype == torch.bfloat16 and torch.equal(model.qo_bank, after["qo_bank"].bfloat16())
+        assert (after[name] != before[name]).float().mean() > 0.99, (
+            f"an update of 1e-5 of a weight counts: {name}"
+        )
+    assert (model.qo_bank != coarse).float().mean() < 0.5, (
+        "most weights of the bf16 copy stay the same"
+    )
+    assert model.qo_bank.dtype == torch.bfloat16 and torch.equal(
+        model.qo_bank, after["qo_bank"].bfloat16()
+    )
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
-    """In bf16, 1 + 1/512 + 1/512 + 1/512 would still be 1. A single micro-batch needs no second buffer."""
+    """In bf16, 1 + 1/512 + 1/512 + 1/512 would still be 1. A single micro-batch needs no second
+    buffer."""
     hp = hyperparameters()
     model = made(hp, None, torch.bfloat16)
     optimizer = ParallelMuon(model, weights_of(model), hp, Comm(0, 2), accumulation > 1)
@@ -289,22 +338,32 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
     shard = optimizer.banks["qo_bank"]
     assert (shard.grad_sum[: shard.rows] == 1.0 + (accumulation - 1) / 512).all()
     assert shard.comm_buffer.dtype == shard.grad_shard.dtype == torch.bfloat16
-    assert (shard.grad_sum is shard.grad) == (shard.grad_sum is shard.comm_buffer) == (accumulation == 1)
+    assert (
+        (shard.grad_sum is shard.grad)
+        == (shard.grad_sum is shard.comm_buffer)
+        == (accumulation == 1)
+    )
 
 
 def test_collectives_need_no_copy(hyperparameters, monkeypatch):
-    """On several ranks the gradients are sent from the buffer that backward fills, and rows are gathered in place."""
+    """On several ranks the gradients are sent from the buffer that backward fills, and rows are
+    gathered in place."""
     hp = hyperparameters()
     model = made(hp)
     optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
     scattered, gathered, done = [], [], lambda: None
     monkeypatch.setattr(optimizer.comm, "all_reduce", lambda tensor: done)
-    monkeypatch.setattr(optimizer.comm, "reduce_scatter", lambda shard, full: scattered.append(full) or done)
-    monkeypatch.setattr(optimizer.comm, "all_gather", lambda full, shard: gathered.append(full) or done)
+    monkeypatch.setattr(
+        optimizer.comm, "reduce_scatter", lambda shard, full: scattered.append(full) or done
+    )
+    monkeypatch.setattr(
+        optimizer.comm, "all_gather", lambda full, shard: gathered.append(full) or done
+    )
     advance(optimizer, 1.0, 0.9)
     banks = [getattr(model, name) for name in optimizer.banks]
     assert [full.data_ptr() for full in scattered] == [bank.grad.data_ptr() for bank in banks]
-    gathered = [full for full in gathered if full.dim() == 3]  # without the squares of the gradient norm
+    # Without the squares of the gradient norm
+    gathered = [full for full in gathered if full.dim() == 3]
     assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
 
 
@@ -327,13 +386,16 @@ def test_the_gradient_norm_is_gathered_and_not_reduced(hyperparameters, monkeypa
 
 
 def test_tensors_are_all_state(hyperparameters):
-    """Fault B11: #399's state_dict was empty after sharded steps. A copy of the state continues like the original."""
+    """Fault B11: #399's state_dict was empty after sharded steps. A copy of the state continues
+    like the original."""
     hp, model, optimizer = prepared(hyperparameters)
     for step in range(3):
         set_gradients(model, step)
         advance(optimizer, 1.0, 0.9)
     state = copy.deepcopy(optimizer.tensors())
-    assert {name for name in state if name.endswith(".momentum")} == {f"{bank}.momentum" for bank in train_gpt.BANKS}
+    assert {name for name in state if name.endswith(".momentum")} == {
+        f"{bank}.momentum" for bank in train_gpt.BANKS
+    }
     assert all(tensor.any() for tensor in state.values())
     twin = made(hp, seed=5)
     twin.load_state_dict(weights_of(model))
@@ -342,23 +404,34 @@ def test_tensors_are_all_state(hyperparameters):
         tensor.zero_()
         tensor.copy_(state[name])
     continued.sync_replicas()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
     for step in range(3, 5):
         for m, o in ((model, optimizer), (twin, continued)):
             set_gradients(m, step)
             advance(o, 0.7, 0.9)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
-    """Fault B17: any W works. Each row has one owner; there are fewer padding rows than ranks, and they stay zero."""
+    """Fault B17: any W works. Each row has one owner; there are fewer padding rows than ranks, and
+    they stay zero."""
     hp = hyperparameters()
     for size in (1, 2, 3, 4, 5, 6, 8, 16, 64):
         models = [made(hp) for _ in range(size)]
-        shards = [ParallelMuon(m, weights_of(m), hp, Comm(rank, size)).banks for rank, m in enumerate(models)]
+        shards = [
+            ParallelMuon(m, weights_of(m), hp, Comm(rank, size)).banks
+            for rank, m in enumerate(models)
+        ]
         for bank in train_gpt.BANKS:
             rows = bank_shape(bank, hp)[0]
-            assert all(-rows % size == s[bank].padded.size(0) - s[bank].rows and s[bank].rows == rows for s in shards)
+            assert all(
+                -rows % size == s[bank].padded.size(0) - s[bank].rows and s[bank].rows == rows
+                for s in shards
+            )
             owned = torch.cat([s[bank].master for s in shards])
             assert torch.equal(owned[:rows], weights_of(models[0])[bank]) and not owned[rows:].any()
             scales = torch.cat([s[bank].scale for s in shards]).flatten()
@@ -374,7 +447,9 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
     """A checkpoint holds whole banks without padding, so any number of ranks can read it."""
     hp = hyperparameters(NUM_LAYERS=5)
     model = made(hp)
-    ranks = [ParallelMuon(made(hp), weights_of(model), hp, Comm(rank, size)) for rank in range(size)]
+    ranks = [
+        ParallelMuon(made(hp), weights_of(model), hp, Comm(rank, size)) for rank in range(size)
+    ]
     bank = torch.randn(bank_shape("qo_bank", hp))
     done, shared = lambda: None, []
 
@@ -390,17 +465,29 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
         source = bank if rank == 0 else None  # only rank 0 has the checkpoint
         optimizer.distribute("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], source)
     owned = [optimizer.tensors()["qo_bank.momentum"] for optimizer in ranks]
-    assert torch.equal(torch.cat(owned)[: len(bank)], bank) and not torch.cat(owned)[len(bank) :].any()
+    assert (
+        torch.equal(torch.cat(owned)[: len(bank)], bank) and not torch.cat(owned)[len(bank) :].any()
+    )
     for optimizer, rows in zip(ranks, owned, strict=True):
-        monkeypatch.setattr(optimizer.comm, "all_gather", lambda full, shard: (full.copy_(torch.cat(owned)), done)[1])
+        monkeypatch.setattr(
+            optimizer.comm,
+            "all_gather",
+            lambda full, shard: (full.copy_(torch.cat(owned)), done)[1],
+        )
         assert torch.equal(optimizer.whole("qo_bank.momentum", rows), bank)
     for wrong in (torch.zeros(3, 4), None):
-        with pytest.raises(UserError, match="qo_bank.momentum with shape .*, not .*: it belongs to another model"):
+        with pytest.raises(
+            UserError, match="qo_bank.momentum with shape .*, not .*: it belongs to another model"
+        ):
             ranks[0].distribute("qo_bank.momentum", owned[0], wrong)
 
 
 def test_the_record_on_8_ranks_pads_22_rows_to_24():
     hp = train_gpt.Hyperparameters()
     shapes = {bank: bank_shape(bank, hp) for bank in train_gpt.BANKS}
-    assert shapes == {"qo_bank": (22, 512, 512), "kv_bank": (22, 256, 512), "mlp_bank": (22, 1536, 512)}
+    assert shapes == {
+        "qo_bank": (22, 512, 512),
+        "kv_bank": (22, 256, 512),
+        "mlp_bank": (22, 1536, 512),
+    }
     assert {-rows % 8 for rows, _, _ in shapes.values()} == {2}

@@ -1,11 +1,14 @@
-"""The programs of tools/, data/ and bench/ as a new user meets them: --help, and one sentence for a mistake."""
+"""The programs of tools/, data/ and bench/ as a new user meets them: --help, and one sentence for a
+mistake."""
 
 import pytest
 
 import train_gpt
 from conftest import ROOT, run
 
-FILES = [path for folder in ("tools", "data", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
+FILES = [
+    path for folder in ("tools", "data", "bench") for path in sorted((ROOT / folder).glob("*.py"))
+]
 PROGRAMS = [path for path in FILES if '\nif __name__ == "__main__":\n' in path.read_text()]
 
 
@@ -13,7 +16,9 @@ def test_every_program_ends_in_one_way():
     """Whatever has no `main` is imported by others."""
     modules = {path.name for path in FILES} - {path.name for path in PROGRAMS}
     assert modules == {"caseops.py", "common.py", "flops.py", "legality.py", "runs.py", "shards.py"}
-    others = [path.name for path in PROGRAMS if not path.read_text().endswith("run_program(main)\n")]
+    others = [
+        path.name for path in PROGRAMS if not path.read_text().endswith("run_program(main)\n")
+    ]
     assert others == ["launch.py"], "it needs no package, so it cannot import train_gpt"
 
 
@@ -29,7 +34,11 @@ def test_every_program_answers_help(path, tmp_path):
     "mistake, status, sentence",
     [
         ("UserError('X=1 is wrong: unset it')", 1, "error: X=1 is wrong: unset it"),
-        ("FileNotFoundError(2, 'No such file', 'a/b')", 1, "error: cannot use a/b: No such file; check the path"),
+        (
+            "FileNotFoundError(2, 'No such file', 'a/b')",
+            1,
+            "error: cannot use a/b: No such file; check the path",
+        ),
         ("KeyboardInterrupt", 130, "error: interrupted by Ctrl-C"),
     ],
 )
@@ -37,4 +46,5 @@ def test_a_mistake_is_one_sentence(mistake, status, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
         train_gpt.run_program(lambda: exec(f"raise {mistake}", vars(train_gpt)))
     printed = capsys.readouterr().err.strip()
-    assert (ended.value.code, printed) in ((status, sentence), (sentence, ""))  # sys.exit(sentence) exits with 1
+    # sys.exit(sentence) exits with 1
+    assert (ended.value.code, printed) in ((status, sentence), (sentence, ""))

@@ -1,4 +1,5 @@
-"""The script as a user starts it: the whole run, its log, its artifact, and every error as one sentence."""
+"""The script as a user starts it: the whole run, its log, its artifact, and every error as one
+sentence."""
 
 import contextlib
 import io
@@ -35,13 +36,20 @@ def finished(tmp_path_factory, data):
         {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY},
     )
     knobs |= {"RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.6}
-    return folder, run([ROOT / "train_gpt.py"], {name: str(value) for name, value in knobs.items()}, folder)
+    return folder, run(
+        [ROOT / "train_gpt.py"], {name: str(value) for name, value in knobs.items()}, folder
+    )
 
 
 def evaluating(env, path, **changes) -> dict[str, str]:
-    """The environment that scores the artifact at `path`. The shape of the model comes from the file."""
+    """The environment that scores the artifact at `path`. The shape of the model comes from the
+    file."""
     knobs = env(EVAL_ONLY=path, **changes)
-    return {name: value for name, value in knobs.items() if name.lower() not in train_gpt.knobs_with("model")}
+    return {
+        name: value
+        for name, value in knobs.items()
+        if name.lower() not in train_gpt.knobs_with("model")
+    }
 
 
 def events_of(path) -> dict[str, dict]:
@@ -58,7 +66,11 @@ def test_log_lines_are_those_that_tools_read(finished):
             assert re.search(rf"^{pattern}", text, re.M), pattern
     source = (ROOT / "train_gpt.py").read_text()
     assert log.startswith(source), "the log begins with the source"
-    assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log and f"torch {torch.__version__}" in log
+    assert (
+        "* NUM_LAYERS=3" in log
+        and "  EMA_DECAY=0.997" in log
+        and f"torch {torch.__version__}" in log
+    )
 
 
 def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
@@ -78,7 +90,11 @@ def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
 
 def test_training_learns(finished):
     losses = [float(x) for x in re.findall(r"train_loss:(\S+)", finished[1].stdout)]
-    assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3) and losses[-1] < losses[0] - 0.5
+    assert (
+        len(losses) == 12
+        and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
+        and losses[-1] < losses[0] - 0.5
+    )
 
 
 def test_log_tells_when_late_qat_acts(finished):
@@ -91,9 +107,13 @@ def test_log_tells_when_late_qat_acts(finished):
 def test_events_are_json_with_the_scores_of_the_log(finished):
     """Fault D2: the loss is in nats and bpb in bits per byte, everywhere."""
     folder, result = finished
-    events = [json.loads(line) for line in (folder / "logs" / "tiny.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (folder / "logs" / "tiny.jsonl").read_text().splitlines()
+    ]
     kinds = [event["event"] for event in events]
-    finals = [f"final_{name}_exact" for name in ("average", "int6_roundtrip", "int6_sliding_window")]
+    finals = [
+        f"final_{name}_exact" for name in ("average", "int6_roundtrip", "int6_sliding_window")
+    ]
     assert list(dict.fromkeys(kinds)) == [
         "start",
         "warmup",
@@ -109,13 +129,18 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
     last = events[-2]
     assert last["event"] == "final_int6_sliding_window_exact"
     assert f"val_loss:{last['val_loss']:.8f} val_bpb:{last['val_bpb']:.8f}" in result.stdout
-    tokens, nbytes = (int(x) for x in re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups())
+    tokens, nbytes = (
+        int(x) for x in re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups()
+    )
     assert last["val_bpb"] == pytest.approx(last["val_loss"] / math.log(2) * tokens / nbytes)
 
 
 def test_sizes_are_those_of_the_files(finished):
     folder, result = finished
-    model, code = (folder / "final_model.int6.xz").stat().st_size, (ROOT / "train_gpt.py").stat().st_size
+    model, code = (
+        (folder / "final_model.int6.xz").stat().st_size,
+        (ROOT / "train_gpt.py").stat().st_size,
+    )
     kept = folder / "logs" / "tiny.int6.xz"
     assert kept.read_bytes() == (folder / "final_model.int6.xz").read_bytes()
     assert events_of(folder / "logs" / "tiny.jsonl")["artifact"]["path"] == "logs/tiny.int6.xz"
@@ -130,12 +155,19 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     end, files, following = result.stdout.splitlines()[-3:]
     score = float(re.findall(r"final_int6_sliding_window_exact .* val_bpb:(\S+)", result.stdout)[0])
     size = (folder / "final_model.int6.xz").stat().st_size + (ROOT / "train_gpt.py").stat().st_size
-    assert end == f"finished: {score:.4f} bits per byte (sliding_window), {size:,} of 16,000,000 bytes"
-    assert files == "files: logs/tiny.int6.xz (copy: final_model.int6.xz), logs/tiny.txt, logs/tiny.jsonl"
+    assert (
+        end == f"finished: {score:.4f} bits per byte (sliding_window), {size:,} of 16,000,000 bytes"
+    )
+    assert (
+        files
+        == "files: logs/tiny.int6.xz (copy: final_model.int6.xz), logs/tiny.txt, logs/tiny.jsonl"
+    )
     command = re.fullmatch(r"next: (.*) python train_gpt.py", following)[1]
     shutil.copytree(folder / "logs", tmp_path / "logs")
     settings = dict(word.split("=") for word in command.split())
-    again = run([ROOT / "train_gpt.py"], {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", **settings}, tmp_path)
+    again = run(
+        [ROOT / "train_gpt.py"], {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", **settings}, tmp_path
+    )
     assert again.returncode == 0, again.stderr
     found, _, following = again.stdout.splitlines()[-3:]
     assert found == end and following == "next: python tools/inspect_artifact.py logs/tiny.int6.xz"
@@ -145,11 +177,15 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 def test_eval_only_repeats_the_scores(finished, env, tmp_path, ranks):
     """EVAL_ONLY loads the artifact and does nothing else: no training data, no new artifact."""
     folder, result = finished
-    only = run([ROOT / "train_gpt.py"], evaluating(env, folder / "final_model.int6.xz"), tmp_path, ranks)
+    only = run(
+        [ROOT / "train_gpt.py"], evaluating(env, folder / "final_model.int6.xz"), tmp_path, ranks
+    )
     assert only.returncode == 0, only.stderr
     for name in ("roundtrip", "sliding_window"):
         pattern = rf"final_int6_{name}_exact val_loss:(\S+)"
-        before, after = (float(re.search(pattern, text).group(1)) for text in (result.stdout, only.stdout))
+        before, after = (
+            float(re.search(pattern, text).group(1)) for text in (result.stdout, only.stdout)
+        )
         assert after == pytest.approx(before, abs=1e-7)
     assert "train_loss" not in only.stdout and [p.name for p in tmp_path.iterdir()] == ["logs"]
 
@@ -165,9 +201,14 @@ def test_eval_only_needs_no_variable_but_the_data(finished, env, tmp_path):
     """The windows of the run come from the file, too. Another tokenizer is refused."""
     folder, result = finished
     needed = ("DATA_PATH", "TOKENIZER_PATH", "COMPUTE_DTYPE", "COMPILE", "DEVICE")
-    knobs = {name: env()[name] for name in needed} | {"EVAL_ONLY": str(folder / "final_model.int6.xz")}
+    knobs = {name: env()[name] for name in needed} | {
+        "EVAL_ONLY": str(folder / "final_model.int6.xz")
+    }
     texts = (result.stdout, run([ROOT / "train_gpt.py"], knobs, tmp_path).stdout)
-    before, after = ([float(x) for x in re.findall(r"final_int6_\w+_exact val_loss:(\S+)", text)] for text in texts)
+    before, after = (
+        [float(x) for x in re.findall(r"final_int6_\w+_exact val_loss:(\S+)", text)]
+        for text in texts
+    )
     assert after == pytest.approx(before, abs=1e-7) and len(before) == 2
     other = tmp_path / "other.model"
     other.write_bytes((tmp_path / knobs["TOKENIZER_PATH"]).read_bytes() + b" ")
@@ -177,7 +218,8 @@ def test_eval_only_needs_no_variable_but_the_data(finished, env, tmp_path):
 
 @pytest.mark.parametrize("documents", [0, 1])
 def test_evaluations_are_timed_without_compiling(finished, env, tmp_path, monkeypatch, documents):
-    """Compiling took minutes of EVAL_MAX_SECONDS. EVAL_ONLY compiles all its shapes before a score's clock starts."""
+    """Compiling took minutes of EVAL_MAX_SECONDS. EVAL_ONLY compiles all its shapes before a
+    score's clock starts."""
     shapes, before, real = set(), [], train_gpt.score_artifact
 
     def recorded(model, compiled):
@@ -187,7 +229,9 @@ def test_evaluations_are_timed_without_compiling(finished, env, tmp_path, monkey
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "compile_whole", recorded)
-    monkeypatch.setattr(train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a))
+    monkeypatch.setattr(
+        train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a)
+    )
     changes = {
         "EVAL_SEQ_LEN": 512,
         "EVAL_STRIDE": 64,
@@ -209,13 +253,17 @@ def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path, ranks):
     used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt and .jsonl"
     for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
         result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks)
-        assert result.returncode == 1 and result.stderr.count(used) == 1 and log.read_bytes() == before
+        assert (
+            result.returncode == 1 and result.stderr.count(used) == 1 and log.read_bytes() == before
+        )
         assert "lost a collective" not in result.stderr
 
 
 def log_of(hyperparameters, folder, *kinds, **changes):
     """A new log where an earlier run left these events."""
-    (folder / "r.jsonl").write_text("".join(f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds))
+    (folder / "r.jsonl").write_text(
+        "".join(f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds)
+    )
     hp = hyperparameters(RUN_ID="r", **changes)
     return hp, train_gpt.Log(hp, train_gpt.Comm(), folder)
 
@@ -234,18 +282,25 @@ def log_of(hyperparameters, folder, *kinds, **changes):
 )
 def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
     hp, log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
-    with pytest.raises(train_gpt.UserError, match="RUN_ID=r is used") if used else contextlib.nullcontext():
+    with (
+        pytest.raises(train_gpt.UserError, match="RUN_ID=r is used")
+        if used
+        else contextlib.nullcontext()
+    ):
         log.require_unused(hp, train_gpt.Comm())
 
 
 def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp_path, capsys):
-    """The console has it, and the run ends with the reason and without the event of a finished run."""
+    """The console has it, and the run ends with the reason and without the event of a finished
+    run."""
     hp, log = log_of(hyperparameters, tmp_path)
     log("first")
     log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     log("second")
     assert capsys.readouterr().out == "first\nsecond\n"
-    with pytest.raises(train_gpt.UserError, match="cannot write /dev/full: No space left on device; free space"):
+    with pytest.raises(
+        train_gpt.UserError, match="cannot write /dev/full: No space left on device; free space"
+    ):
         log.finish(train_gpt.Comm(), "1.0 bits per byte", 5, "go on")
     assert "finished" not in (tmp_path / "r.jsonl").read_text()
 
@@ -258,9 +313,13 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
         (80 << 20, "5", "checkpoints/r has 80 MiB of free space, but the run may need 128"),
     ],
 )
-def test_the_space_is_checked_before_the_training(free, every, part, hyperparameters, tmp_path, monkeypatch):
+def test_the_space_is_checked_before_the_training(
+    free, every, part, hyperparameters, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: path.stat() and shutil._ntuple_diskusage(0, 0, free)
+    )
     hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
     log = train_gpt.Log(hp, train_gpt.Comm())
     with pytest.raises(train_gpt.UserError, match=part) if part else contextlib.nullcontext():
@@ -276,7 +335,12 @@ def test_the_artifact_describes_the_run(finished):
     """Its header says how it was made, with the score before the export."""
     header = train_gpt.open_artifact((finished[0] / "final_model.int6.xz").read_bytes())[0]
     made = header["training"]
-    assert made["steps"] == 12 and made["weights"] == "EMA of 12 steps" and made["seed"] == 1337 and made["ranks"] == 1
+    assert (
+        made["steps"] == 12
+        and made["weights"] == "EMA of 12 steps"
+        and made["seed"] == 1337
+        and made["ranks"] == 1
+    )
     assert f"val_bpb:{made['val_bpb']:.8f}" in finished[1].stdout
     assert header["coder"] == "ans" and header["row_range"] == "sdclip"
 
@@ -298,11 +362,16 @@ def test_target_bytes(script, tmp_path):
         ("safetensors", {"RESUME": "auto", "RUN_ID": "r"}),
     ],
 )
-def test_a_missing_package_is_reported_before_training(package, changes, hyperparameters, monkeypatch):
+def test_a_missing_package_is_reported_before_training(
+    package, changes, hyperparameters, monkeypatch
+):
     find = train_gpt.find_spec
-    monkeypatch.setattr(train_gpt, "find_spec", lambda name: None if name == package else find(name))
+    monkeypatch.setattr(
+        train_gpt, "find_spec", lambda name: None if name == package else find(name)
+    )
     with pytest.raises(
-        train_gpt.UserError, match=f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip ins"
+        train_gpt.UserError,
+        match=f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip ins",
     ):
         train_gpt.train_and_score(hyperparameters(**changes))
 
@@ -311,30 +380,43 @@ def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparam
     """Its own script would refuse to load what it exports, also without a limit of its bytes."""
     monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
     hp = hyperparameters(MODEL_DIM=2048, NUM_LAYERS=6, TARGET_BYTES=0)
-    with pytest.raises(train_gpt.UserError, match="weights and rotary factors exceed the limit of 67108864 of an art"):
+    with pytest.raises(
+        train_gpt.UserError,
+        match="weights and rotary factors exceed the limit of 67108864 of an art",
+    ):
         train_gpt.train_and_score(hp)
 
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
 def test_test_time_training_is_the_same_on_two_ranks(finished, env, tmp_path, mode):
-    """Ranks have equal weights (sgd) or share the documents (lora). The other scores stay the same."""
+    """Ranks have equal weights (sgd) or share the documents (lora). The other scores stay the
+    same."""
     changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 256, "TTT_LORA_CHUNK": 8}
     knobs = evaluating(env, finished[0] / "final_model.int6.xz", **changes)
     results = [run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks) for ranks in (1, 2)]
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
-    scores = [dict(re.findall(r"^(final_\w+) val_loss:(\S+)", result.stdout, re.M)) for result in results]
+    scores = [
+        dict(re.findall(r"^(final_\w+) val_loss:(\S+)", result.stdout, re.M)) for result in results
+    ]
     names = ("roundtrip", "sliding_window", f"ttt_{mode}")
     assert list(scores[0]) == [f"final_int6_{name}_exact" for name in names]
     for name, nats in scores[0].items():
         assert float(scores[1][name]) == pytest.approx(float(nats), abs=2e-6), name
-    before = re.search(r"final_int6_sliding_window_exact val_loss:(\S+)", finished[1].stdout).group(1)
-    assert float(scores[0]["final_int6_sliding_window_exact"]) == pytest.approx(float(before), abs=1e-7)
+    before = re.search(r"final_int6_sliding_window_exact val_loss:(\S+)", finished[1].stdout).group(
+        1
+    )
+    assert float(scores[0]["final_int6_sliding_window_exact"]) == pytest.approx(
+        float(before), abs=1e-7
+    )
     tokens, nbytes = re.search(r"val_tokens:(\d+) val_bytes:(\d+)", finished[1].stdout).groups()
-    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3, "part of every final score"
+    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3, (
+        "part of every final score"
+    )
 
 
 def test_ctrl_c_during_the_last_evaluation(finished, env, tmp_path):
-    """The score so far is in the log, marked as partial. The exit status is that of an interrupt."""
+    """The score so far is in the log, marked as partial. The exit status is that of an
+    interrupt."""
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ["train_gpt.py"]
 import train_gpt
@@ -358,19 +440,25 @@ train_gpt.main()
 def test_eval_only_contradiction(finished, script):
     result = script(EVAL_ONLY=finished[0] / "final_model.int6.xz", NUM_LAYERS=4)
     assert result.returncode == 1
-    assert "NUM_LAYERS=4 is set, but" in sentence(result) and "was made with 3: unset it" in sentence(result)
+    assert "NUM_LAYERS=4 is set, but" in sentence(
+        result
+    ) and "was made with 3: unset it" in sentence(result)
 
 
 def test_lzma_run(script, tmp_path):
     result = script(COMPRESSOR="lzma", WARMUP_STEPS=0, EMA_ENABLED=0, GPTQ_BATCHES=0)
     assert result.returncode == 0, result.stderr
     assert "weights, plain" in result.stdout and "gptq:" not in result.stdout
-    assert "Total submission size int6+lzma" in result.stdout and (tmp_path / "final_model.int6.xz").exists()
+    assert (
+        "Total submission size int6+lzma" in result.stdout
+        and (tmp_path / "final_model.int6.xz").exists()
+    )
     assert "exporting the last weights" in result.stdout
 
 
 def test_profile_writes_a_trace(script, tmp_path):
-    """PROFILE=folder writes a trace that holds the operators of five steps, and changes nothing else."""
+    """PROFILE=folder writes a trace that holds the operators of five steps, and changes nothing
+    else."""
     result = script(PROFILE="traces", ITERATIONS=9)
     assert result.returncode == 0, result.stderr
     (trace,) = (tmp_path / "traces").iterdir()
@@ -381,7 +469,8 @@ def test_profile_writes_a_trace(script, tmp_path):
 
 
 def test_the_cap_ends_a_run(script):
-    """Fault B20: the log says that the cap ended the training, and calibration is part of the time."""
+    """Fault B20: the log says that the cap ended the training, and calibration is part of the
+    time."""
     result = script(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=3, TRAIN_LOG_EVERY=1000)
     assert result.returncode == 0, result.stderr
     stopped = r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000"
@@ -393,8 +482,11 @@ def test_the_cap_ends_a_run(script):
 
 
 def test_time_for_calibration_is_reserved(one_rank, tmp_path, monkeypatch):
-    """Training has the cap less a tenth more than what the warm-up measured for all batches of the calibration."""
-    monkeypatch.setattr(train_gpt.Training, "calibrate", lambda self, batches: ({}, 0.25 * len(batches)))
+    """Training has the cap less a tenth more than what the warm-up measured for all batches of the
+    calibration."""
+    monkeypatch.setattr(
+        train_gpt.Training, "calibrate", lambda self, batches: ({}, 0.25 * len(batches))
+    )
     training = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
     before = training.clock.end(0)
     training.warm_up()
@@ -404,10 +496,11 @@ def test_time_for_calibration_is_reserved(one_rank, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
-    """The path of a GPU at toy size: bf16, compiled, late QAT, validation during training. There are exactly five
-    graphs: training with short sequences, with whole sequences and with QAT, evaluation of whole windows and of their
-    ends. #399 recompiles at step 1, at the switch to QAT and in the last evaluation. The graphs are the same without
-    Inductor, whose C++ takes minutes to compile."""
+    """The path of a GPU at toy size: bf16, compiled, late QAT, validation during training. There
+    are exactly five graphs: training with short sequences, with whole sequences and with QAT,
+    evaluation of whole windows and of their ends. #399 recompiles at step 1, at the switch to QAT
+    and in the last evaluation. The graphs are the same without Inductor, whose C++ takes minutes to
+    compile."""
     code = f"""if True:
         import runpy, torch
         compile = torch.compile
@@ -429,16 +522,21 @@ def fresh_training(one_rank, tmp_path, **changes):
 
 
 def test_warm_up_leaves_no_trace(one_rank, tmp_path):
-    """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A run after it is equal
-    to one without it."""
+    """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A
+    run after it is equal to one without it."""
     knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
-    runs = [fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, RUN_ID=str(steps), **knobs) for steps in (0, 3)]
+    runs = [
+        fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, RUN_ID=str(steps), **knobs)
+        for steps in (0, 3)
+    ]
     steps_taken = []
     real = train_gpt.ParallelMuon.step
     for one in runs:
         one.optimizer.step = lambda *a, one=one: steps_taken.append(1) or real(one.optimizer, *a)
         one.warm_up()
-    assert len(steps_taken) == 6, "three whole steps, short sequences without and with the loop, late QAT"
+    assert len(steps_taken) == 6, (
+        "three whole steps, short sequences without and with the loop, late QAT"
+    )
     state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:
@@ -446,25 +544,40 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True)
+    )
 
 
 def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
     """A step reads the same tokens in the same order; a part sees nothing before itself."""
     short, whole = (
-        fresh_training(one_rank, tmp_path, SHORT_SEQ_PARTS=parts, ITERATIONS=5, WARMUP_STEPS=1, RUN_ID=str(parts))
+        fresh_training(
+            one_rank,
+            tmp_path,
+            SHORT_SEQ_PARTS=parts,
+            ITERATIONS=5,
+            WARMUP_STEPS=1,
+            RUN_ID=str(parts),
+        )
         for parts in (4, 1)
     )
     short.warm_up()  # also compiles short sequences
     seen = []
     forward = short.forward
     short.forward = lambda x, y, **options: (seen.append((x, y)), forward(x, y, **options))[1]
-    losses = [short.train_step(step, train_gpt.schedule(short.hp, step, 0.0, 0.0))[0] for step in range(3)]
+    losses = [
+        short.train_step(step, train_gpt.schedule(short.hp, step, 0.0, 0.0))[0] for step in range(3)
+    ]
     rows = whole.loader.batch(0).long()
     with torch.no_grad():
-        expected = whole.model(torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1)))
+        expected = whole.model(
+            torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1))
+        )
     assert [tuple(x.shape) for x, _ in seen] == [(96, 8), (96, 8), (24, 32)]
-    assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1]) and torch.equal(seen[0][1].view(24, 32), rows[:, 1:])
+    assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1]) and torch.equal(
+        seen[0][1].view(24, 32), rows[:, 1:]
+    )
     assert losses[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -477,16 +590,25 @@ def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, mo
         waiting.append([number for number, *_ in run.in_flight])
         with monkeypatch.context() as patch:
             for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
-                patch.setattr(torch.Tensor, name, lambda *a, name=name: pytest.fail(f"Tensor.{name} in the loop"))
+                patch.setattr(
+                    torch.Tensor,
+                    name,
+                    lambda *a, name=name: pytest.fail(f"Tensor.{name} in the loop"),
+                )
             return step(*arguments)
 
     run.train_step = guarded
     run.train()
-    assert waiting[:3] == [[]] * 3 and waiting[4:] == [[s - 2, s - 1] for s in range(4, 8)] and not run.in_flight
+    assert (
+        waiting[:3] == [[]] * 3
+        and waiting[4:] == [[s - 2, s - 1] for s in range(4, 8)]
+        and not run.in_flight
+    )
 
 
 def test_the_average_is_what_is_scored_and_exported(script):
-    """With EMA_DECAY=1 the average never moves, so all final scores are those of the initial model."""
+    """With EMA_DECAY=1 the average never moves, so all final scores are those of the initial
+    model."""
     result = script(EMA_DECAY=1, ITERATIONS=6, VAL_LOSS_EVERY=6)
     names = ("step:0/6", "step:6/6", "final_average_exact", "final_int6_roundtrip_exact")
     found = [re.search(rf"^{name} val_loss:(\S+)", result.stdout, re.M).group(1) for name in names]
@@ -496,14 +618,17 @@ def test_the_average_is_what_is_scored_and_exported(script):
 
 
 def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
-    """Fault B17: accumulation follows from batch, ranks and micro-batch. It only changes the order of sums."""
+    """Fault B17: accumulation follows from batch, ranks and micro-batch. It only changes the order
+    of sums."""
     tokens = (768, 96, 50, 1)
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=n, RUN_ID=str(n)) for n in tokens]
     assert [one.accumulation for one in runs] == [1, 8, 24, 24]
     reports = [one.train_step(0, train_gpt.StepSettings(1.0, 0.9, False, 32)) for one in runs]
     for one, report in zip(runs[1:], reports[1:], strict=True):
         assert report[0].item() == pytest.approx(reports[0][0].item(), rel=1e-6)
-        difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (runs[0].model.qo_bank).norm()
+        difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (
+            runs[0].model.qo_bank
+        ).norm()
         assert difference < 1e-5
 
 
@@ -521,17 +646,28 @@ def test_import_has_no_side_effects(tmp_path):
 
 
 def test_supported_torch_versions_have_what_is_used():
-    """The script asks for what differs between torch 2.9 and 2.13 before it uses it. The rest is in every version."""
+    """The script asks for what differs between torch 2.9 and 2.13 before it uses it. The rest is in
+    every version."""
     assert callable(torch._foreach_lerp_) and callable(torch._foreach_copy_)
-    assert hasattr(torch.distributed, "reduce_scatter_tensor") and hasattr(torch.distributed, "all_gather_into_tensor")
-    for name in ("enable_cudnn_sdp", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp"):
+    assert hasattr(torch.distributed, "reduce_scatter_tensor") and hasattr(
+        torch.distributed, "all_gather_into_tensor"
+    )
+    for name in (
+        "enable_cudnn_sdp",
+        "enable_flash_sdp",
+        "enable_mem_efficient_sdp",
+        "enable_math_sdp",
+    ):
         assert hasattr(torch.backends.cuda, name)
     source = (ROOT / "train_gpt.py").read_text()
     for newer in ("mix_order_reduction", "reduce_scatter_single", "all_gather_single"):
-        assert re.search(rf'(has|get)attr\([^)]*"{newer}"', source), f"{newer} is not in every version"
+        assert re.search(rf'(has|get)attr\([^)]*"{newer}"', source), (
+            f"{newer} is not in every version"
+        )
 
 
-# Errors: the last line of stderr is one sentence, the exit status is not 0, and there is no traceback.
+# Errors: the last line of stderr is one sentence, the exit status is not 0, and there is no
+# traceback.
 
 
 def sentence(result) -> str:
@@ -544,7 +680,10 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist: set the folder of your shards, or run da"),
+        (
+            {"DATA_PATH": "/nowhere"},
+            "DATA_PATH=/nowhere does not exist: set the folder of your shards, or run da",
+        ),
         ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"NUM_HEADS": 5}, "MODEL_DIM=32 is not a multiple of NUM_HEADS=5"),
@@ -552,7 +691,10 @@ def sentence(result) -> str:
         ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz cannot be used: No such file"),
         ({"TIE_EMBEDDINGS": 0}, "TIE_EMBEDDINGS=0 is not supported"),
-        ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"),
+        (
+            {"DEVICE": "cuda"},
+            "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu",
+        ),
     ],
 )
 def test_mistakes_end_with_one_sentence(script, changes, part):
@@ -565,7 +707,11 @@ def test_mistakes_end_with_one_sentence(script, changes, part):
 @pytest.mark.parametrize(
     "content, status, expected",
     [
-        ("import nowhere", 1, "No module named 'nowhere': run `source .venv/bin/activate`, or `pip install -r requi"),
+        (
+            "import nowhere",
+            1,
+            "No module named 'nowhere': run `source .venv/bin/activate`, or `pip install -r requi",
+        ),
         ("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
     ],
 )
@@ -578,9 +724,12 @@ def test_a_failed_import_is_one_sentence(content, status, expected, script, tmp_
 
 
 def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
-    """All ranks of a node read the same knobs. A launcher ends the others as soon as the first has printed."""
+    """All ranks of a node read the same knobs. A launcher ends the others as soon as the first has
+    printed."""
     waited = []
-    monkeypatch.setattr(train_gpt.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    monkeypatch.setattr(
+        train_gpt.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err))
+    )
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     monkeypatch.setenv("NUM_LAYERS", "no")
@@ -588,7 +737,9 @@ def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
             train_gpt.main()
-        assert waited == before and capsys.readouterr().err.startswith("error: NUM_LAYERS='no' is not a whole number")
+        assert waited == before and capsys.readouterr().err.startswith(
+            "error: NUM_LAYERS='no' is not a whole number"
+        )
 
 
 def test_empty_data_folder(script, tmp_path):
@@ -602,12 +753,17 @@ def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     shutil.copy(data / "fineweb_val_000000.bin", tmp_path)
     result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0, SHUFFLE_SEED=0)
-    assert result.returncode == 1 and f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
+    assert (
+        result.returncode == 1
+        and f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
+    )
 
 
 def test_folder_that_cannot_be_written(script, tmp_path):
     (tmp_path / "logs").write_text("a file where the folder should be")
-    assert re.search(r"cannot write logs/.*\.txt: (File exists|Not a directory)", sentence(script()))
+    assert re.search(
+        r"cannot write logs/.*\.txt: (File exists|Not a directory)", sentence(script())
+    )
 
 
 def test_full_disk(env, tmp_path):
@@ -615,22 +771,33 @@ def test_full_disk(env, tmp_path):
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
     code = f"import resource, runpy; {limit}; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
     result = run(["-c", code], env(RUN_ID="full"), tmp_path)
-    assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(result)
+    assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(
+        result
+    )
 
 
 def test_full_disk_at_the_export(env, tmp_path):
-    """The artifact goes to the temporary folder, the scores follow, and the last line says where it is."""
+    """The artifact goes to the temporary folder, the scores follow, and the last line says where it
+    is."""
     (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
     (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
     (tmp_path / "spare").mkdir()
     knobs = env(RUN_ID="full", TMPDIR=tmp_path / "spare")
-    result = run([ROOT / "train_gpt.py"], knobs, tmp_path, fresh=True)  # a fork would keep another TMPDIR
+    # A fork would keep another TMPDIR
+    result = run([ROOT / "train_gpt.py"], knobs, tmp_path, fresh=True)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
     reason = "cannot write final_model.int6.xz: No space left on device; free space or choose a writable folder"
-    assert result.returncode == 1 and sentence(result) == f"error: {reason}; the artifact is {spare}"
-    assert train_gpt.load_artifact(spare.read_bytes()) and "final_int6_sliding_window_exact" in result.stdout
+    assert (
+        result.returncode == 1 and sentence(result) == f"error: {reason}; the artifact is {spare}"
+    )
+    assert (
+        train_gpt.load_artifact(spare.read_bytes())
+        and "final_int6_sliding_window_exact" in result.stdout
+    )
     assert (tmp_path / "final_model.int6.xz").read_bytes() == b"of an earlier run"
-    assert not list(tmp_path.glob("*.partial")) and "finished" not in events_of(tmp_path / "logs" / "full.jsonl")
+    assert not list(tmp_path.glob("*.partial")) and "finished" not in events_of(
+        tmp_path / "logs" / "full.jsonl"
+    )
 
 
 def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys):
@@ -644,7 +811,10 @@ def test_over_the_cap_fails_after_the_scores(env, tmp_path, monkeypatch, capsys)
         train_gpt.main()
     out, err = capsys.readouterr()
     assert exit_.value.code == 1 and "final_int6_sliding_window_exact" in out
-    assert "over the limit of 50000" in err.strip().splitlines()[-1] and "set TARGET_BYTES=50000" in err
+    assert (
+        "over the limit of 50000" in err.strip().splitlines()[-1]
+        and "set TARGET_BYTES=50000" in err
+    )
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -653,12 +823,19 @@ def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypat
     screen = io.StringIO()
     screen.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stdout", screen)
-    with contextlib.closing(train_gpt.Log(hyperparameters(RUN_ID="bar"), train_gpt.Comm(), tmp_path)) as log:
+    with contextlib.closing(
+        train_gpt.Log(hyperparameters(RUN_ID="bar"), train_gpt.Comm(), tmp_path)
+    ) as log:
         log("step:20 train_loss:3", bar=("training: step 20", 0.25))
         log("a result")
     shown = screen.getvalue()
-    assert ("training: step 20 25% |" in shown) == terminal and ("step:20 train_loss:3\n" in shown) != terminal
-    assert "a result\n" in shown and (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
+    assert ("training: step 20 25% |" in shown) == terminal and (
+        "step:20 train_loss:3\n" in shown
+    ) != terminal
+    assert (
+        "a result\n" in shown
+        and (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
+    )
     assert not terminal or shown.endswith("\r"), "the bar is removed"
 
 
@@ -668,10 +845,21 @@ def test_the_bar_shows_every_stage(env, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    for name, value in env(GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000).items():
+    for name, value in env(
+        GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000
+    ).items():
         monkeypatch.setenv(name, value)
     train_gpt.main()
-    order = ("warm-up", "validation", "GPTQ", "averaged weights", "export", "roundtrip", "sliding_window", "ttt_sgd")
+    order = (
+        "warm-up",
+        "validation",
+        "GPTQ",
+        "averaged weights",
+        "export",
+        "roundtrip",
+        "sliding_window",
+        "ttt_sgd",
+    )
     begins = [screen.getvalue().find(f"\r{stage} 0% |") for stage in order]
     assert begins == sorted(begins) and begins[0] >= 0, dict(zip(order, begins, strict=True))
     assert "\rtraining: step 10, loss " in screen.getvalue()

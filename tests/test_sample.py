@@ -23,8 +23,12 @@ for place in (0, 9, 10, 25, 48):
     TEXT[place] = BOS
 
 
-@pytest.mark.parametrize("parts", [{}, PARTS, PARTS | {"DOC_ATTENTION": 0}], ids=["plain", "documents", "stream"])
-@pytest.mark.parametrize("pieces", [[1] * 70, [1, 2, 3, 1, 20, 1, 1, 10, 31]], ids=["ones", "mixed"])
+@pytest.mark.parametrize(
+    "parts", [{}, PARTS, PARTS | {"DOC_ATTENTION": 0}], ids=["plain", "documents", "stream"]
+)
+@pytest.mark.parametrize(
+    "pieces", [[1] * 70, [1, 2, 3, 1, 20, 1, 1, 10, 31]], ids=["ones", "mixed"]
+)
 def test_logits_with_kept_keys_are_those_of_the_whole_text(one_rank, parts, pieces):
     hp, runtime = one_rank(**parts)
     model = noise(made(hp, runtime.attend))
@@ -36,7 +40,11 @@ def test_logits_with_kept_keys_are_those_of_the_whole_text(one_rank, parts, piec
         read += n
         found = reader.logits()
         visible = torch.tensor([TEXT[reader.start : read]])
-        assert read == visible.size(1) if read <= hp.eval_seq_len else 16 <= visible.size(1) <= hp.eval_seq_len
+        assert (
+            read == visible.size(1)
+            if read <= hp.eval_seq_len
+            else 16 <= visible.size(1) <= hp.eval_seq_len
+        )
         with torch.no_grad():
             expected = model(visible)[0, -1]
         # fp32: both add the same numbers in another order, and one of them rotates keys twice.
@@ -49,7 +57,11 @@ def test_a_token_is_read_with_two_others_and_no_more(hyperparameters, monkeypatc
     reader = sample.Reader(hyperparameters(**PARTS), weights_of(made(hyperparameters(**PARTS))))
     lengths = []
     embed = reader.model.embed
-    monkeypatch.setattr(reader.model, "embed", lambda ids, weights: lengths.append(ids.size(1)) or embed(ids, weights))
+    monkeypatch.setattr(
+        reader.model,
+        "embed",
+        lambda ids, weights: lengths.append(ids.size(1)) or embed(ids, weights),
+    )
     reader.ids = TEXT[:7]
     monkeypatch.setattr(sample, "sampled", lambda *_: 8)
     list(reader.continued(30, 0, None))
@@ -59,8 +71,13 @@ def test_a_token_is_read_with_two_others_and_no_more(hyperparameters, monkeypatc
 def test_sampling():
     logits = torch.tensor([0.0, 3.0, 1.0])
     generator = torch.Generator().manual_seed(1)
-    assert {sample.sampled(logits, temperature, generator) for temperature in (0, 5e-324, 0.01)} == {1}
-    drawn = torch.tensor([sample.sampled(logits, 2.0, generator) for _ in range(4000)]).bincount() / 4000
+    assert {
+        sample.sampled(logits, temperature, generator) for temperature in (0, 5e-324, 0.01)
+    } == {1}
+    drawn = (
+        torch.tensor([sample.sampled(logits, 2.0, generator) for _ in range(4000)]).bincount()
+        / 4000
+    )
     # The largest deviation of a share is sqrt(0.25 / 4000) = 0.008; four of them.
     assert torch.allclose(drawn, (logits / 2).softmax(-1), atol=0.032)
 
@@ -112,9 +129,13 @@ def test_prompts_of_a_caseops_tokenizer(tmp_path):
 @pytest.fixture(scope="module")
 def artifact(data, tmp_path_factory):
     """An artifact of a model of random weights, made with the tokenizer of `data`."""
-    hp = train_gpt.Hyperparameters.from_env({name: str(value) for name, value in (TINY | PARTS).items()})
+    hp = train_gpt.Hyperparameters.from_env(
+        {name: str(value) for name, value in (TINY | PARTS).items()}
+    )
     digest = hashlib.sha256((data / "tokenizer.model").read_bytes()).hexdigest()
-    blob = train_gpt.pack_artifact(weights_of(noise(made(hp))), hp, metadata={"tokenizer_sha256": digest})
+    blob = train_gpt.pack_artifact(
+        weights_of(noise(made(hp))), hp, metadata={"tokenizer_sha256": digest}
+    )
     path = tmp_path_factory.mktemp("artifact") / "a.int6.xz"
     path.write_bytes(blob)
     return path
@@ -122,8 +143,14 @@ def artifact(data, tmp_path_factory):
 
 def test_the_program_repeats_itself(artifact, data, tmp_path):
     def said(*options) -> str:
-        environment = {"TOKENIZER_PATH": str(data / "tokenizer.model"), "DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
-        result = run([SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options], environment, tmp_path)
+        environment = {
+            "TOKENIZER_PATH": str(data / "tokenizer.model"),
+            "DEVICE": "cpu",
+            "COMPUTE_DTYPE": "float32",
+        }
+        result = run(
+            [SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options], environment, tmp_path
+        )
         assert result.returncode == 0, result.stderr
         assert "tokens in" in result.stderr and "per second" in result.stderr
         return result.stdout
@@ -137,9 +164,12 @@ def test_the_program_repeats_itself(artifact, data, tmp_path):
 
 
 def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):
-    """Also: standard input that is no terminal is the prompt, and a prompt that is no text is an error."""
+    """Also: standard input that is no terminal is the prompt, and a prompt that is no text is an
+    error."""
     seen = []
-    monkeypatch.setattr(sample.Reader, "continued", lambda reader, *_: seen.append(list(reader.ids)) or iter([]))
+    monkeypatch.setattr(
+        sample.Reader, "continued", lambda reader, *_: seen.append(list(reader.ids)) or iter([])
+    )
     typed = iter(["a", "b", "", "c"])
 
     def line(_) -> str:
@@ -161,10 +191,15 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
     sample.main()
     assert seen[3:] == [[BOS, *whole]]
-    assert capsys.readouterr().out == sample.Tokenizer(str(data / "tokenizer.model"), VOCAB).decode(whole) + "\n"
+    assert (
+        capsys.readouterr().out
+        == sample.Tokenizer(str(data / "tokenizer.model"), VOCAB).decode(whole) + "\n"
+    )
     for bad in (["--prompt", "\udcff"], []):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact), *bad])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
+        )
         with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
             sample.main()
 
@@ -174,7 +209,11 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     [
         (["none.xz"], 1, "artifact none.xz cannot be used: No such file"),
         (["cut.xz"], 1, "artifact cut.xz cannot be used"),
-        (["a.xz"], 1, "TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model is not a file: set it to"),
+        (
+            ["a.xz"],
+            1,
+            "TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model is not a file: set it to",
+        ),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of"),
         (["a.xz", "TOKENIZER_PATH=a.xz"], 1, "is not the tokenizer of"),
         (["a.xz", "--temperature", "-1"], 2, "--temperature -1.0 is not a number from 0 on"),
@@ -189,5 +228,9 @@ def test_mistakes_are_named(artifact, data, tmp_path, options, status, part):
     (tmp_path / "cut.xz").write_bytes(blob[:-50])
     (tmp_path / "other.model").write_bytes((data / "tokenizer.model").read_bytes() + b"\0")
     environment = dict(option.split("=") for option in options if "=" in option)
-    result = run([SAMPLE, *(option for option in options if "=" not in option)], environment, tmp_path)
-    assert result.returncode == status and part in result.stderr and "Traceback" not in result.stderr, result.stderr
+    result = run(
+        [SAMPLE, *(option for option in options if "=" not in option)], environment, tmp_path
+    )
+    assert (
+        result.returncode == status and part in result.stderr and "Traceback" not in result.stderr
+    ), result.stderr

@@ -1,4 +1,5 @@
-"""Schedules are pure functions of progress, a run never exceeds its cap, and averages are the formulas."""
+"""Schedules are pure functions of progress, a run never exceeds its cap, and averages are the
+formulas."""
 
 import copy
 import dataclasses
@@ -32,7 +33,8 @@ def test_published_run_has_the_published_schedule():
 
 @pytest.mark.parametrize("step_seconds", [0.08, 0.65, 2.1, 30.0])
 def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
-    """Fault B7: #399's rule starts at 0.31 for steps of 650 ms, and below the QAT threshold for steps of 2.1 s."""
+    """Fault B7: #399's rule starts at 0.31 for steps of 650 ms, and below the QAT threshold for
+    steps of 2.1 s."""
     hp = Hyperparameters()
     steps = int(600 / step_seconds)
     scales = [schedule(hp, s, s * step_seconds, 600.0) for s in range(steps)]
@@ -64,12 +66,19 @@ def test_short_sequences_come_first():
     assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).seq_len == 2048
 
 
-@pytest.mark.parametrize("threshold, fraction", [("0.7", train_gpt.SHORT_SEQ_FRACTION), ("0.2", 0.9)])
+@pytest.mark.parametrize(
+    "threshold, fraction", [("0.7", train_gpt.SHORT_SEQ_FRACTION), ("0.2", 0.9)]
+)
 def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
-    """The warm-up compiles one graph for short sequences and one for QAT. Both together would need a graph more, which
-    would be compiled during the run."""
+    """The warm-up compiles one graph for short sequences and one for QAT. Both together would need
+    a graph more, which would be compiled during the run."""
     monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", fraction)
-    knobs = {"ITERATIONS": "1000", "MAX_WALLCLOCK_SECONDS": "0", "QAT_THRESHOLD": threshold, "WARMDOWN_FRAC": "1"}
+    knobs = {
+        "ITERATIONS": "1000",
+        "MAX_WALLCLOCK_SECONDS": "0",
+        "QAT_THRESHOLD": threshold,
+        "WARMDOWN_FRAC": "1",
+    }
     steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
 
@@ -83,7 +92,10 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
             {"LOOP_VISITS": "3"},
             [(512, False, False), (512, False, True), (2048, False, True), (2048, True, True)],
         ),
-        ({"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"}, [(512, False, True), (2048, False, True)]),
+        (
+            {"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"},
+            [(512, False, True), (2048, False, True)],
+        ),
     ):
         hp = Hyperparameters.from_env(changes)
         found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
@@ -95,7 +107,9 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
 
 def test_depth_recurrence_begins_at_its_fraction_of_the_run():
     hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
-    assert [schedule(hp, 10 * seconds, seconds, 600.0).looping for seconds in (0, 209, 211, 599)] == [
+    assert [
+        schedule(hp, 10 * seconds, seconds, 600.0).looping for seconds in (0, 209, 211, 599)
+    ] == [
         False,
         False,
         True,
@@ -117,16 +131,22 @@ def test_the_learning_rate_has_a_floor():
 
 
 def test_schedule_without_a_cap_counts_steps():
-    hp = Hyperparameters.from_env({"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"})
+    hp = Hyperparameters.from_env(
+        {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
+    )
     for step, expected in ((0, 1), (120, 1), (160, 0.5), (199, 1 / 80), (200, 0)):
         assert schedule(hp, step, 1e6, 0.0) == schedule(hp, step, 1e6, math.inf)
         assert schedule(hp, step, 1e6, math.inf).lr_scale == pytest.approx(expected)
-    assert schedule(Hyperparameters.from_env({"WARMDOWN_ITERS": "0"}), 7000, 590.0, 600.0).lr_scale == 1.0
+    assert (
+        schedule(Hyperparameters.from_env({"WARMDOWN_ITERS": "0"}), 7000, 590.0, 600.0).lr_scale
+        == 1.0
+    )
 
 
 def simulate(rng, base, cap, in_flight, warmed, hp=None) -> tuple[list[float], list]:
-    """(when each step ends, what is scheduled for it) of a run under a clock. Steps take `base` seconds, give or take
-    10 %. With a GPU the host queues a step up to two steps before it begins."""
+    """(when each step ends, what is scheduled for it) of a run under a clock. Steps take `base`
+    seconds, give or take 10 %. With a GPU the host queues a step up to two steps before it
+    begins."""
     clock, asked, ends, settings = Clock(cap, in_flight), [], [], []
     if warmed:
         clock.reset(0, 0.0, [base])
@@ -135,7 +155,8 @@ def simulate(rng, base, cap, in_flight, warmed, hp=None) -> tuple[list[float], l
             break
         if hp:
             settings.append(schedule(hp, step, clock.begins(step), clock.end(step)))
-        settled = step - 1 - (in_flight if step > 2 else 0)  # the last step that the host has waited for
+        # The last step that the host has waited for
+        settled = step - 1 - (in_flight if step > 2 else 0)
         before = ends[settled] if settled >= 0 else 0.0
         ends.append((ends[-1] if ends else 0.0) + base * rng.uniform(0.9, 1.1))
         asked.append(before if in_flight else ends[-1])  # a CPU reads its clock after the backward
@@ -149,8 +170,8 @@ def simulate(rng, base, cap, in_flight, warmed, hp=None) -> tuple[list[float], l
 @pytest.mark.parametrize("in_flight", [0, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_no_run_exceeds_its_cap(in_flight, seed, warmed):
-    """Fault B20: #399's runs end about 60 ms late. Without a warm-up two steps must fit, because nothing is known
-    before them."""
+    """Fault B20: #399's runs end about 60 ms late. Without a warm-up two steps must fit, because
+    nothing is known before them."""
     rng, cap = random.Random(seed), 600.0
     base = rng.choice([0.08, 1.0, 20.0, 250.0, *([700.0] if warmed else [])])
     ends, _ = simulate(rng, base, cap, in_flight, warmed)
@@ -163,22 +184,27 @@ def test_no_run_exceeds_its_cap(in_flight, seed, warmed):
 @pytest.mark.parametrize("in_flight", [0, 2])
 @pytest.mark.parametrize("base", [0.08, 0.65, 2.1, 8.0])
 def test_the_learning_rate_ends_at_zero_when_the_clock_stops_the_run(base, in_flight, reserve):
-    """The schedules reach their end when the run stops, not at a cap that GPTQ's reserve and the clock's margin keep it
-    from: it would stop at 0.01 to 0.12 of the peak, and with a warmdown of 41 % never reach late QAT."""
+    """The schedules reach their end when the run stops, not at a cap that GPTQ's reserve and the
+    clock's margin keep it from: it would stop at 0.01 to 0.12 of the peak, and with a warmdown of
+    41 % never reach late QAT."""
     for seed in range(5):
         for warmdown in (0.41, 1.0, 0.0):
             hp = Hyperparameters.from_env({"WARMDOWN_FRAC": str(warmdown), "ITERATIONS": "100000"})
-            ends, settings = simulate(random.Random(seed), base, 600 * (1 - reserve), in_flight, True, hp)
+            ends, settings = simulate(
+                random.Random(seed), base, 600 * (1 - reserve), in_flight, True, hp
+            )
             share = warmdown or min(hp.warmdown_iters / len(ends), train_gpt.PHASE_LIMIT)
             assert settings[0].lr_scale == 1.0 and ends[-1] <= 600 * (1 - reserve)
             assert settings[-1].lr_scale <= 2 / (share * len(ends)) and settings[-1].qat
 
 
 def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkeypatch):
-    """On a GPU its report is read at the validation. Then no step may follow: the margin exceeds what is left, and the
-    schedules would divide by a negative time."""
+    """On a GPU its report is read at the validation. Then no step may follow: the margin exceeds
+    what is left, and the schedules would divide by a negative time."""
     monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0)
+    hp, runtime = one_rank(
+        MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0
+    )
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
     run.clock.in_flight = 2
@@ -194,7 +220,9 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
 
     run.train_step = step_of
     monkeypatch.setattr(train_gpt, "schedule", noted)
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: train_gpt.Score(1.0, 1.0, 1, 1, 0.0))
+    monkeypatch.setattr(
+        train_gpt, "evaluate", lambda *arguments: train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
+    )
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end for seconds, end in asked)
@@ -202,20 +230,26 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
 
 @pytest.mark.parametrize("mode, stride", [("sliding", 32), ("banded", 0)])
 def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, stride):
-    """A banded pass costs what non-overlapping windows cost; sliding ones are too dear for a validation."""
+    """A banded pass costs what non-overlapping windows cost; sliding ones are too dear for a
+    validation."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(EVAL_MODE=mode)
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
     strides = []
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *a: strides.append(a[4]) or train_gpt.Score(1.0, 1.0, 1, 1, 0.0))
+    monkeypatch.setattr(
+        train_gpt,
+        "evaluate",
+        lambda *a: strides.append(a[4]) or train_gpt.Score(1.0, 1.0, 1, 1, 0.0),
+    )
     run.validate(0)
     assert strides == [stride]
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_flight):
-    """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it, also of those in flight."""
+    """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it, also of
+    those in flight."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
@@ -231,19 +265,26 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
     run.train_step = lambda *_: taking(1, lambda: torch.tensor([1.0, run.clock.elapsed(), 0.0]))
     score = train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
     monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: taking(100, lambda: score))
-    run.checkpoints.save = lambda tensors, state: saved.append(state) or setattr(run.checkpoints, "last", state)
+    run.checkpoints.save = lambda tensors, state: (
+        saved.append(state) or setattr(run.checkpoints, "last", state)
+    )
     run.train()
     assert [(state["step"], state["seconds"]) for state in saved] == [(4, 4), (8, 8), (10, 10)]
 
 
 def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monkeypatch):
-    """Depth recurrence from the fourth of ten steps on. Export and the last score have it in any case."""
+    """Depth recurrence from the fourth of ten steps on. Export and the last score have it in any
+    case."""
     monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(**{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0)
+    hp, runtime = one_rank(
+        **{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0
+    )
     run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     scored, trained = [], []
     monkeypatch.setattr(
-        train_gpt, "evaluate", lambda *a: scored.append(run.model.visits) or train_gpt.Score(1, 1, 1, 1, 0)
+        train_gpt,
+        "evaluate",
+        lambda *a: scored.append(run.model.visits) or train_gpt.Score(1, 1, 1, 1, 0),
     )
     forward = run.forward
     run.forward = lambda *a: trained.append(run.model.visits) or forward(*a)
@@ -268,7 +309,9 @@ def test_an_error_resets_the_switches_of_the_model(one_rank, tmp_path, monkeypat
 
     run.model.attend = interrupted
     with pytest.raises(KeyboardInterrupt):
-        run.calibrate(range(1)) if switch == "hessians" else run.train_step(0, train_gpt.StepSettings(1, 0.9, True, 32))
+        run.calibrate(range(1)) if switch == "hessians" else run.train_step(
+            0, train_gpt.StepSettings(1, 0.9, True, 32)
+        )
     assert not run.model.qat and not run.model.hessians
     run.loader.close()
 
@@ -299,7 +342,8 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     for step in range(30):
         lr_scale = 1 - step / 30
         with torch.no_grad():
-            model.qo_bank.add_(1.0 + step)  # not in proportion to the step: the mean is none of the samples
+            # Not in proportion to the step: the mean is none of the samples
+            model.qo_bank.add_(1.0 + step)
         average.update(step, lr_scale)
         if lr_scale < train_gpt.SWA_START and step % 2:
             samples.append(model.qo_bank.detach().clone())
@@ -319,7 +363,9 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
 def test_evaluation_is_compiled_unless_only_training_is(one_rank, tmp_path, monkeypatch, wanted):
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(COMPILE=wanted)
-    run = train_gpt.Training(hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None)
+    run = train_gpt.Training(
+        hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None
+    )
     run.loader.close()
     assert run.forward is not run.model
     assert run.eval_forward is (run.forward if wanted == "1" else run.model)

@@ -1,10 +1,11 @@
-"""Kill small runs at random moments and resume them; each must end like a run that was never killed.
+"""Kill small runs at random moments and resume them; each must end like a run that was never
+killed.
 
     python -m pytest tests/test_soak.py -m slow                       # 6 kills for each number of ranks
     SOAK_KILLS=100 python -m pytest tests/test_soak.py -m slow -s     # prints a line per run
 
-The kills are SIGKILL to all processes of the run, at any time after its start: during imports, warm-up, training, the
-writing of a checkpoint, export or evaluation.
+The kills are SIGKILL to all processes of the run, at any time after its start: during imports,
+warm-up, training, the writing of a checkpoint, export or evaluation.
 """
 
 import contextlib
@@ -21,11 +22,18 @@ import pytest
 from conftest import ROOT, start
 
 KILLS = int(os.environ.get("SOAK_KILLS", 6))
-KNOBS = {"ITERATIONS": 80, "WARMDOWN_ITERS": 20, "TRAIN_LOG_EVERY": 1, "CHECKPOINT_EVERY": 3, "RESUME": "auto"}
+KNOBS = {
+    "ITERATIONS": 80,
+    "WARMDOWN_ITERS": 20,
+    "TRAIN_LOG_EVERY": 1,
+    "CHECKPOINT_EVERY": 3,
+    "RESUME": "auto",
+}
 
 
 def kill_all(pid: int) -> None:
-    """SIGKILL a process and its descendants. The ranks of a launcher are in process groups of their own."""
+    """SIGKILL a process and its descendants. The ranks of a launcher are in process groups of their
+    own."""
     os.kill(pid, signal.SIGSTOP)  # it starts no more processes while they are counted
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -42,18 +50,22 @@ def kill_all(pid: int) -> None:
 def outcome(name: str, folder: Path) -> dict[str, str]:
     """Every loss and every final score in a log; the last entry counts for a repeated step."""
     text = (folder / "logs" / f"{name}.txt").read_text().partition("\n" + "=" * 100 + "\n")[2]
-    return dict(re.findall(r"^(step:\d+/\d+|final_\w+_exact) (?:train_loss|val_loss):(\S+)", text, re.M))
+    return dict(
+        re.findall(r"^(step:\d+/\d+|final_\w+_exact) (?:train_loss|val_loss):(\S+)", text, re.M)
+    )
 
 
 def left_behind(name: str, folder: Path) -> list[str]:
-    """Files that a finished run should not leave: it keeps its log, its artifact and two checkpoints."""
+    """Files that a finished run should not leave: it keeps its log, its artifact and two
+    checkpoints."""
     partial = [str(path.relative_to(folder)) for path in folder.rglob("*.partial")]
     return partial + sorted(path.name for path in (folder / "checkpoints" / name).iterdir())[:-2]
 
 
 @pytest.fixture
 def survive(env, tmp_path):
-    """A function: start a run, kill it up to `kills` times within `longest` seconds of a start, and let it finish.
+    """A function: start a run, kill it up to `kills` times within `longest` seconds of a start, and
+    let it finish.
 
     Returns the number of kills.
     """
@@ -61,7 +73,9 @@ def survive(env, tmp_path):
     def go(name: str, ranks: int, longest: float, kills: int, moments: random.Random) -> int:
         done = 0
         while True:
-            process = start([ROOT / "train_gpt.py"], env(**KNOBS, RUN_ID=name), tmp_path, ranks, fresh=True)
+            process = start(
+                [ROOT / "train_gpt.py"], env(**KNOBS, RUN_ID=name), tmp_path, ranks, fresh=True
+            )
             timeout = moments.uniform(0, longest) if done < kills else None
             try:
                 error = process.communicate(timeout=timeout)[1]
@@ -96,4 +110,7 @@ def test_killed_runs_end_like_one_that_was_not(survive, tmp_path, ranks):
         assert outcome(name, tmp_path) == expected, name
         assert not left_behind(name, tmp_path), name
         resumed = (tmp_path / "logs" / f"{name}.txt").read_text().count("\nresumed: ")
-        print(f"{name} on {ranks} rank(s): {kills} kills, {resumed} resumed in the last log", flush=True)
+        print(
+            f"{name} on {ranks} rank(s): {kills} kills, {resumed} resumed in the last log",
+            flush=True,
+        )

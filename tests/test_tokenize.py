@@ -1,4 +1,5 @@
-"""data/tokenize_text.py and data/inspect_shards.py: exact bytes, disjoint splits, reproducible results."""
+"""data/tokenize_text.py and data/inspect_shards.py: exact bytes, disjoint splits, reproducible
+results."""
 
 import functools
 import hashlib
@@ -29,7 +30,8 @@ import tokenize_text
 from caseops import ALLCAPS, CAPNEXT, ESC, LITERALS, TITLE
 from tokenize_text import Options, Reading, Record, Split
 
-# Letters without a partner of the same UTF-8 length that a conversion in both directions gives back.
+# Letters without a partner of the same UTF-8 length that a conversion in both directions gives
+# back.
 UNEVEN = "\u00df\u1e9e\u0130\u0131\u017f\u212a\u212b\u2126\u03c2\u01c5\u01c8\u023a\u2c65\u1fbc\u1fb3\u00b5\u2160\u24b6"
 # Text whose bytes are easily miscounted, by any tokenizer and normaliser.
 # fmt: off
@@ -60,13 +62,21 @@ DOCUMENTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
 @functools.cache
 def tokenizer_bytes(rule: str, vocab_size: int = 600) -> bytes:
     if rule == "caseops":
-        return tokenize_text.train_tokenizer(list(map(caseops.encode, DOCUMENTS)), vocab_size, operators=CASE_OPERATORS)
+        return tokenize_text.train_tokenizer(
+            list(map(caseops.encode, DOCUMENTS)), vocab_size, operators=CASE_OPERATORS
+        )
     return tokenize_text.train_tokenizer(DOCUMENTS, vocab_size, rule)
 
 
 @pytest.fixture(
     scope="module",
-    params=["identity", "caseops", "nmt_nfkc", "as published", "without spaces removed or prefixed"],
+    params=[
+        "identity",
+        "caseops",
+        "nmt_nfkc",
+        "as published",
+        "without spaces removed or prefixed",
+    ],
 )
 def model(request, tmp_path_factory) -> Path:
     """Tokenizers of several kinds: ours with both normalisers, and others."""
@@ -97,7 +107,8 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     encoder = tokenize_text.Encoder(str(model), Reading())
     text = ADVERSARIAL[name]
     if "without" in request.node.callspec.id and text[:1] in (" ", "\u2581"):
-        # No prefixed space and none removed: the first space of a document would cost nothing. This is an error.
+        # No prefixed space and none removed: the first space of a document would cost nothing. This
+        # is an error.
         with pytest.raises(UserError, match="but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
@@ -110,7 +121,9 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     assert document.lost == len(text.encode()) - len(decoded.encode())
     assert document.changed == (decoded != text)
     if request.node.callspec.params["model"] in ("identity", "caseops") and "\u2581" not in text:
-        assert decoded == text, "our tokenizers change nothing but U+2581, which SentencePiece takes for a space"
+        assert decoded == text, (
+            "our tokenizers change nothing but U+2581, which SentencePiece takes for a space"
+        )
 
 
 def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
@@ -124,10 +137,14 @@ def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
     assert counter.count(tokens).sum() == sum(document.size for document in documents)
 
 
-@pytest.mark.skipif("FINEWEB_DOCS" not in os.environ, reason="FINEWEB_DOCS names no .jsonl of documents")
+@pytest.mark.skipif(
+    "FINEWEB_DOCS" not in os.environ, reason="FINEWEB_DOCS names no .jsonl of documents"
+)
 def test_bytes_of_real_documents(model, request):
     """FINEWEB_DOCS=docs.jsonl pytest -k real_documents: the same for other documents."""
-    encoder = tokenize_text.Encoder(str(model), Reading(strip="without" in request.node.callspec.id))
+    encoder = tokenize_text.Encoder(
+        str(model), Reading(strip="without" in request.node.callspec.id)
+    )
     records = list(tokenize_text.records(Path(os.environ["FINEWEB_DOCS"]), Reading()))
     tokens, documents = encoder.encode(records)
     assert len(documents) == len(records) > 0
@@ -135,7 +152,9 @@ def test_bytes_of_real_documents(model, request):
         starts = np.cumsum([0, *(document.length for document in documents)])
         for record, start, end in zip(records, starts, starts[1:], strict=False):
             text = inspect_shards.text_of(encoder.pieces, encoder.counter, tokens[start + 1 : end])
-            assert text == tokenize_text.text_of(record, Reading()).replace("\u2581", " "), record.where
+            assert text == tokenize_text.text_of(record, Reading()).replace("\u2581", " "), (
+                record.where
+            )
 
 
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
@@ -148,7 +167,9 @@ def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
         **SPECIAL,
     )
     with pytest.raises(UserError, match="line 3 has 3 bytes, but the evaluator would count 0"):
-        tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode([Record("line 3", "\u4e2d")])
+        tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode(
+            [Record("line 3", "\u4e2d")]
+        )
 
 
 @pytest.mark.parametrize("vocab_size", [262, 263, 300, 512, 2000])
@@ -156,17 +177,22 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, vocab_size))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
     assert pieces.vocab_size() == vocab_size and (pieces.bos_id(), pieces.eos_id()) == (1, 2)
-    assert {pieces.piece_to_id("\u2581"), pieces.piece_to_id("\n")}.isdisjoint({pieces.unk_id()}), "pieces of their own"
+    assert {pieces.piece_to_id("\u2581"), pieces.piece_to_id("\n")}.isdisjoint({pieces.unk_id()}), (
+        "pieces of their own"
+    )
     assert sum(map(pieces.is_byte, range(vocab_size))) == 256
     encoder = tokenize_text.Encoder(str(tmp_path / "t.model"), Reading())
     assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
     if vocab_size > 300:
-        longest = max(len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i))
+        longest = max(
+            len(pieces.id_to_piece(i)) for i in range(vocab_size) if not pieces.is_byte(i)
+        )
         assert longest > 3, "it has learnt words"
 
 
 @pytest.mark.parametrize(
-    "vocab_size, part", [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces cannot be trained")]
+    "vocab_size, part",
+    [(256, "make 262"), (261, "make 262"), (60_000, "60000 pieces cannot be trained")],
 )
 def test_impossible_vocabularies(vocab_size, part):
     with pytest.raises(UserError, match=part):
@@ -187,7 +213,10 @@ def test_impossible_vocabularies(vocab_size, part):
         ("SpaceX iPhone", f"{TITLE}space{CAPNEXT}x i{CAPNEXT}phone"),
         ("PDFs of UTF8", f"{TITLE}p{CAPNEXT}d{CAPNEXT}fs of{ALLCAPS} utf8"),
         ("DON'T (Or)", f"{ALLCAPS}don'{TITLE}t ({TITLE}or)"),
-        ("\u00c9COLE \u039f\u0394\u039f\u03a3", f"{ALLCAPS}\u00e9cole{ALLCAPS} \u03bf\u03b4\u03bf\u03c3"),
+        (
+            "\u00c9COLE \u039f\u0394\u039f\u03a3",
+            f"{ALLCAPS}\u00e9cole{ALLCAPS} \u03bf\u03b4\u03bf\u03c3",
+        ),
         ("Stra\u00dfeN \u0130X", f"{TITLE}stra\u00dfe{CAPNEXT}n \u0130{TITLE}x"),
         (f"a{TITLE} {ESC}B", f"a{ESC}{LITERALS[0]} {ESC}{LITERALS[3]}{TITLE}b"),
         (LITERALS, LITERALS),
@@ -201,7 +230,8 @@ def test_the_grammar_of_caseops(text, coded):
 
 
 def check_caseops(text: str) -> None:
-    """A round trip, no capital that has a pair, and as many bytes as before without the operators."""
+    """A round trip, no capital that has a pair, and as many bytes as before without the
+    operators."""
     coded = caseops.encode(text)
     assert caseops.decode(coded) == text
     assert caseops.PAIRS.keys().isdisjoint(coded)
@@ -212,12 +242,15 @@ def check_caseops(text: str) -> None:
 def test_caseops_of_every_short_text():
     """All texts of up to 5 characters of every kind that the grammar distinguishes."""
     for length in range(6):
-        for characters in itertools.product(f"aB1 \u00df{TITLE}{ALLCAPS}{ESC}{LITERALS[3]}", repeat=length):
+        for characters in itertools.product(
+            f"aB1 \u00df{TITLE}{ALLCAPS}{ESC}{LITERALS[3]}", repeat=length
+        ):
             check_caseops("".join(characters))
 
 
 def test_caseops_of_every_character():
-    """Each code point, lone surrogates included, between and beside letters; those with a case also alone."""
+    """Each code point, lone surrogates included, between and beside letters; those with a case also
+    alone."""
     everything = list(map(chr, range(0x110000)))
     check_caseops("".join(everything))
     for template in ("a{}B", "AB{}c"):
@@ -237,15 +270,23 @@ def test_caseops_of_every_character():
 
 def test_caseops_of_random_text():
     generator = random.Random(1)
-    odd = f"{CASE_OPERATORS}{LITERALS} \u2581\t\n.'1\u0301\u0331\u200d" + ADVERSARIAL["uneven cases"]
+    odd = (
+        f"{CASE_OPERATORS}{LITERALS} \u2581\t\n.'1\u0301\u0331\u200d" + ADVERSARIAL["uneven cases"]
+    )
     for _ in range(20_000):
         kinds = ["aAbB ", odd, ADVERSARIAL["cased scripts"], chr(generator.randrange(0xD800))]
-        check_caseops("".join(generator.choice(generator.choice(kinds)) for _ in range(generator.randrange(30))))
+        check_caseops(
+            "".join(
+                generator.choice(generator.choice(kinds)) for _ in range(generator.randrange(30))
+            )
+        )
 
 
 def test_an_operator_that_applies_to_nothing_is_removed():
     """A model may produce any sequence of pieces."""
-    assert caseops.decode(f"{TITLE}{ALLCAPS} 1{CAPNEXT}\u00df{ESC}a{TITLE}  b{ESC}") == " 1\u00dfa  b"
+    assert (
+        caseops.decode(f"{TITLE}{ALLCAPS} 1{CAPNEXT}\u00df{ESC}a{TITLE}  b{ESC}") == " 1\u00dfa  b"
+    )
     generator = random.Random(1)
     for _ in range(1000):
         text = caseops.decode("".join(generator.choices(f"{CASE_OPERATORS}ab 1", k=20)))
@@ -253,7 +294,8 @@ def test_an_operator_that_applies_to_nothing_is_removed():
 
 
 def test_the_pairs_of_letters_never_change():
-    """They are part of the format: with other pairs, shards that exist would be decoded to another text."""
+    """They are part of the format: with other pairs, shards that exist would be decoded to another
+    text."""
     assert not set(UNEVEN) & {*caseops.PAIRS, *caseops.PAIRS.values()}
     assert len(set(caseops.PAIRS.values())) == len(caseops.PAIRS) == 633
     digest = hashlib.sha256("".join(itertools.chain(*caseops.PAIRS.items())).encode()).hexdigest()
@@ -267,14 +309,26 @@ def cased(tmp_path) -> Path:
 
 
 def test_bytes_of_many_documents_with_caseops(cased):
-    """Sources of Python's library, as one stream: the evaluator charges the bytes of the original files."""
+    """Sources of Python's library, as one stream: the evaluator charges the bytes of the original
+    files."""
     library = Path(os.__file__).parent
-    texts = list(demo_corpus.documents(library / "email").values()) + ["x", "X", " x", " X", "  X", f"{TITLE}x"]
+    texts = list(demo_corpus.documents(library / "email").values()) + [
+        "x",
+        "X",
+        " x",
+        " X",
+        "  X",
+        f"{TITLE}x",
+    ]
     encoder = tokenize_text.Encoder(str(cased), Reading())
     tokens, documents = encoder.encode([Record("", text) for text in texts])
-    assert encoder.counter.count(tokens).sum() == sum(len(text.encode()) for text in texts) > 100_000
+    assert (
+        encoder.counter.count(tokens).sum() == sum(len(text.encode()) for text in texts) > 100_000
+    )
     parts = np.split(tokens, np.flatnonzero(tokens == BOS)[1:])
-    assert [inspect_shards.text_of(encoder.pieces, encoder.counter, part[1:]) for part in parts] == texts
+    assert [
+        inspect_shards.text_of(encoder.pieces, encoder.counter, part[1:]) for part in parts
+    ] == texts
     capital = next(part for part, text in zip(parts, texts, strict=True) if text == "X")
     assert [encoder.pieces.id_to_piece(int(token)) for token in capital] == ["<s>", TITLE, "x"]
 
@@ -282,15 +336,28 @@ def test_bytes_of_many_documents_with_caseops(cased):
 def test_operators_are_pieces_of_no_bytes(cased):
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(cased))
     counter = train_gpt.ByteCounter(str(cased), pieces.vocab_size())
-    assert [pieces.piece_to_id(operator) for operator in CASE_OPERATORS] == [4, 5, 6, 7] and counter.caseops
-    assert sum(not set(pieces.id_to_piece(i)).isdisjoint(CASE_OPERATORS) for i in range(pieces.vocab_size())) == 4
+    assert [pieces.piece_to_id(operator) for operator in CASE_OPERATORS] == [
+        4,
+        5,
+        6,
+        7,
+    ] and counter.caseops
+    assert (
+        sum(
+            not set(pieces.id_to_piece(i)).isdisjoint(CASE_OPERATORS)
+            for i in range(pieces.vocab_size())
+        )
+        == 4
+    )
     the = pieces.piece_to_id("\u2581the")
     assert counter.count(np.array([BOS, the, 4, the, 7, the, BOS])).tolist() == [3, 0, 4, 0, 4, 0]
 
 
 def test_operators_elsewhere_are_text(tmp_path):
     """Other tokenizers keep their counts, even with these characters among their pieces."""
-    for number, symbols in enumerate([["x", *CASE_OPERATORS], [*reversed(CASE_OPERATORS)], [*CASE_OPERATORS[:3], "x"]]):
+    for number, symbols in enumerate(
+        [["x", *CASE_OPERATORS], [*reversed(CASE_OPERATORS)], [*CASE_OPERATORS[:3], "x"]]
+    ):
         model = tmp_path / f"{number}.model"
         model.write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, 400, operators="".join(symbols)))
         counter = train_gpt.ByteCounter(str(model), 400)
@@ -303,13 +370,16 @@ def test_operators_elsewhere_are_text(tmp_path):
 
 
 def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
-    """NFKC after CaseOps would join a lower-case letter and a mark that have no capital in common."""
+    """NFKC after CaseOps would join a lower-case letter and a mark that have no capital in
+    common."""
     texts = list(map(caseops.encode, DOCUMENTS))
     model = tmp_path / "t.model"
     model.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
     encoder = tokenize_text.Encoder(str(model), Reading())
     assert encoder.encode([Record("", "plain Text")]).documents[0].size == 10
-    with pytest.raises(UserError, match="line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
+    with pytest.raises(
+        UserError, match="line 7 is not restored by CaseOps|line 7 has 3 bytes, but"
+    ):
         encoder.encode([Record("line 7", "H\u0331")])
 
 
@@ -322,23 +392,36 @@ def test_shards_with_caseops(sources, tmp_path, capsys):
     assert tally.splits["train"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[5:])
     assert inspect_shards.inspect(out, None, 1) == []
     printed = capsys.readouterr().out
-    assert f"{tally.splits['train']['bytes']:,} bytes" in printed and f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
+    assert (
+        f"{tally.splits['train']['bytes']:,} bytes" in printed
+        and f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
+    )
     build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
     for name in manifest["files"]:
-        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes(), "recognised by its operators"
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes(), (
+            "recognised by its operators"
+        )
     build(sources, out, force=True)
-    assert shards.read_manifest(out)["tokenizer"]["caseops"] is False and decoded(out, "val") == DOCUMENTS[:5]
+    assert (
+        shards.read_manifest(out)["tokenizer"]["caseops"] is False
+        and decoded(out, "val") == DOCUMENTS[:5]
+    )
 
 
 def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path, env):
     out = tmp_path / "out"
     build(sources, out, caseops=True)
-    hp = train_gpt.Hyperparameters.from_env(env(DATA_PATH=out, TOKENIZER_PATH=out / "tokenizer.model"))
+    hp = train_gpt.Hyperparameters.from_env(
+        env(DATA_PATH=out, TOKENIZER_PATH=out / "tokenizer.model")
+    )
     tokens = train_gpt.read_shard(out / "fineweb_val_000000.bin")
     counted, note = train_gpt.count_bytes(hp, tokens)
     assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5]) and not note
-    (out / "manifest.json").unlink()  # as beside the published shards, whose tokenizer has the same operators
-    with pytest.raises(UserError, match="has CaseOps operators, but .* so the bytes are unknown: get one of them"):
+    # As beside the published shards, whose tokenizer has the same operators
+    (out / "manifest.json").unlink()
+    with pytest.raises(
+        UserError, match="has CaseOps operators, but .* so the bytes are unknown: get one of them"
+    ):
         train_gpt.count_bytes(hp, tokens)
     shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
     assert (train_gpt.count_bytes(hp, tokens)[0] == 3).all()
@@ -348,10 +431,16 @@ def test_shards_of_another_caseops_grammar_are_inspected(sources, tmp_path, caps
     out = tmp_path / "out"
     build(sources, out, caseops=True)
     (out / "manifest.json").unlink()
-    shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(train_gpt.TokenStream(out, "val", 400)), 3))
+    shards.write_shard(
+        out / "fineweb_val_bytes_000000.bin",
+        np.full(len(train_gpt.TokenStream(out, "val", 400)), 3),
+    )
     assert inspect_shards.inspect(out, out / "tokenizer.model", 1) == []
     printed = capsys.readouterr().out
-    assert "operators of another grammar (README.md): no bytes and samples" in printed and "document 1" not in printed
+    assert (
+        "operators of another grammar (README.md): no bytes and samples" in printed
+        and "document 1" not in printed
+    )
     assert "by fineweb_val_bytes_*.bin, which the score uses" in printed
 
 
@@ -359,8 +448,20 @@ def test_caseops_needs_a_tokenizer_of_ours(tmp_path, monkeypatch, capsys):
     with pytest.raises(UserError, match="4 operators, 256 bytes, space and newline make 266"):
         tokenize_text.train_tokenizer(["a"], 265, operators=CASE_OPERATORS)
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
-    for arguments in (["--tokenizer", tmp_path / "t.model"], ["--vocab-size", 400, "--normalizer", "nmt_nfkc"]):
-        command = ["tokenize_text.py", "-", "--out", tmp_path / "out", "--val-docs", 1, "--caseops", *arguments]
+    for arguments in (
+        ["--tokenizer", tmp_path / "t.model"],
+        ["--vocab-size", 400, "--normalizer", "nmt_nfkc"],
+    ):
+        command = [
+            "tokenize_text.py",
+            "-",
+            "--out",
+            tmp_path / "out",
+            "--val-docs",
+            1,
+            "--caseops",
+            *arguments,
+        ]
         monkeypatch.setattr(sys, "argv", list(map(str, command)))
         with pytest.raises(SystemExit, match="2"):
             tokenize_text.main()
@@ -380,11 +481,13 @@ def sources(tmp_path) -> dict[str, list]:
     for i, text in enumerate(DOCUMENTS):
         (tmp_path / "folder" / ("deep" if i % 2 else "") / f"{i:04d}.txt").write_text(text)
     (tmp_path / "docs.jsonl").write_text(
-        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS)) + "\n"
+        "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(DOCUMENTS))
+        + "\n"
     )
     (tmp_path / "all.txt").write_text("\n%%\n".join(DOCUMENTS))
     parquet.write_table(
-        pyarrow.table({"id": list(range(len(DOCUMENTS))), "text": DOCUMENTS}), tmp_path / "docs.parquet"
+        pyarrow.table({"id": list(range(len(DOCUMENTS))), "text": DOCUMENTS}),
+        tmp_path / "docs.parquet",
     )
     return {
         "jsonl": [tmp_path / "docs.jsonl"],
@@ -396,7 +499,11 @@ def sources(tmp_path) -> dict[str, list]:
 
 def documents_of(paths: list[Path], reading: Reading) -> list[str]:
     files = tokenize_text.find_files(paths)
-    return [tokenize_text.text_of(record, reading) for path in files for record in tokenize_text.records(path, reading)]
+    return [
+        tokenize_text.text_of(record, reading)
+        for path in files
+        for record in tokenize_text.records(path, reading)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "folder"])
@@ -412,7 +519,11 @@ def test_every_format_gives_the_same_documents(sources, kind, monkeypatch):
 def build(sources, out, **options):
     force = options.pop("force", False)
     return tokenize_text.build(
-        sources["jsonl"], out, Options(**{"vocab_size": 400, "val_docs": 5, **options}), Reading(), force=force
+        sources["jsonl"],
+        out,
+        Options(**{"vocab_size": 400, "val_docs": 5, **options}),
+        Reading(),
+        force=force,
     )
 
 
@@ -425,12 +536,21 @@ def decoded(folder: Path, split: str) -> list[str]:
 
 def test_shards_hold_the_documents(sources, tmp_path):
     tally = build(sources, tmp_path / "out", shard_tokens=1000)
-    assert decoded(tmp_path / "out", "val") == DOCUMENTS[:5] and decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
+    assert (
+        decoded(tmp_path / "out", "val") == DOCUMENTS[:5]
+        and decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
+    )
     manifest = shards.read_manifest(tmp_path / "out")
     assert manifest["splits"] == tally.splits
     assert tally.splits["val"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:5])
-    counts = [entry["tokens"] for name, entry in sorted(manifest["files"].items()) if "train" in name]
-    assert len(counts) > 3 and set(counts[:-1]) == {1000} and sum(counts) == tally.splits["train"]["tokens"]
+    counts = [
+        entry["tokens"] for name, entry in sorted(manifest["files"].items()) if "train" in name
+    ]
+    assert (
+        len(counts) > 3
+        and set(counts[:-1]) == {1000}
+        and sum(counts) == tally.splits["train"]["tokens"]
+    )
     assert shards.problems(tmp_path / "out", manifest) == []
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
@@ -452,7 +572,9 @@ def test_a_fraction_does_not_depend_on_the_order(sources, tmp_path):
     build(sources, tmp_path / "two", val_docs=0, val_fraction=0.2)
     assert sorted(decoded(tmp_path / "one", "val")) == sorted(decoded(tmp_path / "two", "val"))
     assert 0.08 < len(decoded(tmp_path / "one", "val")) / len(DOCUMENTS) < 0.35
-    assert (tmp_path / "one" / "tokenizer.model").read_bytes() == (tmp_path / "two" / "tokenizer.model").read_bytes()
+    assert (tmp_path / "one" / "tokenizer.model").read_bytes() == (
+        tmp_path / "two" / "tokenizer.model"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("options", [{"val_docs": 5}, {"val_docs": 0, "val_fraction": 0.3}])
@@ -473,15 +595,20 @@ def test_a_tokenizer_is_not_trained_on_validation(sources, tmp_path):
     lines = [json.dumps({"text": text}) for text in texts + DOCUMENTS]
     sources["jsonl"][0].write_text("\n".join(lines))
     build(sources, tmp_path / "out", val_docs=20)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "out" / "tokenizer.model"))
+    pieces = sentencepiece.SentencePieceProcessor(
+        model_file=str(tmp_path / "out" / "tokenizer.model")
+    )
     assert pieces.piece_to_id("zq") == pieces.unk_id()
     build(sources, tmp_path / "other", val_docs=1)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "other" / "tokenizer.model"))
+    pieces = sentencepiece.SentencePieceProcessor(
+        model_file=str(tmp_path / "other" / "tokenizer.model")
+    )
     assert pieces.piece_to_id("zq") != pieces.unk_id()
 
 
 def test_a_sample_has_about_the_requested_size(tmp_path):
-    """A thousand documents of about a hundred bytes each. Their checksums choose, so the text must not change."""
+    """A thousand documents of about a hundred bytes each. Their checksums choose, so the text must
+    not change."""
     texts = [f"document {i}: " + "and so on, " * 8 for i in range(1000)]
     path = tmp_path / "docs.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -489,7 +616,11 @@ def test_a_sample_has_about_the_requested_size(tmp_path):
     for wanted in (5_000, 20_000, 10**9):
         sample = tokenize_text.sample_texts([path], Reading(), "identity", Split(0, 0.0), wanted)
         sizes[wanted] = sum(map(len, sample))
-    assert sizes[10**9] == sum(map(len, texts)) and 3_000 < sizes[5_000] < 7_000 and 15_000 < sizes[20_000] < 25_000
+    assert (
+        sizes[10**9] == sum(map(len, texts))
+        and 3_000 < sizes[5_000] < 7_000
+        and 15_000 < sizes[20_000] < 25_000
+    )
 
 
 def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path, monkeypatch):
@@ -526,7 +657,9 @@ def test_standard_input_and_what_is_printed(tmp_path):
     assert "1 empty ones" in result.stdout
     assert "normaliser: 1 documents, 2 bytes removed" in result.stdout
     assert f"DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE=400" in result.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the copy of standard input is gone"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], (
+        "the copy of standard input is gone"
+    )
 
 
 @pytest.mark.parametrize(
@@ -537,7 +670,11 @@ def test_standard_input_and_what_is_printed(tmp_path):
             b'{"text": "x"}\n{"txt": "y"}\n',
             "a.jsonl, line 2 has no text in a field 'text': set --field to one of txt",
         ),
-        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text in a field 'text': fix or remove that line"),
+        (
+            "a.jsonl",
+            b'{"text": 3}\n',
+            "line 1 has no text in a field 'text': fix or remove that line",
+        ),
         ("a.jsonl", b"[1]\n", "line 1 has no text"),
         ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
@@ -607,8 +744,14 @@ def test_arguments_out_of_bounds(arguments, part, tmp_path):
 @pytest.mark.parametrize(
     "options, part",
     [
-        (["--val-docs", 100000], "left for train, as all 3 are in the other split: set --val-docs below 3 or a lower"),
-        (["--val-fraction", 1e-12], "left for val, as all 3 are in the other split: set --val-docs or a higher"),
+        (
+            ["--val-docs", 100000],
+            "left for train, as all 3 are in the other split: set --val-docs below 3 or a lower",
+        ),
+        (
+            ["--val-fraction", 1e-12],
+            "left for val, as all 3 are in the other split: set --val-docs or a higher",
+        ),
     ],
 )
 @pytest.mark.parametrize("tokenizer", [True, False])
@@ -617,13 +760,25 @@ def test_a_split_without_documents_is_named(tmp_path, tokenizer, options, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / "a.txt").write_text("|".join(DOCUMENTS[:3]))
     given = ["--tokenizer", tmp_path / "t.model"] if tokenizer else ["--vocab-size", 280]
-    result = run_tool(tmp_path / "a.txt", "--separator", "|", "--out", tmp_path / "out", *given, *options)
+    result = run_tool(
+        tmp_path / "a.txt", "--separator", "|", "--out", tmp_path / "out", *given, *options
+    )
     assert result.returncode == 1 and part in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_sample_without_documents_is_named(sources, tmp_path):
-    with pytest.raises(UserError, match="the sample of --sample-bytes 1 has no document for training: raise it"):
-        build(sources, tmp_path / "out", tokenizer=None, vocab_size=400, sample_bytes=1, val_docs=0, val_fraction=0.1)
+    with pytest.raises(
+        UserError, match="the sample of --sample-bytes 1 has no document for training: raise it"
+    ):
+        build(
+            sources,
+            tmp_path / "out",
+            tokenizer=None,
+            vocab_size=400,
+            sample_bytes=1,
+            val_docs=0,
+            val_fraction=0.1,
+        )
 
 
 @pytest.mark.parametrize("place", ["here", "input", "file"])
@@ -691,7 +846,11 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     out = tmp_path / "out"
     build(sources, out)
     val = out / "fineweb_val_000000.bin"
-    files = {"train": out / "fineweb_train_000000.bin", "val": val, "model": out / "tokenizer.model"}
+    files = {
+        "train": out / "fineweb_train_000000.bin",
+        "val": val,
+        "model": out / "tokenizer.model",
+    }
     good = {kind: path.read_bytes() for kind, path in files.items()}
 
     def wrong_after(**changes) -> str:
@@ -700,13 +859,21 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
         return "; ".join(inspect_shards.inspect(out, None, 1))
 
     assert wrong_after() == ""
-    assert "train_000000.bin is not the file in manifest.json" in wrong_after(train=good["train"][:-2] + b"\x06\x00")
+    assert "train_000000.bin is not the file in manifest.json" in wrong_after(
+        train=good["train"][:-2] + b"\x06\x00"
+    )
     assert "1 training documents that are also in validation" in wrong_after(
         train=with_tokens(good["train"], [BOS, *first_document(val)])
     )
-    assert "holds token 401, but the tokenizer has 400" in wrong_after(train=with_tokens(good["train"], [BOS, 401]))
-    assert "not the tokenizer that made the shards" in wrong_after(model=tokenizer_bytes("nmt_nfkc", 400))
-    assert "does not begin with BOS" in wrong_after(val=good["val"][:1024] + b"\x09\x00" + good["val"][1026:])
+    assert "holds token 401, but the tokenizer has 400" in wrong_after(
+        train=with_tokens(good["train"], [BOS, 401])
+    )
+    assert "not the tokenizer that made the shards" in wrong_after(
+        model=tokenizer_bytes("nmt_nfkc", 400)
+    )
+    assert "does not begin with BOS" in wrong_after(
+        val=good["val"][:1024] + b"\x09\x00" + good["val"][1026:]
+    )
     wrong_after()
     (out / "fineweb_train_000007.bin").write_bytes(good["val"])
     found = wrong_after()
@@ -714,14 +881,26 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     assert "5 training documents that are also in validation" in found
     (out / "fineweb_train_000007.bin").rename(out / "fineweb_val_000001.bin")
     val.unlink()
-    assert "val_000000.bin is in manifest.json but does not exist" in "; ".join(inspect_shards.inspect(out, None, 1))
-    result = subprocess.run([forks.python(), ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True)
-    assert result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
+    assert "val_000000.bin is in manifest.json but does not exist" in "; ".join(
+        inspect_shards.inspect(out, None, 1)
+    )
+    result = subprocess.run(
+        [forks.python(), ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True
+    )
+    assert (
+        result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
+    )
 
 
 def with_tokens(shard: bytes, more: list[int]) -> bytes:
-    tokens = np.concatenate((np.frombuffer(shard, "<u2", offset=1024), np.array(more, dtype=np.uint16)))
-    return np.array([train_gpt.SHARD_MAGIC, 1, len(tokens)], dtype="<i4").tobytes() + bytes(1012) + tokens.tobytes()
+    tokens = np.concatenate(
+        (np.frombuffer(shard, "<u2", offset=1024), np.array(more, dtype=np.uint16))
+    )
+    return (
+        np.array([train_gpt.SHARD_MAGIC, 1, len(tokens)], dtype="<i4").tobytes()
+        + bytes(1012)
+        + tokens.tobytes()
+    )
 
 
 def first_document(path: Path) -> list[int]:

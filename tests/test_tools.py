@@ -1,4 +1,5 @@
-"""tools/: sweeps, logs in both formats, significance, submission folders and their check, ablations, plots."""
+"""tools/: sweeps, logs in both formats, significance, submission folders and their check,
+ablations, plots."""
 
 import argparse
 import ast
@@ -72,7 +73,9 @@ def logs_of(swept, rate: str = "0.025") -> list[Path]:
 def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
     folder, output = swept
     names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
-    expected = sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz"))
+    expected = sorted(
+        f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz")
+    )
     assert sorted(path.name for path in (folder / "logs").iterdir()) == expected
     table = output[output.index("\nMATRIX_LR=0.025\n") :]
     found = [runs.read_run(path) for path in logs_of(swept)]
@@ -115,13 +118,18 @@ def test_sweep_does_not_repeat_what_is_done(swept, knobs, tmp_path):
 
 def test_sweep_refuses_a_log_of_another_experiment(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
-    result = run(SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"}, folder)
+    result = run(
+        SWEEP, {**knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"}, folder
+    )
     assert result.returncode == 1
     assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
     assert "RUN_ID" in result.stderr
     changed = logs_of((folder, ""))[0]
     changed.write_text("# changed\n" + changed.read_text())
-    assert "another train_gpt.py" in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
+    assert (
+        "another train_gpt.py"
+        in run(SWEEP, {**knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
+    )
 
 
 def test_a_run_of_the_packed_script_is_done(swept, knobs, tmp_path, monkeypatch):
@@ -146,26 +154,41 @@ def test_an_oversized_run_is_not_done(swept, knobs, monkeypatch):
 def test_sweep_goes_on_after_a_failed_run(knobs, tmp_path):
     result = run(SWEEP, {**knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}, tmp_path)
     assert result.returncode == 1
-    assert re.search(r"failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=\S+ has 400 pieces", result.stdout)
-    assert re.search(r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 ", result.stdout)
+    assert re.search(
+        r"failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=\S+ has 400 pieces", result.stdout
+    )
+    assert re.search(
+        r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 ", result.stdout
+    )
 
 
 def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
         path.unlink()
-    endless = [*SWEEP[:2], sys.executable, "-c", "import time; print('it runs', flush=True); time.sleep(60)"]
+    endless = [
+        *SWEEP[:2],
+        sys.executable,
+        "-c",
+        "import time; print('it runs', flush=True); time.sleep(60)",
+    ]
     process = start(
-        endless, {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"}, folder, fresh=True
+        endless,
+        {**knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"},
+        folder,
+        fresh=True,
     )
     said = ""
     while "it runs" not in said:
         said += process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)  # a terminal sends it to both
+    # A terminal sends it to both
+    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "seed 1 " in out and re.search(r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out)
+    assert "seed 1 " in out and re.search(
+        r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,10 +274,16 @@ def test_published_logs_are_read(tmp_path):
 
 @pytest.mark.parametrize("names", [("roundtrip", "banded"), ("roundtrip", "banded", "ttt_sgd")])
 def test_a_banded_pass_is_the_score_without_test_time_training(tmp_path, names):
-    lines = [f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}" for place, name in enumerate(names)]
+    lines = [
+        f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}"
+        for place, name in enumerate(names)
+    ]
     text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n" + "\n".join(lines) + "\n"
     found = runs.read_run(written(tmp_path, text))
-    assert found.score_name == f"final_int6_{names[-1]}" and found.score.bpb == 1 + (len(names) - 1) / 10
+    assert (
+        found.score_name == f"final_int6_{names[-1]}"
+        and found.score.bpb == 1 + (len(names) - 1) / 10
+    )
 
 
 def test_later_published_logs_are_read(tmp_path):
@@ -263,7 +292,11 @@ def test_later_published_logs_are_read(tmp_path):
     assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
     bits = (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"])
     assert bits == (1.06395844, 1.07254371, 1.0756)
-    assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (31999, 15897259, 540.0)
+    assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (
+        31999,
+        15897259,
+        540.0,
+    )
     assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
 
 
@@ -287,7 +320,10 @@ def test_our_log_is_read_whole(swept):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
     names = ("val_loss", "val_bpb", "eval_seconds", "val_tokens", "val_bytes")
     assert found.score == pytest.approx(tuple(last[name] for name in names), abs=1e-3)
-    assert (found.model_bytes, found.code_bytes) == (artifact["model_bytes"], artifact["code_bytes"])
+    assert (found.model_bytes, found.code_bytes) == (
+        artifact["model_bytes"],
+        artifact["code_bytes"],
+    )
     assert found.settings["NUM_LAYERS"] == "3"
     assert "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
     assert [point.step for point in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]
@@ -298,16 +334,24 @@ def test_our_log_is_read_whole(swept):
 
 def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
     losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}
-    lines = [f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()]
+    lines = [
+        f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()
+    ]
     lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.safetensors")
     lines.append("step:2/9 train_loss:4.5 train_time:210ms")
     found = runs.read_run(written(tmp_path, "\n".join(lines)))
-    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [(1, 5.0), (2, 4.5)]
+    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [
+        (1, 5.0),
+        (2, 4.5),
+    ]
     assert (found.steps, found.resumed) == (2, 1)
 
 
 def test_what_is_not_a_single_run_is_refused(tmp_path):
-    for text, part in ((PUBLISHED + PUBLISHED, "holds several runs"), ("hello\n", "neither steps nor scores")):
+    for text, part in (
+        (PUBLISHED + PUBLISHED, "holds several runs"),
+        ("hello\n", "neither steps nor scores"),
+    ):
         with pytest.raises(UserError, match=part):
             runs.read_run(written(tmp_path, text))
     with pytest.raises(UserError, match="did not finish"):
@@ -321,10 +365,18 @@ def test_what_is_not_a_single_run_is_refused(tmp_path):
 # Significance
 
 
-def group(folder: Path, values: dict[int, float], rate: float = 1.7, step: float = 83.0, text: str = PUBLISHED) -> list:
+def group(
+    folder: Path,
+    values: dict[int, float],
+    rate: float = 1.7,
+    step: float = 83.0,
+    text: str = PUBLISHED,
+) -> list:
     """Logs that look published, with these losses by seed."""
     for seed, loss in values.items():
-        log = text.replace("seed:42", f"seed:{seed}").replace("600128", f"{step * 7179 + 99 * seed:.0f}")
+        log = text.replace("seed:42", f"seed:{seed}").replace(
+            "600128", f"{step * 7179 + 99 * seed:.0f}"
+        )
         log = log.replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
         written(folder, log, f"train_seed{seed}.log")
     return runs.read_group(str(folder))
@@ -335,10 +387,14 @@ def test_welch_is_the_textbook_one(tmp_path):
     test = compare.welch(a, b, 0.005)
     variance = [np.var(side, ddof=1) / len(side) for side in (a, b)]
     assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
-    assert test.df == pytest.approx(sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2))
+    assert test.df == pytest.approx(
+        sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
+    )
     least = compare.smallest(a, b, 0.005)
     shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
-    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), "the smallest gain is just significant"
+    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), (
+        "the smallest gain is just significant"
+    )
     cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
     assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
     assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
@@ -374,7 +430,10 @@ def test_the_rule_for_speed(tmp_path):
 
 
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
-    a, b = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7), group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
+    a, b = (
+        group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7),
+        group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2),
+    )
     of_a, of_b, note = compare.losses(a, b)
     assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
     assert of_b == [2.4, 2.41]
@@ -393,7 +452,11 @@ def test_groups_that_cannot_be_compared(tmp_path, swept):
     unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
     with pytest.raises(UserError, match="did not finish"):
         runs.read_group(str(unfinished))
-    other = written(tmp_path, re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()), "other.txt")
+    other = written(
+        tmp_path,
+        re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()),
+        "other.txt",
+    )
     with pytest.raises(UserError, match="were scored on 77 and"):
         compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
 
@@ -426,7 +489,10 @@ def test_the_same_runs_are_equal(tmp_path):
 
 
 def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
-    names = [written(tmp_path, PUBLISHED, name) for name in ("a1.txt", "a2.txt", "a[1].txt", "b,1.txt", "c.log")]
+    names = [
+        written(tmp_path, PUBLISHED, name)
+        for name in ("a1.txt", "a2.txt", "a[1].txt", "b,1.txt", "c.log")
+    ]
     for text, expected in (
         (f"{tmp_path}/a?.txt", names[:2]),
         (f"{tmp_path}", names),
@@ -448,14 +514,35 @@ def made(swept, tmp_path):
     """A function: a submission folder made from the sweep's logs, with its README filled in."""
 
     def make(*options: str, track: str = "non_record_16mb", change=lambda text: text) -> Path:
-        logs = [written(tmp_path / "logs", change(path.read_text()), path.name) for path in logs_of(swept)]
-        about = ["--track", track, "--name", "A tiny, first one", "--author", "Ada", "--blurb", "Small."]
+        logs = [
+            written(tmp_path / "logs", change(path.read_text()), path.name)
+            for path in logs_of(swept)
+        ]
+        about = [
+            "--track",
+            track,
+            "--name",
+            "A tiny, first one",
+            "--author",
+            "Ada",
+            "--blurb",
+            "Small.",
+        ]
         pattern = logs[0].parent / "*.txt"
-        command = [ROOT / "tools" / "make_record.py", *about, "--root", tmp_path / "records", *options, pattern]
+        command = [
+            ROOT / "tools" / "make_record.py",
+            *about,
+            "--root",
+            tmp_path / "records",
+            *options,
+            pattern,
+        ]
         result = run(command, {}, tmp_path)
         assert result.returncode == 0, result.stderr
         folder = next((tmp_path / "records" / f"track_{track}").iterdir())
-        (folder / "README.md").write_text(re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text()))
+        (folder / "README.md").write_text(
+            re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text())
+        )
         return folder
 
     return make
@@ -473,7 +560,14 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     return result.returncode, lines
 
 
-FILES = ["README.md", "requirements.txt", "submission.json", "train_gpt.py", "train_seed1.log", "train_seed2.log"]
+FILES = [
+    "README.md",
+    "requirements.txt",
+    "submission.json",
+    "train_gpt.py",
+    "train_seed1.log",
+    "train_seed2.log",
+]
 
 
 def test_a_folder_has_everything_from_the_logs(made, swept):
@@ -485,7 +579,9 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     given = json.loads((folder / "submission.json").read_text())
     assert given["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
     assert given["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
-    assert given["val_bpb_std"] == pytest.approx(np.std([r.score.bpb for r in found], ddof=1), abs=1e-8)
+    assert given["val_bpb_std"] == pytest.approx(
+        np.std([r.score.bpb for r in found], ddof=1), abs=1e-8
+    )
     assert given["seeds"] == [1, 2]
     assert given["bytes_total"] == max(r.total_bytes for r in found)
     assert given["github_id"] == "Ada"
@@ -493,16 +589,31 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert given["seed_results"]["2"]["val_loss"] == found[1].score.loss
     assert given["compliance"]["three_seeds"] is False
     text = (folder / "README.md").read_text()
-    for part in (f"**val_bpb {given['val_bpb']:.5f}**", "This is not a record", "NUM_LAYERS=3", "LATE_QAT=0"):
+    for part in (
+        f"**val_bpb {given['val_bpb']:.5f}**",
+        "This is not a record",
+        "NUM_LAYERS=3",
+        "LATE_QAT=0",
+    ):
         assert part in text
-    assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in (folder / "requirements.txt").read_text()
+    assert (
+        f"torch=={train_gpt.torch.__version__.split('+')[0]}\n"
+        in (folder / "requirements.txt").read_text()
+    )
 
 
 def test_a_good_folder_passes(made, swept, data):
     folder = made()
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
     status, lines = checked(
-        folder, "--legality", "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
+        folder,
+        "--legality",
+        "--artifact",
+        artifact,
+        "--data-path",
+        data,
+        "--tokenizer",
+        data / "tokenizer.model",
     )
     assert status == 0 and not lines["FAIL"], lines
     assert len(lines["n/a"]) == 2
@@ -517,9 +628,14 @@ def counted(size: int, source: bytes):
 
     def change(text: str) -> str:
         text = source.decode() + text[text.index(f"\n{runs.RULER}\n") :]
-        code, model = (int(re.search(rf"^{name}: (\d+) b", text, re.M)[1]) for name in ("Code size", SERIALIZED))
+        code, model = (
+            int(re.search(rf"^{name}: (\d+) b", text, re.M)[1])
+            for name in ("Code size", SERIALIZED)
+        )
         text = text.replace(f"Code size: {code} bytes", f"Code size: {size} bytes")
-        return re.sub(r"^(Total submission size.*): \d+ bytes", rf"\1: {model + size} bytes", text, flags=re.M)
+        return re.sub(
+            r"^(Total submission size.*): \d+ bytes", rf"\1: {model + size} bytes", text, flags=re.M
+        )
 
     return change
 
@@ -538,7 +654,10 @@ def test_the_packed_script_that_ran_is_submitted(made, comments):
     assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(packed)
     status, lines = checked(folder)
     assert status == 0, lines
-    assert any(f"is the script that the logs show: packed, {len(packed):,} bytes" in line for line in lines["ok"])
+    assert any(
+        f"is the script that the logs show: packed, {len(packed):,} bytes" in line
+        for line in lines["ok"]
+    )
 
 
 def test_a_packed_script_and_its_source_belong_together(made, tmp_path, monkeypatch):
@@ -684,11 +803,19 @@ def test_each_breakage_is_found(made, tmp_path, monkeypatch):
     for name, (damage, part) in BROKEN.items():
         # Starting the script takes seconds, so it is left out where it does not matter.
         skipped = check_record.Verdict("ok", check_record.STARTS, "")
-        monkeypatch.setattr(check_record, "starts", starts if name == "no help" else lambda folder, line=skipped: line)
+        monkeypatch.setattr(
+            check_record,
+            "starts",
+            starts if name == "no help" else lambda folder, line=skipped: line,
+        )
         folder = tmp_path / "broken" / "track_non_record_16mb" / good.name
         shutil.copytree(good, folder)
         damage(folder)
-        found = [line for line in check_record.check(check_record.Folder(folder)) if line.status == "FAIL"]
+        found = [
+            line
+            for line in check_record.check(check_record.Folder(folder))
+            if line.status == "FAIL"
+        ]
         assert any(part in line.detail for line in found), (name, found)
         shutil.rmtree(folder)
 
@@ -710,7 +837,9 @@ CHEATS = {
 def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
     folder = made()
-    edit("train_gpt.py", r"^( +)return evaluate_only\(", rf"\1{line}\n\1return evaluate_only(")(folder)
+    edit("train_gpt.py", r"^( +)return evaluate_only\(", rf"\1{line}\n\1return evaluate_only(")(
+        folder
+    )
     status, lines = checked(
         folder, "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
     )
@@ -738,11 +867,15 @@ def test_make_refuses(made, swept, tmp_path):
     given = dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
     for logs, part in cases.items():
         with pytest.raises(UserError, match=part):
-            make_record.make([runs.read_run(path) for path in logs], given, "t", tmp_path, None, None)
+            make_record.make(
+                [runs.read_run(path) for path in logs], given, "t", tmp_path, None, None
+            )
 
 
 AGREES = "ok    submission.json says what the logs say"
-BPB_AS_LOSS = "FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"
+BPB_AS_LOSS = (
+    "FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"
+)
 SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
 
 
@@ -759,7 +892,8 @@ SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
     ],
 )
 def test_published_folders_get_sane_messages(tmp_path, log, given, parts):
-    """Like merged folders: fewer fields, no requirements.txt, another script, logs without source."""
+    """Like merged folders: fewer fields, no requirements.txt, another script, logs without
+    source."""
     folder = tmp_path / "track_10min_16mb" / "2026-03-23_Someone"
     written(folder, log)
     code = runs.read_run(folder / "train_seed42.log").code_bytes
@@ -772,7 +906,10 @@ def test_published_folders_get_sane_messages(tmp_path, log, given, parts):
     text = "\n".join(line for kind in lines.values() for line in kind)
     for part in parts:
         assert part in text, text
-    assert "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script" in text
+    assert (
+        "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script"
+        in text
+    )
     assert "flash_attn_interface is not installed here" in text
     assert "ok    train_gpt.py imports what requirements.txt lists" in text
     slow = "FAIL  training takes at most 10 minutes: seed 42: 600.13 s"
@@ -785,7 +922,9 @@ def test_our_own_records_hold():
     folders = sorted(path.parent for path in (ROOT / "records").glob("*/*/submission.json"))
     assert folders
     for path in folders:
-        broken = [line for line in check_record.check(check_record.Folder(path)) if line.status == "FAIL"]
+        broken = [
+            line for line in check_record.check(check_record.Folder(path)) if line.status == "FAIL"
+        ]
         assert not broken, (path, broken)
 
 
@@ -795,7 +934,8 @@ CHUNKS_BY_LENGTH = {"2026-11-21_CPU_demonstration", "2026-11-22_CPU_demonstratio
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
 def test_the_probes_fit_the_scripts_of_our_records(mode):
-    """Also of those whose test-time training is a class, and also when it is on, which it was in none of them yet."""
+    """Also of those whose test-time training is a class, and also when it is on, which it was in
+    none of them yet."""
     paths = sorted(path.parent for path in (ROOT / "records").glob("*/*/submission.json"))
     assert {path.name for path in paths} > CHUNKS_BY_LENGTH
     for path in paths:
@@ -815,8 +955,11 @@ ABLATE = ROOT / "tools" / "ablate.py"
 
 @pytest.fixture
 def ablate_twice(knobs, tmp_path):
-    """A function: run ablate.py twice, the second time on finished runs. Returns the two results."""
-    environment = {name: value for name, value in knobs.items() if name != "RUN_ID"} | {"EMA_ENABLED": "0"}
+    """A function: run ablate.py twice, the second time on finished runs. Returns the two
+    results."""
+    environment = {name: value for name, value in knobs.items() if name != "RUN_ID"} | {
+        "EMA_ENABLED": "0"
+    }
 
     def go(options: list, variants: list):
         command = [ABLATE, *options, "--steps", 6, "--folder", tmp_path / "a", *variants]
@@ -829,32 +972,54 @@ def ablate_twice(knobs, tmp_path):
 
 
 def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
-    """Two seeds of a base and of a variant with equal bytes, also scored on other data; no run is repeated."""
+    """Two seeds of a base and of a variant with equal bytes, also scored on other data; no run is
+    repeated."""
     shutil.copytree(data, tmp_path / "other")
     (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
     options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
-    first, second = ablate_twice(options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"])
+    first, second = ablate_twice(
+        options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"]
+    )
     assert first.stdout.count("== ") == 8
     found = json.loads(second.stdout.splitlines()[-1])
     for title, suffix in (("score", ""), ("on other", "_also")):
         scores = {
-            name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb for seed in (1, 2)]
+            name: [
+                runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb
+                for seed in (1, 2)
+            ]
             for name in ("base", "still")
         }
         base, still = found[title]
-        assert (base["variant"], base["difference"], still["variant"], still["n"]) == ("base", 0, "still", 2)
-        assert still["difference"] == pytest.approx(np.mean(scores["still"]) - np.mean(scores["base"]))
+        assert (base["variant"], base["difference"], still["variant"], still["n"]) == (
+            "base",
+            0,
+            "still",
+            2,
+        )
+        assert still["difference"] == pytest.approx(
+            np.mean(scores["still"]) - np.mean(scores["base"])
+        )
         assert still["difference"] > 0.01
-        welch = scipy.stats.ttest_ind(scores["base"], scores["still"], equal_var=False, alternative="greater")
+        welch = scipy.stats.ttest_ind(
+            scores["base"], scores["still"], equal_var=False, alternative="greater"
+        )
         assert still["p"] > 0.5
         assert still["p"] == pytest.approx(welch.pvalue)
         assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
-        assert (still["before"] is None) == (title != "score"), "an artifact that is only scored has no such weights"
+        assert (still["before"] is None) == (title != "score"), (
+            "an artifact that is only scored has no such weights"
+        )
     early = {
-        name: [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt").before_export.bpb for seed in (1, 2)]
+        name: [
+            runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt").before_export.bpb
+            for seed in (1, 2)
+        ]
         for name in ("base", "still")
     }
-    assert found["score"][1]["before"] == pytest.approx(np.mean(early["still"]) - np.mean(early["base"]))
+    assert found["score"][1]["before"] == pytest.approx(
+        np.mean(early["still"]) - np.mean(early["base"])
+    )
     assert found["score"][1]["before"] != found["score"][1]["difference"]
     assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"])
     assert found["score"][0] != found["on other"][0]
@@ -867,19 +1032,29 @@ def test_screenings_tell_factors_apart():
         plan, true = ablate.design(factors), rng.normal(size=factors)
         assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * (len(plan) - 1)
         scores = (np.array(plan)[:, :factors] @ true + 7).tolist()
-        assert ablate.effects(plan, scores) == pytest.approx([*true.tolist(), *[0] * (len(plan) - 1 - factors)])
+        assert ablate.effects(plan, scores) == pytest.approx(
+            [*true.tolist(), *[0] * (len(plan) - 1 - factors)]
+        )
     nothing = rng.normal(scale=0.01, size=40).tolist()
     assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), (
         "two real effects are not noise"
     )
-    # The median size is 3, so sizes below 2.5 * 1.5 * 3 count: 1.5 times the median of 1, 2, 3 and 10.
-    assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (pytest.approx(3.75), "Lenth's method")
-    assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (pytest.approx(3**0.5), "3 spare columns")
+    # The median size is 3, so sizes below 2.5 * 1.5 * 3 count: 1.5 times the median of 1, 2, 3 and
+    # 10.
+    assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (
+        pytest.approx(3.75),
+        "Lenth's method",
+    )
+    assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (
+        pytest.approx(3**0.5),
+        "3 spare columns",
+    )
     assert math.isnan(ablate.standard_error([7.0, 8.0, 1.0], 3)[0])
 
 
 def test_screenings(ablate_twice, tmp_path):
-    """Three factors in four runs; the one that spoils the learning rate stands out, and no run is repeated."""
+    """Three factors in four runs; the one that spoils the learning rate stands out, and no run is
+    repeated."""
     still = "still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"
     variants = [still, "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
     first, second = ablate_twice(["--screen", "--seeds", 1], variants)
@@ -890,19 +1065,27 @@ def test_screenings(ablate_twice, tmp_path):
     done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
     scores = [one.score.bpb for one in done]
     assert found["scores"] == scores
-    assert found["effects"]["still"] == pytest.approx((scores[0] + scores[2] - scores[1] - scores[3]) / 2)
+    assert found["effects"]["still"] == pytest.approx(
+        (scores[0] + scores[2] - scores[1] - scores[3]) / 2
+    )
     lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
     assert list(lines) == sorted(lines, key=found["effects"].get), "best first"
     early = [one.before_export.bpb for one in done]
-    assert found["before"]["still"] == pytest.approx((early[0] + early[2] - early[1] - early[3]) / 2)
-    assert float(lines["still"][3]) == pytest.approx(found["before"]["still"], abs=1e-5) and early != scores
+    assert found["before"]["still"] == pytest.approx(
+        (early[0] + early[2] - early[1] - early[3]) / 2
+    )
+    assert (
+        float(lines["still"][3]) == pytest.approx(found["before"]["still"], abs=1e-5)
+        and early != scores
+    )
     ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
     assert float(lines["wide"][4]) == pytest.approx(ratio, abs=1e-3)
     assert int(lines["wide"][5].replace(",", "")) > 1000
 
 
 def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
-    """Eight factors in twelve runs per seed, with invented scores: two effects and noise of each run."""
+    """Eight factors in twelve runs per seed, with invented scores: two effects and noise of each
+    run."""
     names = "abcdefgh"
     started = {}
 
@@ -916,12 +1099,22 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
         return SimpleNamespace(score=score, before_export=score, **run)
 
     monkeypatch.setattr(ablate, "finish", finish)
-    variants = {"base": ablate.Variant({}), **{name: ablate.Variant({name.upper(): "1"}) for name in names}}
-    arguments = argparse.Namespace(steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2, expect=None)
+    variants = {
+        "base": ablate.Variant({}),
+        **{name: ablate.Variant({name.upper(): "1"}) for name in names},
+    }
+    arguments = argparse.Namespace(
+        steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2, expect=None
+    )
     ablate.screen(variants, arguments)
     assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
-    assert len({seed for _, seed in started.values()}) == 24, "equal seeds would repeat the same noise"
-    assert all(started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0] for n in range(12))
+    assert len({seed for _, seed in started.values()}) == 24, (
+        "equal seeds would repeat the same noise"
+    )
+    assert all(
+        started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0]
+        for n in range(12)
+    )
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     cells = {line.split()[0]: line.split() for line in lines[3:-1]}
@@ -943,17 +1136,28 @@ def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
 def small_arguments(**changes):
     """The options of ablate.py for the record in small, and no others."""
     chosen = dict(
-        steps=0, seconds=0, tokens_per_weight=50, width=16, bytes=0, seeds=[1], jobs=2, also=None, expect=None
+        steps=0,
+        seconds=0,
+        tokens_per_weight=50,
+        width=16,
+        bytes=0,
+        seeds=[1],
+        jobs=2,
+        also=None,
+        expect=None,
     )
     return argparse.Namespace(**chosen | changes)
 
 
 @pytest.mark.parametrize("width", [32, 48, 64, 96])
 def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
-    """Only size and batch differ from the record; weight decay, average and warm-ups act over the same steps."""
+    """Only size and batch differ from the record; weight decay, average and warm-ups act over the
+    same steps."""
     for name in runs.KNOBS:
         monkeypatch.delenv(name, raising=False)
-    environ = ablate.environment(small_arguments(tokens_per_weight=200, width=width), ablate.Variant({}))
+    environ = ablate.environment(
+        small_arguments(tokens_per_weight=200, width=width), ablate.Variant({})
+    )
     hp = train_gpt.Hyperparameters.from_env({"RUN_ID": "t", **environ})
     record = train_gpt.Hyperparameters()
     parameters = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
@@ -968,8 +1172,17 @@ def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
         lambda hp: hp.bigram_vocab_size / hp.model_dim,
     ):
         assert ratio(hp) == ratio(record)
-    assert record.rope_dims >= hp.rope_dims >= 8, "with one pair all frequencies are 1, and bits per byte rise by 0.07"
-    size = {"num_heads", "num_kv_heads", "model_dim", "rope_dims", "bigram_vocab_size", "bigram_dim"}
+    assert record.rope_dims >= hp.rope_dims >= 8, (
+        "with one pair all frequencies are 1, and bits per byte rise by 0.07"
+    )
+    size = {
+        "num_heads",
+        "num_kv_heads",
+        "model_dim",
+        "rope_dims",
+        "bigram_vocab_size",
+        "bigram_dim",
+    }
     size |= {"train_seq_len", "train_batch_tokens", "run_id"}
     for name in train_gpt.knobs_with("training", "model"):
         assert name in size or getattr(hp, name) == getattr(record, name), name
@@ -977,11 +1190,14 @@ def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
 
 def test_an_artifact_at_the_records_steps_has_its_size():
     """The rule that gives the record in small its bytes gives the record those of the challenge."""
-    assert ablate.record_bytes(train_gpt.Hyperparameters()) == pytest.approx(train_gpt.SUBMISSION_CAP, rel=0.02)
+    assert ablate.record_bytes(train_gpt.Hyperparameters()) == pytest.approx(
+        train_gpt.SUBMISSION_CAP, rel=0.02
+    )
 
 
 def test_priced_variants_get_fewer_steps(knobs, tmp_path, monkeypatch, capsys):
-    """Two runs of the record in small side by side; the variant costs twice as much, so it does half of the steps."""
+    """Two runs of the record in small side by side; the variant costs twice as much, so it does
+    half of the steps."""
     for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "DEVICE", "COMPILE"):
         monkeypatch.setenv(name, knobs[name])
     monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
@@ -996,34 +1212,52 @@ def test_priced_variants_get_fewer_steps(knobs, tmp_path, monkeypatch, capsys):
     assert first.count("== ") == 2 and "== " not in again
     report = json.loads(again.splitlines()[-1])["score"]
     assert [line["steps"] for line in report] == [6, 3]
-    assert re.search(r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix", again, re.M)
+    assert re.search(
+        r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix",
+        again,
+        re.M,
+    )
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_speed_of_a_run_counts_the_operations_of_its_lengths(parts):
-    settings = {"SHORT_SEQ_PARTS": str(parts), "TRAIN_SEQ_LEN": "256", "TRAIN_BATCH_TOKENS": "1024", "MODEL_DIM": "128"}
+    settings = {
+        "SHORT_SEQ_PARTS": str(parts),
+        "TRAIN_SEQ_LEN": "256",
+        "TRAIN_BATCH_TOKENS": "1024",
+        "MODEL_DIM": "128",
+    }
     hp = train_gpt.Hyperparameters.from_env(settings)
     line = ablate.speed(SimpleNamespace(settings=settings, step_ms=2.0))
-    rate, speed = (float(word.replace(",", "")) for word in re.match(r"(\S+) tokens/s, (\S+) GFLOP/s", line).groups())
+    rate, speed = (
+        float(word.replace(",", ""))
+        for word in re.match(r"(\S+) tokens/s, (\S+) GFLOP/s", line).groups()
+    )
     whole, short = (flops.flops_per_token(hp, length) for length in (256, 256 // parts))
     assert rate == 512_000
     assert 1e9 * speed == pytest.approx(rate * (0.6 * whole + 0.4 * short), rel=1e-2)
 
 
 def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
-    """The next call finds checkpoints where the interrupted run left them. Other runs of the pool do not start."""
+    """The next call finds checkpoints where the interrupted run left them. Other runs of the pool
+    do not start."""
     monkeypatch.chdir(tmp_path)
     started = []
 
     def execute(command, environ, quiet, folder):
         started.append(environ["RUN_ID"])
-        time.sleep(0.2 * (len(started) > 1))  # the pool's thread may take one more run before it learns of the failure
+        # The pool's thread may take one more run before it learns of the failure
+        time.sleep(0.2 * (len(started) > 1))
         Path(folder, "checkpoints").mkdir()
         return "error: stopped by SIGTERM"
 
     monkeypatch.setattr(sweep, "execute", execute)
-    variants = {"base": ablate.Variant({}), "x": ablate.Variant({"SEED": "2"}), "y": ablate.Variant({"SEED": "3"})}
+    variants = {
+        "base": ablate.Variant({}),
+        "x": ablate.Variant({"SEED": "2"}),
+        "y": ablate.Variant({"SEED": "3"}),
+    }
     with pytest.raises(UserError, match="base_seed1 failed: error: stopped by SIGTERM"):
         ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
     assert started[0] == "base_seed1" and "y_seed1" not in started
@@ -1037,16 +1271,24 @@ def test_published_effects_are_compared_with_measured_ones(tmp_path, capsys):
     assert variants.keys() == expected.keys() and len(variants) == len(texts) >= 8
     for name, chosen in variants.items():
         changed = train_gpt.Hyperparameters.from_env(chosen.knobs)
-        assert changed != train_gpt.Hyperparameters() and chosen.price == 1, f"{name} changes nothing"
+        assert changed != train_gpt.Hyperparameters() and chosen.price == 1, (
+            f"{name} changes nothing"
+        )
     path = tmp_path / "ladder.txt"
-    path.write_text("# comment\n\na: SEED=1 @1.1 | +0.01 | #1\nb: SEED=2 | -0.02 | #2\nc: SEED=3 | 0.01 | #3\n")
+    path.write_text(
+        "# comment\n\na: SEED=1 @1.1 | +0.01 | #1\nb: SEED=2 | -0.02 | #2\nc: SEED=3 | 0.01 | #3\n"
+    )
     texts, expected = ablate.ladder(path)
     assert texts == ["a: SEED=1 @1.1", "b: SEED=2", "c: SEED=3"] and expected["b"] == (-0.02, "#2")
     measured = {"base": (0.0, 0.0), "a": (0.02, 0.001), "b": (0.03, 0.001), "c": (0.05, 0.03)}
     found = ablate.agreement(expected, measured)
     assert found["signs"] == {"agree": 1, "disagree": 1, "within noise": 1}
-    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr([0.01, -0.02, 0.01], [0.02, 0.03, 0.05])[0])
-    assert re.search(r"^b +-0.0200 +\+0.03000 +0.00100  disagree +#2$", capsys.readouterr().out, re.M)
+    assert found["spearman"] == pytest.approx(
+        scipy.stats.spearmanr([0.01, -0.02, 0.01], [0.02, 0.03, 0.05])[0]
+    )
+    assert re.search(
+        r"^b +-0.0200 +\+0.03000 +0.00100  disagree +#2$", capsys.readouterr().out, re.M
+    )
     assert ablate.spearman([1, 2], [1, 2]) is None and ablate.spearman([1, 2, 3], [5, 5, 5]) is None
     ablate.draw_agreement(expected, measured, tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -1072,7 +1314,10 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
         (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
         (["base: SEED=1"], 'called "base"'),
         (["--jobs", "0", "x: SEED=1"], "--jobs: 0 is not a whole number above 0"),
-        (["--expect", ROOT / "bench" / "scaling.png"], "write `name: KNOB=value | effect | source`"),
+        (
+            ["--expect", ROOT / "bench" / "scaling.png"],
+            "write `name: KNOB=value | effect | source`",
+        ),
         (["x: SEED=1 @fast"], "has the price 'fast'"),
         (["x: SEED=1 @-1"], "has the price '-1'"),
         (["--screen"], "--screen needs variants"),
@@ -1083,7 +1328,8 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
 )
 def test_ablations_name_a_mistake(tmp_path, options, part):
     result = run([ABLATE, "--steps", 6, *options], {}, tmp_path)
-    assert result.returncode == (2 if {"--seeds", "--jobs"} & set(options) else 1)  # argparse exits with 2
+    # Argparse exits with 2
+    assert result.returncode == (2 if {"--seeds", "--jobs"} & set(options) else 1)
     assert part in result.stderr and "Traceback" not in result.stderr
 
 
@@ -1097,7 +1343,12 @@ def test_runs_of_one_configuration_are_one_curve(swept):
         "t_MATRIX_LR=0.005 (2 seeds)": 2,
         "t_MATRIX_LR=0.025 (2 seeds)": 2,
     }
-    x, y = plot.together([(np.array([0.0, 10.0]), np.array([0.0, 1.0])), (np.array([5.0, 20.0]), np.array([2.0, 5.0]))])
+    x, y = plot.together(
+        [
+            (np.array([0.0, 10.0]), np.array([0.0, 1.0])),
+            (np.array([5.0, 20.0]), np.array([2.0, 5.0])),
+        ]
+    )
     assert x.tolist() == [5.0, 10.0] and y.tolist() == [[0.5, 1.0], [2.0, 3.0]]
     steps, ms = plot.step_times(members[0].train)
     a, b = members[0].train[-2:]
@@ -1107,8 +1358,13 @@ def test_runs_of_one_configuration_are_one_curve(swept):
 def test_plots_are_drawn(swept, tmp_path):
     published = written(tmp_path, PUBLISHED)
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
-    for name, options in (("runs", [swept[0] / "logs" / "*seed?.txt", published]), ("bytes", ["--artifact", artifact])):
-        result = run([ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path)
+    for name, options in (
+        ("runs", [swept[0] / "logs" / "*seed?.txt", published]),
+        ("bytes", ["--artifact", artifact]),
+    ):
+        result = run(
+            [ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path
+        )
         assert result.returncode == 0, result.stderr
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
@@ -1116,16 +1372,21 @@ def test_plots_are_drawn(swept, tmp_path):
 
 @pytest.mark.parametrize("validations", [2, 3, 21])
 def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
-    """A short curve is drawn whole; the first 5 % of a long one, which would flatten the rest, are not drawn."""
+    """A short curve is drawn whole; the first 5 % of a long one, which would flatten the rest, are
+    not drawn."""
     steps = range(101)
-    lines = [f"step:{step}/100 train_loss:{7 - step / 100} train_time:{step}00ms" for step in steps[1:]]
+    lines = [
+        f"step:{step}/100 train_loss:{7 - step / 100} train_time:{step}00ms" for step in steps[1:]
+    ]
     lines += [
         f"step:{step}/100 val_loss:2 val_bpb:{4 - step / 100} train_time:{step}00ms"
         for step in steps[:: 100 // (validations - 1)]
     ]
     figures = []
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    log = written(tmp_path, "\n".join(sorted(lines, key=lambda line: int(line[5 : line.index("/")]))))
+    log = written(
+        tmp_path, "\n".join(sorted(lines, key=lambda line: int(line[5 : line.index("/")])))
+    )
     plot.draw_runs([runs.read_run(log)], tmp_path / "x.png")
     for axis, points in zip(figures[0].axes, (96, 96, *[min(validations, 20)] * 2), strict=False):
         (line,) = axis.lines
@@ -1139,12 +1400,19 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
 def test_plots_at_the_top_are_ignored_by_git():
     """And those of the documents are not."""
     for name, status in (("runs.png", 0), ("bench/scaling.png", 1)):
-        assert subprocess.run(["git", "check-ignore", "--quiet", "--no-index", name], cwd=ROOT).returncode == status
+        assert (
+            subprocess.run(
+                ["git", "check-ignore", "--quiet", "--no-index", name], cwd=ROOT
+            ).returncode
+            == status
+        )
 
 
 def test_scaling_is_drawn_for_different_ranks(swept, tmp_path):
     path = logs_of(swept)[0]
-    two = written(tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt")
+    two = written(
+        tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt"
+    )
     plot.draw_scaling([runs.read_run(path), runs.read_run(two)], tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     for members, part in (
@@ -1183,7 +1451,9 @@ PROGRAMS = [
 @pytest.mark.parametrize("path", [ROOT / "train_gpt.py", *PROGRAMS], ids=lambda path: path.stem)
 def test_a_python_without_packages_is_one_sentence(path, tmp_path):
     """As after ./run.sh without `source .venv/bin/activate`. -S hides the packages."""
-    result = subprocess.run([sys.executable, "-SE", path, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-SE", path, "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
     expected = "error: No module named 'numpy': run `source .venv/bin/activate`, or `pip install -r requirements.txt`\n"
     assert result.stderr == expected and result.returncode == 1
 
@@ -1191,7 +1461,9 @@ def test_a_python_without_packages_is_one_sentence(path, tmp_path):
 @pytest.mark.parametrize("program, package", [("compare", "scipy"), ("plot", "matplotlib")])
 def test_a_missing_package_of_a_tool_is_one_sentence(program, package, tmp_path):
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError('No module named it')")
-    result = run([ROOT / "tools" / f"{program}.py", "--help"], {"PYTHONPATH": str(tmp_path)}, tmp_path)
+    result = run(
+        [ROOT / "tools" / f"{program}.py", "--help"], {"PYTHONPATH": str(tmp_path)}, tmp_path
+    )
     advice = "run `source .venv/bin/activate`, or `pip install -r requirements-dev.txt`"
     assert result.stderr == f"error: No module named it: {advice}\n" and result.returncode == 1
 
@@ -1199,6 +1471,9 @@ def test_a_missing_package_of_a_tool_is_one_sentence(program, package, tmp_path)
 def test_packages_that_a_script_imports_at_its_top_must_be_listed(tmp_path):
     """Also inside a `with` that explains a failed import, as train_gpt.py has it."""
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\n")
-    for code, status in (("import torch", "ok"), ("with a():\n    import torch\n    import numpy", "FAIL")):
+    for code, status in (
+        ("import torch", "ok"),
+        ("with a():\n    import torch\n    import numpy", "FAIL"),
+    ):
         found = next(iter(check_record.packages(SimpleNamespace(path=tmp_path), ast.parse(code))))
         assert found.status == status, found

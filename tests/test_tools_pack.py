@@ -45,11 +45,14 @@ def test_the_packed_script_runs(packed, tmp_path):
 
 def figures(log: bytes) -> list[str]:
     """The losses and scores of a log."""
-    return re.findall(r"^(?:step:\d+/\d+|final_\w+_exact) .*?(?=(?: (?:train|eval)_time:|$))", log.decode(), re.M)
+    return re.findall(
+        r"^(?:step:\d+/\d+|final_\w+_exact) .*?(?=(?: (?:train|eval)_time:|$))", log.decode(), re.M
+    )
 
 
 def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path):
-    """The same losses and scores. The log begins with the source that is in the packed file, and counts that file."""
+    """The same losses and scores. The log begins with the source that is in the packed file, and
+    counts that file."""
     assert packed.stat().st_size < LIMIT
     logs = []
     for script in (ROOT / "train_gpt.py", packed):
@@ -108,7 +111,11 @@ def test_a_log_of_the_packed_script_is_current(stripped):
 
 def test_the_stripped_script_has_only_the_first_docstring(stripped):
     text = stripped.decode()
-    assert not [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.COMMENT]
+    assert not [
+        t
+        for t in tokenize.generate_tokens(io.StringIO(text).readline)
+        if t.type == tokenize.COMMENT
+    ]
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
     assert len(nodes) > 150
@@ -124,8 +131,12 @@ def test_the_script_reads_no_docstring_but_its_own():
     """So that it is the same program without them."""
     readers = {"__doc__", "getdoc", "getsource", "getsourcelines", "getcomments"}
     nodes = list(ast.walk(ast.parse(SOURCE)))
-    assert not [node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr in readers]
-    assert [node.id for node in nodes if isinstance(node, ast.Name) and node.id in readers] == ["__doc__"]
+    assert not [
+        node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr in readers
+    ]
+    assert [node.id for node in nodes if isinstance(node, ast.Name) and node.id in readers] == [
+        "__doc__"
+    ]
 
 
 # fmt: off
@@ -193,7 +204,9 @@ def test_another_program_is_refused(monkeypatch):
     """Whatever a fault in `cut` would change."""
     cut = pack_code.cut
     for old, new in (("x = 1", "x = 2"), ("'#'", "''"), ("y", "z"), ("'''Doc.'''\n", "")):
-        monkeypatch.setattr(pack_code, "cut", lambda text, tree, old=old, new=new: cut(text, tree).replace(old, new))
+        monkeypatch.setattr(
+            pack_code, "cut", lambda text, tree, old=old, new=new: cut(text, tree).replace(old, new)
+        )
         with pytest.raises(train_gpt.UserError, match="another program"):
             pack_code.without_comments(b"'''Doc.'''\nx = 1  # a\ny = '#'\n")
 
@@ -233,7 +246,11 @@ def test_every_byte_survives_a_python_string():
 def test_damaged_packing_is_refused():
     code = pack_code.pack(SOURCE)
     middle = len(code) // 2
-    for damaged in (code[:-60], code[:middle] + code[middle + 50 :], code[:middle] + b"a" * 50 + code[middle + 50 :]):
+    for damaged in (
+        code[:-60],
+        code[:middle] + code[middle + 50 :],
+        code[:middle] + b"a" * 50 + code[middle + 50 :],
+    ):
         with pytest.raises(ValueError, match="the packed script"):
             pack_code.readable_source(damaged)
 
@@ -293,7 +310,9 @@ def test_inspection(hyperparameters, tmp_path):
     assert '"steps": 12' in result.stdout and '"model_dim": 32' in result.stdout
     assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M)
     entries = train_gpt.open_artifact(blob)[2]
-    for (kind, name, _, size), (_, codes, values) in zip(entries, train_gpt.decode_artifact(blob), strict=True):
+    for (kind, name, _, size), (_, codes, values) in zip(
+        entries, train_gpt.decode_artifact(blob), strict=True
+    ):
         (line,) = [line for line in lines if line.split()[:1] == [name]]
         if codes is None:
             assert line.endswith(f" {2 * values.numel()}   before compression")
@@ -301,7 +320,9 @@ def test_inspection(hyperparameters, tmp_path):
         shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
         assert shape == "x".join(map(str, codes.shape))
         assert (int(bits), float(clip), int(nbytes)) == (kind.bits, 1.5 * kind.clip, size)
-        assert float(entropy) == pytest.approx(inspect_artifact.order0_entropy(codes) / codes.size, abs=1e-4)
+        assert float(entropy) == pytest.approx(
+            inspect_artifact.order0_entropy(codes) / codes.size, abs=1e-4
+        )
         assert float(coded) == pytest.approx(8 * size / codes.size, abs=1e-4)
     parts = [int(word.strip(",")) for word in lines[-1].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
@@ -320,4 +341,5 @@ def test_inspection_errors(tmp_path):
 
 def test_entropy_is_per_matrix():
     codes = np.array([[[0, 1], [1, 0]], [[3, 3], [3, 3]]], dtype=np.int16)
-    assert inspect_artifact.order0_entropy(codes) == 4.0  # one bit per code of the first matrix, none of the second
+    # One bit per code of the first matrix, none of the second
+    assert inspect_artifact.order0_entropy(codes) == 4.0

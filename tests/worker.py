@@ -1,16 +1,18 @@
 """Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
 
-steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians; each rank saves a
+steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians;
+each rank saves a
             digest of all state, collected from its node
-rounding    the same with initial weights that differ in the last bits between the ranks
-clocks      updates under a clock that advances with every reading, at another speed on each rank; each rank saves a
+rounding    the same with initial weights that differ in the last bits between the ranks clocks
+updates under a clock that advances with every reading, at another speed on each rank; each rank
+saves a
             digest of its weights
-checkpoint  2 updates and a checkpoint; each rank saves its state
-restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its weights
-limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1; each rank saves its steps
+checkpoint  2 updates and a checkpoint; each rank saves its state restore     restores that
+checkpoint; each rank saves its state, gathered, and a digest of its weights limit       low-rank
+training, whose time ends after 5 steps on rank 0 and at once on rank 1; each rank saves its steps
             and the number of scored targets
-apart       the whole script, each rank in a folder of its own, as on several nodes
-late        the same with a timer that is 1,000 s ahead on rank 1
+apart       the whole script, each rank in a folder of its own, as on several nodes late        the
+same with a timer that is 1,000 s ahead on rank 1
 """
 
 import contextlib
@@ -30,14 +32,18 @@ import train_gpt
 
 def digest(tensors) -> str:
     """The sha256 of these tensors, in hexadecimal."""
-    return hashlib.sha256(b"".join(t.detach().float().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(t.detach().float().numpy().tobytes() for t in tensors)
+    ).hexdigest()
 
 
 def clocks(run: train_gpt.Training, folder: Path) -> None:
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
-    (folder / f"digest{rank}").write_text(f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}")
+    (folder / f"digest{rank}").write_text(
+        f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}"
+    )
 
 
 def updates(run: train_gpt.Training, count: int) -> None:
@@ -72,7 +78,9 @@ def unequal_start() -> None:
 
 def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
-    return {name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()}
+    return {
+        name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()
+    }
 
 
 def checkpoint(run: train_gpt.Training, folder: Path) -> None:
@@ -103,7 +111,9 @@ def limit(run: train_gpt.Training, folder: Path) -> None:
     scorer.started -= 1e9 * rank
     train_gpt.lora_steps, train_gpt.LORA_BATCH = counted, 2
     train_gpt.ttt_lora(run.model, scorer)
-    (folder / f"limit{rank}").write_text(f"{len(steps)} {scorer.result().targets == run.val.targets}")
+    (folder / f"limit{rank}").write_text(
+        f"{len(steps)} {scorer.result().targets == run.val.targets}"
+    )
 
 
 def apart(folder: Path) -> None:
@@ -140,8 +150,11 @@ def main() -> None:
         run = train_gpt.Training(hp, runtime, log, val)
         with contextlib.closing(run.loader):
             act(run, folder)
-    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]  # none on systems without /proc
-    assert not any("gloo" in name for name in threads), "threads of the process group remain and may abort the process"
+    # None on systems without /proc
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not any("gloo" in name for name in threads), (
+        "threads of the process group remain and may abort the process"
+    )
 
 
 main()

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compare variants with a base: several seeds, equal steps or equal wall clock, equal artifact bytes.
+"""Compare variants with a base: several seeds, equal steps or equal wall clock, equal artifact
+bytes.
 
     export DATA_PATH=... TOKENIZER_PATH=...
     python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
@@ -7,27 +8,28 @@
     python tools/ablate.py --screen --seeds 1 --steps 200 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "wd: MUON_WD=0.09"
     python tools/ablate.py --tokens-per-weight 100 --jobs 2 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=11 @1.03"
 
-A variant is a name and the knobs in which it differs from the base: the small model below, changed by the environment.
-`--bytes` sets the artifact size of all runs (TARGET_BYTES widens the quantisation steps until the artifact fits; a
-variant that is smaller anyway stays so, and the table shows it). The variants take turns within a seed, so a slowdown
-of the machine affects all of them. `--jobs` runs go side by side. Logs go to --folder; a run that has finished there
-is not repeated, and one that was interrupted continues from its checkpoint.
+A variant is a name and the knobs in which it differs from the base: the small model below, changed
+by the environment. `--bytes` sets the artifact size of all runs (TARGET_BYTES widens the
+quantisation steps until the artifact fits; a variant that is smaller anyway stays so, and the table
+shows it). The variants take turns within a seed, so a slowdown of the machine affects all of them.
+`--jobs` runs go side by side. Logs go to --folder; a run that has finished there is not repeated,
+and one that was interrupted continues from its checkpoint.
 
-With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its 7,000 steps, so all
-knobs that concern the schedule keep their values. Width, heads, context and the bigram table shrink, and the batch is
-what makes that many training tokens per weight (the record: 205). The artifact's size is what the base takes at the
-record's quantisation steps. `@1.03` is the price of a variant: its step takes 1.03 times as long in the record, so it
-gets 1/1.03 of the steps.
+With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
+7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
+bigram table shrink, and the batch is what makes that many training tokens per weight (the record:
+205). The artifact's size is what the base takes at the record's quantisation steps. `@1.03` is the
+price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
-With `--screen` the variants are factors of one experiment. Each is switched on in half of the runs, in combinations
-from which every main effect can be estimated, so k variants need k + 1 runs or a few more. Screening finds what
-deserves a comparison of its own; it does not show interactions.
+With `--screen` the variants are factors of one experiment. Each is switched on in half of the runs,
+in combinations from which every main effect can be estimated, so k variants need k + 1 runs or a
+few more. Screening finds what deserves a comparison of its own; it does not show interactions.
 
-A comparison prints for each variant the mean, standard deviation, difference to the base in bits per byte, p that it is
-better at all (Welch's test and paired by seed, one-sided), the difference before the export, steps, ratio of step
-times, and bytes. A screening prints each effect, the effect in standard errors, the effect before the export, the ratio
-of step times, and bytes. "Before the export" is the averaged weights, with non-overlapping windows. The last line is
-JSON.
+A comparison prints for each variant the mean, standard deviation, difference to the base in bits
+per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
+before the export, steps, ratio of step times, and bytes. A screening prints each effect, the effect
+in standard errors, the effect before the export, the ratio of step times, and bytes. "Before the
+export" is the averaged weights, with non-overlapping windows. The last line is JSON.
 """
 
 import argparse
@@ -84,7 +86,8 @@ Variants = dict[str, Variant]  # by name
 
 
 def variant(text: str) -> tuple[str, Variant]:
-    """(name, variant) of "name: KNOB=value KNOB=value @price". Raises UserError for an unknown knob."""
+    """(name, variant) of "name: KNOB=value KNOB=value @price". Raises UserError for an unknown
+    knob."""
     name, _, rest = text.partition(":")
     rest, _, price = rest.partition("@")
     chosen = dict(pair.partition("=")[::2] for pair in rest.split())
@@ -98,22 +101,29 @@ def variant(text: str) -> tuple[str, Variant]:
     except ValueError:
         found = Variant(chosen, 0.0)
     if not found.price > 0:
-        raise UserError(f"{text!r} has the price {price!r}: write the ratio of step times, for example @1.03")
+        raise UserError(
+            f"{text!r} has the price {price!r}: write the ratio of step times, for example @1.03"
+        )
     return name, found
 
 
 def seed(text: str) -> int:
-    """A value of --seeds. Raises ArgumentTypeError for a variant, as --seeds takes all words up to the next option."""
+    """A value of --seeds. Raises ArgumentTypeError for a variant, as --seeds takes all words up to
+    the next option."""
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a seed: write the variants before --seeds") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a seed: write the variants before --seeds"
+        ) from None
 
 
 def check(variants: Variants, arguments: argparse.Namespace) -> None:
     """Raises UserError for variants that cannot be compared as written."""
     if len(variants) != len(arguments.variants) + 1:
-        raise UserError('two variants have one name, or one is called "base": give each its own name')
+        raise UserError(
+            'two variants have one name, or one is called "base": give each its own name'
+        )
     if arguments.seconds and any(chosen.price != 1 for chosen in variants.values()):
         raise UserError("--seconds measures the time of a step: leave out the prices (@)")
     if not arguments.screen:
@@ -123,11 +133,14 @@ def check(variants: Variants, arguments: argparse.Namespace) -> None:
     knobs = [knob for chosen in variants.values() for knob in chosen.knobs]
     twice = sorted({knob for knob in knobs if knobs.count(knob) > 1})
     if twice:
-        raise UserError(f"--screen combines the variants: set {', '.join(twice)} in one of them only")
+        raise UserError(
+            f"--screen combines the variants: set {', '.join(twice)} in one of them only"
+        )
 
 
 def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
-    """The knobs of the record's model at another width, with this many training tokens per weight in its 7,000 steps.
+    """The knobs of the record's model at another width, with this many training tokens per weight
+    in its 7,000 steps.
 
     Raises UserError if that is less than one sequence per step.
     """
@@ -139,12 +152,14 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
         "MODEL_DIM": width,
         "NUM_HEADS": heads,
         "NUM_KV_HEADS": heads // 2,
-        "ROPE_DIMS": 2 * (width // heads // 4),  # half of a head; a quarter, as in the record, leaves few frequencies
+        # Half of a head; a quarter, as in the record, leaves few frequencies
+        "ROPE_DIMS": 2 * (width // heads // 4),
         "BIGRAM_VOCAB_SIZE": round(scale * record.bigram_vocab_size),
         "BIGRAM_DIM": round(scale * record.bigram_dim),
         "TRAIN_SEQ_LEN": length,
         "EVAL_SEQ_LEN": length,
-        "EVAL_STRIDE": length // 4,  # the record's 64 of 2,048 would make the scores longer than the training
+        # The record's 64 of 2,048 would make the scores longer than the training
+        "EVAL_STRIDE": length // 4,
         "WARMUP_STEPS": 2,
         "VAL_LOSS_EVERY": 0,
         "CHECKPOINT_EVERY": "300s",
@@ -154,7 +169,9 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
     weights = sum(tensor.numel() for tensor in train_gpt.outline(configured(knobs)).values())
     sequences = round(tokens_per_weight * weights / RECORD_STEPS / length)
     if not sequences:
-        raise UserError(f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it")
+        raise UserError(
+            f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it"
+        )
     return knobs | {"TRAIN_BATCH_TOKENS": str(sequences * length), "MICRO_BATCH_TOKENS": str(MICRO)}
 
 
@@ -166,16 +183,20 @@ def configured(knobs: dict[str, str]) -> Hyperparameters:
 def record_bytes(hp: Hyperparameters) -> int:
     """Bytes of the artifact at the record's quantisation steps, if all weights are Gaussian.
 
-    Bits per weight would not be in proportion: scales of short rows and the embedding, which has finer steps, take more
-    of a small model.
+    Bits per weight would not be in proportion: scales of short rows and the embedding, which has
+    finer steps, take more of a small model.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(like.shape, generator=generator) for name, like in train_gpt.outline(hp).items()}
+    weights = {
+        name: torch.randn(like.shape, generator=generator)
+        for name, like in train_gpt.outline(hp).items()
+    }
     return len(train_gpt.pack_artifact(weights, hp))
 
 
 def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:
-    """The variables of a run with these variants: of the base, of the environment, then of the variants."""
+    """The variables of a run with these variants: of the base, of the environment, then of the
+    variants."""
     base = BASE
     steps = arguments.steps
     nbytes = arguments.bytes
@@ -199,7 +220,8 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
 
 
 def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
-    """The finished run of this name; it is started or continued if necessary. Raises UserError if it fails.
+    """The finished run of this name; it is started or continued if necessary. Raises UserError if
+    it fails.
 
     It works in a folder of its own, because all runs copy their artifact to one name.
     """
@@ -209,7 +231,9 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     print(f"== {run_id}", flush=True)
     folder = Path("work", run_id)
     folder.mkdir(parents=True, exist_ok=True)
-    fault = sweep.execute([sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder)
+    fault = sweep.execute(
+        [sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder
+    )
     if fault:
         raise UserError(f"{run_id} failed: {fault}")
     sweep.LOGS.mkdir(exist_ok=True)
@@ -222,7 +246,8 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
 
 
 def side_by_side(tasks: list[Callable], jobs: int) -> list:
-    """The results of the tasks, `jobs` at a time. After a failure no other task is started, and it is raised."""
+    """The results of the tasks, `jobs` at a time. After a failure no other task is started, and it
+    is raised."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(task) for task in tasks]
         try:
@@ -232,8 +257,11 @@ def side_by_side(tasks: list[Callable], jobs: int) -> list:
             raise
 
 
-def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
-    """For each variant one pair per seed: the run, and its evaluation on the other data (None without --also)."""
+def measure(
+    variants: Variants, arguments: argparse.Namespace
+) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
+    """For each variant one pair per seed: the run, and its evaluation on the other data (None
+    without --also)."""
 
     def pair(name: str, seed: int) -> tuple[runs.Run, runs.Run | None]:
         run_id = f"{name}_seed{seed}"
@@ -241,7 +269,10 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
         run = finish(run_id, environ)
         if not arguments.also:
             return run, None
-        artifact = {"EVAL_ONLY": str(Path(sweep.LOGS, f"{run_id}.int6.xz").resolve()), "DATA_PATH": str(arguments.also)}
+        artifact = {
+            "EVAL_ONLY": str(Path(sweep.LOGS, f"{run_id}.int6.xz").resolve()),
+            "DATA_PATH": str(arguments.also),
+        }
         unused = {"CHECKPOINT_EVERY": "", "RESUME": ""}
         return run, finish(f"{run_id}_also", environ | artifact | unused)
 
@@ -254,15 +285,19 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
 
 
 def design(factors: int) -> list[list[bool]]:
-    """Which columns each run switches on: a Plackett-Burman design (Biometrika 33, 1946) by Paley's construction.
+    """Which columns each run switches on: a Plackett-Burman design (Biometrika 33, 1946) by Paley's
+    construction.
 
-    It has p + 1 runs and p columns for the first prime p = 3 mod 4 that is at least `factors`. The first columns are
-    the factors, the others are spare. Any two columns have each of their four combinations equally often, so the runs
-    with a factor and those without it differ, on average, in that factor alone. The last run has no factor.
+    It has p + 1 runs and p columns for the first prime p = 3 mod 4 that is at least `factors`. The
+    first columns are the factors, the others are spare. Any two columns have each of their four
+    combinations equally often, so the runs with a factor and those without it differ, on average,
+    in that factor alone. The last run has no factor.
     """
     p = next(n for n in range(3, 1000, 4) if n >= factors and all(n % d for d in range(2, n)))
     squares = {i * i % p for i in range(p)}  # with 0
-    return [[(column - run) % p in squares for column in range(p)] for run in range(p)] + [[False] * p]
+    return [[(column - run) % p in squares for column in range(p)] for run in range(p)] + [
+        [False] * p
+    ]
 
 
 def effects(plan: list[list[bool]], values: list[float]) -> list[float]:
@@ -276,19 +311,25 @@ def effects(plan: list[list[bool]], values: list[float]) -> list[float]:
 
 
 def standard_error(found: list[float], factors: int) -> tuple[float, str]:
-    """(standard error of an effect, its source). `found` holds the effects of the factors, then of the spare columns.
+    """(standard error of an effect, its source). `found` holds the effects of the factors, then of
+    the spare columns.
 
-    Three or more spare columns give it directly, as they contain only noise and interactions. Otherwise Lenth's method
-    (Technometrics 31, 1989) assumes that most factors have no effect; it needs at least 5 effects (else NaN).
+    Three or more spare columns give it directly, as they contain only noise and interactions.
+    Otherwise Lenth's method (Technometrics 31, 1989) assumes that most factors have no effect; it
+    needs at least 5 effects (else NaN).
     """
     spare = found[factors:]
     if len(spare) >= 3:
-        return math.sqrt(statistics.fmean(effect * effect for effect in spare)), f"{len(spare)} spare columns"
+        return math.sqrt(
+            statistics.fmean(effect * effect for effect in spare)
+        ), f"{len(spare)} spare columns"
     if len(found) < 5:
         return math.nan, "too few effects"
     sizes = [abs(effect) for effect in found]
     rough = 1.5 * statistics.median(sizes)
-    return 1.5 * statistics.median([size for size in sizes if size < 2.5 * rough] or sizes), "Lenth's method"
+    return 1.5 * statistics.median(
+        [size for size in sizes if size < 2.5 * rough] or sizes
+    ), "Lenth's method"
 
 
 def screen(variants: Variants, arguments: argparse.Namespace) -> None:
@@ -325,7 +366,11 @@ def screen(variants: Variants, arguments: argparse.Namespace) -> None:
         "standard_error": None if math.isnan(error) else error,
         "scores": scores,
     }
-    judge({name: (effect, report["standard_error"]) for name, effect in report["effects"].items()}, arguments, report)
+    judge(
+        {name: (effect, report["standard_error"]) for name, effect in report["effects"].items()},
+        arguments,
+        report,
+    )
     print(json.dumps(report))
 
 
@@ -337,7 +382,8 @@ class Expected(NamedTuple):
 
 
 def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
-    """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError for another line."""
+    """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError
+    for another line."""
     texts = []
     found = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -347,21 +393,27 @@ def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
             text, effect, source = (part.strip() for part in line.split("|"))
             found[text.partition(":")[0]] = Expected(float(effect), source)
         except ValueError:
-            raise UserError(f"{path} has the line {line!r}: write `name: KNOB=value | effect | source`") from None
+            raise UserError(
+                f"{path} has the line {line!r}: write `name: KNOB=value | effect | source`"
+            ) from None
         texts.append(text)
     return texts, found
 
 
 def spearman(a: list[float], b: list[float]) -> float | None:
-    """Spearman's rank correlation; None below 3 pairs or if one side is constant. Equal values share a rank."""
+    """Spearman's rank correlation; None below 3 pairs or if one side is constant. Equal values
+    share a rank."""
     ranks = [[sum(x < y for x in side) + side.count(y) / 2 for y in side] for side in (a, b)]
     if len(a) < 3 or any(len(set(side)) == 1 for side in ranks):
         return None
     return statistics.correlation(*ranks)
 
 
-def agreement(expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]]) -> dict:
-    """Print measured effects, as (effect, standard error), beside published ones. Returns the summary."""
+def agreement(
+    expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]]
+) -> dict:
+    """Print measured effects, as (effect, standard error), beside published ones. Returns the
+    summary."""
     names = [name for name in expected if name in measured]
     signs = {"agree": 0, "disagree": 0, "within noise": 0}
     width = max(map(len, names))
@@ -375,8 +427,12 @@ def agreement(expected: dict[str, Expected], measured: dict[str, tuple[float, fl
         shown = "-" if error is None else f"{error:.5f}"
         numbers = f"{expected[name].effect:>+11.4f}{effect:>+11.5f}{shown:>9}"
         print(f"{name:{width}}{numbers}  {verdict:14}{expected[name].source}")
-    rank = spearman([expected[name].effect for name in names], [measured[name][0] for name in names])
-    print(f"signs beyond 2 standard errors: {signs}; Spearman: {'-' if rank is None else format(rank, '+.2f')}")
+    rank = spearman(
+        [expected[name].effect for name in names], [measured[name][0] for name in names]
+    )
+    print(
+        f"signs beyond 2 standard errors: {signs}; Spearman: {'-' if rank is None else format(rank, '+.2f')}"
+    )
     return {"signs": signs, "spearman": rank}
 
 
@@ -392,8 +448,22 @@ def draw_agreement(
     figure, axis = plt.subplots(figsize=(6, 5), layout="constrained")
     for name in expected.keys() & measured.keys():
         effect, error = measured[name]
-        axis.errorbar(expected[name].effect, effect, yerr=2 * (error or 0.0), fmt="o", color="C0", ms=4, capsize=2)
-        axis.annotate(name, (expected[name].effect, effect), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axis.errorbar(
+            expected[name].effect,
+            effect,
+            yerr=2 * (error or 0.0),
+            fmt="o",
+            color="C0",
+            ms=4,
+            capsize=2,
+        )
+        axis.annotate(
+            name,
+            (expected[name].effect, effect),
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=8,
+        )
     axis.axhline(0, color="gray", lw=0.8)
     axis.axvline(0, color="gray", lw=0.8)
     axis.set_xlabel("published effect (bits per byte)")
@@ -403,8 +473,11 @@ def draw_agreement(
     plt.close(figure)
 
 
-def judge(measured: dict[str, tuple[float, float | None]], arguments: argparse.Namespace, report: dict) -> None:
-    """With --expect, compare the effects with the published ones; the summary is added to the report."""
+def judge(
+    measured: dict[str, tuple[float, float | None]], arguments: argparse.Namespace, report: dict
+) -> None:
+    """With --expect, compare the effects with the published ones; the summary is added to the
+    report."""
     if not arguments.expect:
         return
     _, expected = ladder(arguments.expect)
@@ -421,10 +494,14 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
     paired = compare.paired(base_bpb, bpb)
     before = time_ratio = None
     if members[0].before_export:
-        gains = [a.before_export.bpb - b.before_export.bpb for a, b in zip(members, base, strict=True)]
+        gains = [
+            a.before_export.bpb - b.before_export.bpb for a, b in zip(members, base, strict=True)
+        ]
         before = statistics.fmean(gains)
     if members[0].step_ms:
-        time_ratio = statistics.median(a.step_ms / b.step_ms for a, b in zip(members, base, strict=True))
+        time_ratio = statistics.median(
+            a.step_ms / b.step_ms for a, b in zip(members, base, strict=True)
+        )
     return {
         "variant": name,
         "mean": mean,
@@ -467,7 +544,8 @@ def table(rows: list[dict]) -> str:
 
 
 def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:
-    """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time of this process."""
+    """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time
+    of this process."""
     shapes = [train_gpt.matrix_shape(kind, hp) for kind in train_gpt.MATRICES] * hp.num_layers
     shapes.append((hp.vocab_size, hp.model_dim))
     tokens = min(hp.train_batch_tokens, hp.micro_batch_tokens or hp.train_batch_tokens)
@@ -487,8 +565,11 @@ def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0
 
 
 def speed(run: runs.Run) -> str:
-    """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix products on this one."""
-    hp = Hyperparameters.from_env({name: value for name, value in run.settings.items() if name in runs.KNOBS})
+    """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix
+    products on this one."""
+    hp = Hyperparameters.from_env(
+        {name: value for name, value in run.settings.items() if name in runs.KNOBS}
+    )
     short = train_gpt.SHORT_SEQ_FRACTION if hp.short_seq_parts > 1 else 0.0
     lengths = (hp.train_seq_len, 1 - short), (hp.train_seq_len // hp.short_seq_parts, short)
     operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths)
@@ -518,7 +599,10 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         print(f"\nbase: {speed(first)}")
     measured = {}
     for name, pairs in found.items():
-        gains = [run.score.bpb - base.score.bpb for (run, _), (base, _) in zip(pairs, found["base"], strict=True)]
+        gains = [
+            run.score.bpb - base.score.bpb
+            for (run, _), (base, _) in zip(pairs, found["base"], strict=True)
+        ]
         mean, std = runs.mean_std(gains)
         measured[name] = mean, std and std / math.sqrt(len(gains))
     judge(measured, arguments, report)
@@ -526,18 +610,37 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("variants", nargs="*", help='"name: KNOB=value ..."')
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--steps", type=int, default=0, help="steps per run")
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
-    length.add_argument("--tokens-per-weight", type=float, default=0.0, help="the record in small, with so many tokens")
-    parser.add_argument("--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}")
+    length.add_argument(
+        "--tokens-per-weight",
+        type=float,
+        default=0.0,
+        help="the record in small, with so many tokens",
+    )
+    parser.add_argument(
+        "--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}"
+    )
     parser.add_argument("--jobs", type=positive, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--bytes", type=int, default=0, help="size of the artifact; 0: no target, or the record's")
-    parser.add_argument("--also", type=Path, help="another DATA_PATH of the same tokenizer to score the artifacts on")
-    parser.add_argument("--expect", type=Path, help="file of published effects (records/ladder.txt), as variants too")
+    parser.add_argument(
+        "--bytes", type=int, default=0, help="size of the artifact; 0: no target, or the record's"
+    )
+    parser.add_argument(
+        "--also",
+        type=Path,
+        help="another DATA_PATH of the same tokenizer to score the artifacts on",
+    )
+    parser.add_argument(
+        "--expect",
+        type=Path,
+        help="file of published effects (records/ladder.txt), as variants too",
+    )
     parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()

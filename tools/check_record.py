@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Check a submission folder against the challenge's rules: one line per rule, exit status 1 if one is broken.
+"""Check a submission folder against the challenge's rules: one line per rule, exit status 1 if one
+is broken.
 
     python tools/check_record.py records/track_10min_16mb/2026-11-21_mine
     python tools/check_record.py FOLDER --against RECORD_TO_BEAT --legality
     python tools/check_record.py FOLDER --artifact final_model.int6.xz --data-path DATA --tokenizer MODEL   # rescore
 
-ok    the rule is kept, as far as the folder shows
-FAIL  the rule is broken
-n/a   the rule does not apply (a non-record need not run on 8 x H100) or could not be checked, with the reason
+ok    the rule is kept, as far as the folder shows FAIL  the rule is broken n/a   the rule does not
+apply (a non-record need not run on 8 x H100) or could not be checked, with the reason
 
-The program runs the folder's train_gpt.py (--help, and more with the options), so check a stranger's folder in a
-container. Published folders can be checked too; what their logs do not contain is reported as such.
+The program runs the folder's train_gpt.py (--help, and more with the options), so check a
+stranger's folder in a container. Published folders can be checked too; what their logs do not
+contain is reported as such.
 """
 
 import argparse
@@ -48,7 +49,9 @@ NETWORK = {
     "wandb", "boto3", "gdown",
 }
 # fmt: on
-SECRETS = re.compile(r"(hf_[A-Za-z0-9]{30,}|(?:API_KEY|SECRET|PASSWORD|ACCESS_TOKEN|HF_TOKEN)\s*[=:]\s*\S{8,})")
+SECRETS = re.compile(
+    r"(hf_[A-Za-z0-9]{30,}|(?:API_KEY|SECRET|PASSWORD|ACCESS_TOKEN|HF_TOKEN)\s*[=:]\s*\S{8,})"
+)
 
 
 class Verdict(NamedTuple):
@@ -60,11 +63,14 @@ class Verdict(NamedTuple):
 
 
 class Folder:
-    """The contents of a submission folder. What is missing or unreadable is None, with a sentence in `problems`."""
+    """The contents of a submission folder. What is missing or unreadable is None, with a sentence
+    in `problems`."""
 
     def __init__(self, path: Path):
         if not path.is_dir():
-            raise UserError(f"{path} is not a folder: give one with README.md, submission.json, train_gpt.py and logs")
+            raise UserError(
+                f"{path} is not a folder: give one with README.md, submission.json, train_gpt.py and logs"
+            )
         self.path = path
         self.problems: list[str] = []
         self.code = self._read("train_gpt.py")
@@ -86,7 +92,8 @@ class Folder:
             return None
 
     def _readable(self) -> bytes | None:
-        """The script as people read it; a script that another packer has packed is returned as it is."""
+        """The script as people read it; a script that another packer has packed is returned as it
+        is."""
         try:
             return self.code and pack_code.readable_source(self.code)
         except ValueError as error:
@@ -105,7 +112,9 @@ class Folder:
         return found
 
     def _runs(self) -> list[Run]:
-        texts = [path for path in sorted(self.path.glob("*.txt")) if path.name != "requirements.txt"]
+        texts = [
+            path for path in sorted(self.path.glob("*.txt")) if path.name != "requirements.txt"
+        ]
         logs = sorted(self.path.glob("*.log")) or texts
         if not logs:
             self.problems.append("no log (train_seed<N>.log)")
@@ -132,7 +141,11 @@ def files(folder: Folder) -> Iterator[Verdict]:
         "; ".join(folder.problems),
         f"{len(folder.runs)} logs",
     )
-    missing = [key for key in ("author", "github_id", "name", "date", "val_bpb") if not folder.submission.get(key)]
+    missing = [
+        key
+        for key in ("author", "github_id", "name", "date", "val_bpb")
+        if not folder.submission.get(key)
+    ]
     rule = 'submission.json "includes your name, GitHub ID, val_bpb, and related metadata"'
     yield verdict(rule, f"without {', '.join(missing)}" if missing else "")
     fault = ""
@@ -141,13 +154,16 @@ def files(folder: Folder) -> Iterator[Verdict]:
     elif len(folder.readme) < 200:
         fault = "it is nearly empty"
     yield verdict("README.md is written", fault)
-    leaks = [run.path.name for run in folder.runs if SECRETS.search(run.path.read_text(errors="replace"))]
+    leaks = [
+        run.path.name for run in folder.runs if SECRETS.search(run.path.read_text(errors="replace"))
+    ]
     fault = f"{', '.join(leaks)} contains what looks like a key or password" if leaks else ""
     yield verdict("no log holds a secret", fault)
 
 
 def close(given: object, found: float | None, digits: int) -> bool:
-    """Whether a figure of submission.json equals the logs' to as many digits as it has, and to at least `digits`."""
+    """Whether a figure of submission.json equals the logs' to as many digits as it has, and to at
+    least `digits`."""
     if not isinstance(given, (int, float)) or found is None:
         return False
     digits = max(digits, len(repr(float(given)).partition(".")[2]))
@@ -161,7 +177,10 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
         yield Verdict("n/a", rule, "there are no readable logs, or no script")
         return
     facts = figures(folder)
-    faults = [figure_fault(key, value, facts, len(folder.code)) for key, value in folder.submission.items()]
+    faults = [
+        figure_fault(key, value, facts, len(folder.code))
+        for key, value in folder.submission.items()
+    ]
     listed = folder.submission.get("seed_results")
     if isinstance(listed, (dict, list)):
         faults += seed_faults(listed, facts["seed_results"])
@@ -176,7 +195,11 @@ def figure_fault(key: str, value: object, facts: dict, code_bytes: int) -> str:
     """How one entry of submission.json differs from the logs, or ""."""
     # Some submissions give the largest total, some that of the first seed.
     totals = {row.get("artifact_bytes") for row in facts["seed_results"].values()}
-    if key == "val_loss" and close(value, facts["val_bpb"], 3) and not close(value, facts["val_loss"], 3):
+    if (
+        key == "val_loss"
+        and close(value, facts["val_bpb"], 3)
+        and not close(value, facts["val_loss"], 3)
+    ):
         loss = facts["val_loss"]
         return f"val_loss is {value}, which is the bits per byte: val_loss is nats per token, {loss:.5f}"
     if key in ("val_loss", "val_bpb") and not close(value, facts[key], 4):
@@ -207,7 +230,9 @@ def figures(folder: Folder) -> dict:
         "val_bpb": runs.mean_std([run.score.bpb for run in members])[0],
         "bytes_total": None,
         "eval_method": members[0].score_name,
-        "seed_results": {str(run.seed): {"val_loss": run.score.loss, "val_bpb": run.score.bpb} for run in members},
+        "seed_results": {
+            str(run.seed): {"val_loss": run.score.loss, "val_bpb": run.score.bpb} for run in members
+        },
     }
 
 
@@ -216,12 +241,20 @@ def seed_faults(given: dict | list, found: dict) -> list[str]:
     if isinstance(given, dict):
         given = [{"seed": seed, **row} for seed, row in given.items() if isinstance(row, dict)]
     rows = {str(row.get("seed")): row for row in given if isinstance(row, dict)}
-    faults = [f"seed_results has seed {seed}, which has no log" for seed in rows if seed not in found]
+    faults = [
+        f"seed_results has seed {seed}, which has no log" for seed in rows if seed not in found
+    ]
     faults += [f"seed_results lacks seed {seed}" for seed in found if seed not in rows]
     for seed, row in rows.items():
         for key in ("val_loss", "val_bpb", "artifact_bytes"):
-            if key in row and key in found.get(seed, {}) and not close(row[key], found[seed][key], 4):
-                faults.append(f"seed_results has {key} {row[key]} for seed {seed}, the log {found[seed][key]}")
+            if (
+                key in row
+                and key in found.get(seed, {})
+                and not close(row[key], found[seed][key], 4)
+            ):
+                faults.append(
+                    f"seed_results has {key} {row[key]} for seed {seed}, the log {found[seed][key]}"
+                )
     return faults
 
 
@@ -238,14 +271,19 @@ def one_configuration(folder: Folder) -> Iterator[Verdict]:
     yield verdict("each log is of a seed of its own", fault, " ".join(map(str, seeds)))
     scored = {(run.score.tokens, run.score.nbytes) for run in members}
     tokens, nbytes = next(iter(scored), (None, None))
-    detail = f"{tokens:,} tokens, {nbytes:,} bytes" if tokens and nbytes else "the logs do not say how much"
+    detail = (
+        f"{tokens:,} tokens, {nbytes:,} bytes"
+        if tokens and nbytes
+        else "the logs do not say how much"
+    )
     fault = f"tokens and bytes are {sorted(map(str, scored))}" if len(scored) > 1 else ""
     yield verdict("all seeds scored the same text", fault, detail)
     yield same_script(folder)
 
 
 def same_script(folder: Folder) -> Verdict:
-    """Whether the script in the folder, packed or not, is the file that ran: by its source and by its size."""
+    """Whether the script in the folder, packed or not, is the file that ran: by its source and by
+    its size."""
     rule = "train_gpt.py is the script that the logs show"
     shown = [run for run in folder.runs if run.source is not None]
     if not shown or folder.source is None:
@@ -254,11 +292,17 @@ def same_script(folder: Folder) -> Verdict:
         return Verdict("FAIL", rule, f"{', '.join(other)} begins with another one")
     size, counted = len(folder.code), {run.code_bytes for run in shown} - {None}
     if counted - {size}:
-        return Verdict("FAIL", rule, f"it has {size} bytes, the code that ran {' or '.join(map(str, sorted(counted)))}")
+        return Verdict(
+            "FAIL",
+            rule,
+            f"it has {size} bytes, the code that ran {' or '.join(map(str, sorted(counted)))}",
+        )
     beside = folder.path / make_record.READABLE
     if beside.exists() and beside.read_bytes() != folder.source:
         return Verdict("FAIL", rule, f"{beside.name} is not its source")
-    return Verdict("ok", rule, f"packed, {size:,} bytes" if folder.code != folder.source else f"{size:,} bytes")
+    return Verdict(
+        "ok", rule, f"packed, {size:,} bytes" if folder.code != folder.source else f"{size:,} bytes"
+    )
 
 
 def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:
@@ -288,8 +332,12 @@ def time_limit(folder: Folder, what: str, times: dict[int | None, float | None])
     rule = f"{what} takes at most 10 minutes"
     unknown = [str(seed) for seed, time in times.items() if time is None]
     if unknown or not times:
-        return Verdict("n/a", rule, f"the logs do not contain it ({', '.join(unknown) or 'there are none'})")
-    fault = "; ".join(f"seed {seed}: {time:.2f} s" for seed, time in times.items() if time > SECONDS)
+        return Verdict(
+            "n/a", rule, f"the logs do not contain it ({', '.join(unknown) or 'there are none'})"
+        )
+    fault = "; ".join(
+        f"seed {seed}: {time:.2f} s" for seed, time in times.items() if time > SECONDS
+    )
     resumed = [str(run.seed) for run in folder.runs if run.resumed]
     detail = f"{max(times.values()):.1f} s at most"
     if resumed and what == "training":
@@ -304,8 +352,12 @@ def machine(folder: Folder) -> Verdict:
         return Verdict("n/a", rule, f"a non-record; it ran on {found}")
     if not folder.runs or any(run.device is None or run.ranks is None for run in folder.runs):
         given = folder.submission.get("hardware", "nothing")
-        return Verdict("n/a", rule, f"the logs do not contain the machine; submission.json says {given}")
-    return verdict(rule, "" if make_record.on_8xh100(folder.runs) else f"they ran on {found}", found)
+        return Verdict(
+            "n/a", rule, f"the logs do not contain the machine; submission.json says {given}"
+        )
+    return verdict(
+        rule, "" if make_record.on_8xh100(folder.runs) else f"they ran on {found}", found
+    )
 
 
 def modules(nodes: Iterable[ast.AST]) -> set[str]:
@@ -339,7 +391,9 @@ def script(folder: Folder) -> Iterator[Verdict]:
     yield Verdict("ok", COMPILES, "")
     yield starts(folder)
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    if len(tree.body) < 8 and any(getattr(call.func, "id", "") in ("exec", "eval") for call in calls):
+    if len(tree.body) < 8 and any(
+        getattr(call.func, "id", "") in ("exec", "eval") for call in calls
+    ):
         for rule in (LISTED, OFFLINE):
             yield Verdict("n/a", rule, "it executes code that an unknown packer has packed")
     else:
@@ -348,17 +402,27 @@ def script(folder: Folder) -> Iterator[Verdict]:
 
 def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
     """The imports of the script. It cannot run without those at its top; others may be optional."""
-    at_top = [inner for node in tree.body for inner in (node.body if isinstance(node, ast.With) else [node])]
+    at_top = [
+        inner
+        for node in tree.body
+        for inner in (node.body if isinstance(node, ast.With) else [node])
+    ]
     every, top = modules(ast.walk(tree)), modules(at_top)
     path = folder.path / "requirements.txt"
     allowed, where = GIVEN, "the challenge's own requirements (the folder has none)"
     if path.exists():
-        names = (re.split(r"[\s=<>!~\[;#@]", line.strip())[0] for line in path.read_text().splitlines())
+        names = (
+            re.split(r"[\s=<>!~\[;#@]", line.strip())[0] for line in path.read_text().splitlines()
+        )
         allowed, where = {name.lower().replace("-", "_") for name in names}, "requirements.txt"
 
     def unlisted(found: set[str]) -> str:
         # triton comes with torch; "importing FlashAttention, etc. is completely fine"
-        external = {name for name in found - sys.stdlib_module_names - {"triton"} if not name.startswith("flash_attn")}
+        external = {
+            name
+            for name in found - sys.stdlib_module_names - {"triton"}
+            if not name.startswith("flash_attn")
+        }
         return ", ".join(sorted(name for name in external if name.lower() not in allowed))
 
     fault = f"{unlisted(top)} is not in {where}" if unlisted(top) else ""
@@ -377,7 +441,11 @@ def environment(**variables: object) -> dict[str, str]:
     """A clean environment for the folder's script, with these variables."""
     names = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     kept = {name: os.environ[name] for name in names if name in os.environ}
-    return kept | {"OMP_WAIT_POLICY": "PASSIVE"} | {name: str(value) for name, value in variables.items()}
+    return (
+        kept
+        | {"OMP_WAIT_POLICY": "PASSIVE"}
+        | {name: str(value) for name, value in variables.items()}
+    )
 
 
 def starts(folder: Folder) -> Verdict:
@@ -392,14 +460,20 @@ def starts(folder: Folder) -> Verdict:
     if missing := re.search(r"No module named '([\w.]+)'", result.stderr):
         return Verdict("n/a", STARTS, f"{missing[1]} is not installed here")
     output = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()
-    return verdict(STARTS, f"exit status {result.returncode}: {output[-1][:160]}" if result.returncode else "")
+    return verdict(
+        STARTS, f"exit status {result.returncode}: {output[-1][:160]}" if result.returncode else ""
+    )
 
 
 def significance(folder: Folder, against: str) -> Iterator[Verdict]:
     """Against the record to beat, if one is given."""
     rule = 'a record "must beat the existing SOTA by at least 0.005 nats" at p < 0.01'
     if not against:
-        yield Verdict("n/a", rule, "a non-record" if folder.non_record else "give the record to beat with --against")
+        yield Verdict(
+            "n/a",
+            rule,
+            "a non-record" if folder.non_record else "give the record to beat with --against",
+        )
         return
     try:
         counts, why = compare.verdict(runs.read_group(against), folder.runs, speed=False)
@@ -410,11 +484,14 @@ def significance(folder: Folder, against: str) -> Iterator[Verdict]:
 
 
 def probes(folder: Folder) -> Iterator[Verdict]:
-    """The probes of tools/legality.py on the folder's own evaluation, with a small model of random weights."""
+    """The probes of tools/legality.py on the folder's own evaluation, with a small model of random
+    weights."""
     rule = "C1 causal, C2 normalised, C3 score before update, C4 once from left to right"
     ours = folder.source is not None and b"class Evaluator" in folder.source
     if not ours or not folder.runs or not folder.runs[0].changed:
-        yield Verdict("n/a", rule, "the probes do not fit: its evaluation is not built like this project's")
+        yield Verdict(
+            "n/a", rule, "the probes do not fit: its evaluation is not built like this project's"
+        )
         return
     specification = importlib.util.spec_from_loader("submitted", loader=None)
     module = importlib.util.module_from_spec(specification)
@@ -443,7 +520,8 @@ runpy.run_path("train_gpt.py", run_name="__main__")
 
 
 def rescore(folder: Folder, artifact: Path, data: Path, tokenizer: Path) -> Iterator[Verdict]:
-    """Score the artifact with the folder's script, the validation split and the tokenizer, without a network."""
+    """Score the artifact with the folder's script, the validation split and the tokenizer, without
+    a network."""
     rule = "the artifact alone gives the score again, without network and training data"
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
@@ -453,17 +531,23 @@ def rescore(folder: Folder, artifact: Path, data: Path, tokenizer: Path) -> Iter
             (place / "data" / path.name).symlink_to(path.resolve())
         (place / "train_gpt.py").write_bytes(folder.code)
         variables = environment(
-            EVAL_ONLY=artifact.resolve(), DATA_PATH="data", TOKENIZER_PATH=tokenizer.resolve(), RUN_ID="again"
+            EVAL_ONLY=artifact.resolve(),
+            DATA_PATH="data",
+            TOKENIZER_PATH=tokenizer.resolve(),
+            RUN_ID="again",
         )
         command = [sys.executable, "-B", "-c", GUARD]
         result = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True)
         if result.returncode:
-            yield Verdict("FAIL", rule, (result.stderr.strip().splitlines() or ["no output"])[-1][:300])
+            yield Verdict(
+                "FAIL", rule, (result.stderr.strip().splitlines() or ["no output"])[-1][:300]
+            )
             return
         again = runs.read_run(place / "logs" / "again.txt").score
     nearest = min(folder.runs, key=lambda run: abs(run.score.bpb - again.bpb))
     off = again.bpb - nearest.score.bpb
-    # The order of sums differs between machines and batches; a wrong artifact or split is off by far more.
+    # The order of sums differs between machines and batches; a wrong artifact or split is off by
+    # far more.
     text = f"{again.bpb:.5f} bits per byte in {again.seconds:.0f} s, {off:+.6f} from the log of seed {nearest.seed}"
     yield verdict(rule, text if abs(off) > 1e-3 else "", text)
 
@@ -493,11 +577,19 @@ def check(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", default="", help="logs or folder of the record to beat")
-    parser.add_argument("--legality", action="store_true", help="probe the evaluation for the four conditions (30 s)")
-    parser.add_argument("--artifact", type=Path, help="count this file; with the next two options, score it again")
+    parser.add_argument(
+        "--legality",
+        action="store_true",
+        help="probe the evaluation for the four conditions (30 s)",
+    )
+    parser.add_argument(
+        "--artifact", type=Path, help="count this file; with the next two options, score it again"
+    )
     parser.add_argument("--data-path", type=Path, help="folder with the validation shards")
     parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards")
     arguments = parser.parse_args()

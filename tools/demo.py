@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Choose the settings of ./run.sh's demonstration: the data's, and a model, processes and threads for this machine.
+"""Choose the settings of ./run.sh's demonstration: the data's, and a model, processes and threads
+for this machine.
 
     python tools/demo.py          # DEMO_SIZE, NPROC and OMP_NUM_THREADS fix a choice
 
-Prints NAME=VALUE lines of what the environment does not set, then a sentence that says what was chosen and why. The
-model follows from the speed of a matrix product of the large one, in the data type that a run would use, on all cores.
-Processes and threads follow from the speed of real training steps, on random tokens and not compiled.
+Prints NAME=VALUE lines of what the environment does not set, then a sentence that says what was
+chosen and why. The model follows from the speed of a matrix product of the large one, in the data
+type that a run would use, on all cores. Processes and threads follow from the speed of real
+training steps, on random tokens and not compiled.
 """
 
 import argparse
@@ -35,10 +37,11 @@ from train_gpt import Hyperparameters, UserError
 import numpy as np
 import torch
 
-# Tried for 150 s, one seed each: the large one on 2 cores with AMX (350 to 410 steps), both on 2 without it, where
-# the large one took 143 steps and ended level with xz. The small one was not tried with AMX. Compiling the small one
-# takes a minute of the five that a newcomer waits, and its steps do not make up for it (bench/README.md, which also has
-# the run of the large one behind ENOUGH).
+# Tried for 150 s, one seed each: the large one on 2 cores with AMX (350 to 410 steps), both on 2
+# without it, where the large one took 143 steps and ended level with xz. The small one was not
+# tried with AMX. Compiling the small one takes a minute of the five that a newcomer waits, and its
+# steps do not make up for it (bench/README.md, which also has the run of the large one behind
+# ENOUGH).
 # fmt: off
 SIZES = {
     "small": {
@@ -60,8 +63,10 @@ MEASURED = {  # for the steps that are timed
     "COMPILE": "0", "CHECKPOINT_EVERY": "", "RESUME": "", "PROFILE": "", "GPTQ_BATCHES": "0",
 }
 # fmt: on
-ENOUGH = 1.2e12  # FLOP/s of products for the large model; 867e9, on 2 idle cores with AVX512-BF16, were too few
-OWN = ("NPROC", "SEEDS", "GRID", "DEMO_SECONDS", "DEMO_SIZE")  # variables of run.sh that are not knobs
+# FLOP/s of products for the large model; 867e9, on 2 idle cores with AVX512-BF16, were too few
+ENOUGH = 1.2e12
+# Variables of run.sh that are not knobs
+OWN = ("NPROC", "SEEDS", "GRID", "DEMO_SECONDS", "DEMO_SIZE")
 
 
 def positive(environ: Mapping[str, str], name: str, kind: Callable, example: str):
@@ -72,17 +77,22 @@ def positive(environ: Mapping[str, str], name: str, kind: Callable, example: str
     with contextlib.suppress(ValueError):
         if 0 < kind(text) < math.inf:
             return kind(text)
-    raise UserError(f"{name}={text} is not a positive number: set for example {name}={example}, or unset it")
+    raise UserError(
+        f"{name}={text} is not a positive number: set for example {name}={example}, or unset it"
+    )
 
 
-# ---- Knobs -----------------------------------------------------------------------------------------------------------
+# ---- Knobs ---------------------------------------------------------------------------------------
 def data_knobs(environ: Mapping[str, str]) -> dict[str, object]:
-    """The demonstration's data; or, for a DATA_PATH, what its manifest says of its tokenizer. Raises UserError."""
+    """The demonstration's data; or, for a DATA_PATH, what its manifest says of its tokenizer.
+    Raises UserError."""
     folder = Path(environ.get("DATA_PATH") or "demo_data")
     if not environ.get("DATA_PATH"):
         return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
     if not folder.is_dir():
-        raise UserError(f"DATA_PATH={folder} does not exist: set the folder of your shards, or unset it")
+        raise UserError(
+            f"DATA_PATH={folder} does not exist: set the folder of your shards, or unset it"
+        )
     manifest = shards.read_manifest(folder)
     if manifest:
         tokenizer = manifest["tokenizer"]
@@ -95,7 +105,8 @@ def data_knobs(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def run_id(environ: Mapping[str, str], logs: Path) -> str:
-    """The first of demo, demo2, ... that has no log. A sweep adds to the name, and a resumed run keeps it."""
+    """The first of demo, demo2, ... that has no log. A sweep adds to the name, and a resumed run
+    keeps it."""
     if environ.get("SEEDS") or environ.get("GRID") or environ.get("RESUME"):
         return "demo"
     number = 1
@@ -105,26 +116,31 @@ def run_id(environ: Mapping[str, str], logs: Path) -> str:
 
 
 def knobs(environ: Mapping[str, str], size: str, logs: Path = Path("logs")) -> dict[str, str]:
-    """What the environment does not set, for this size. Raises UserError if a run with it could not start."""
+    """What the environment does not set, for this size. Raises UserError if a run with it could not
+    start."""
     chosen = {"RUN_ID": run_id(environ, logs), **data_knobs(environ), **SIZES[size], **SHORT_RUN}
     seconds = positive(environ, "DEMO_SECONDS", float, "60")
     if seconds:
         chosen["MAX_WALLCLOCK_SECONDS"] = seconds
-    if not environ.get("WARMDOWN_ITERS") and not re.search(r"\bWARMDOWN_ITERS=", environ.get("GRID", "")):
+    if not environ.get("WARMDOWN_ITERS") and not re.search(
+        r"\bWARMDOWN_ITERS=", environ.get("GRID", "")
+    ):
         chosen["WARMDOWN_FRAC"] = 0.5  # would replace WARMDOWN_ITERS
     return {name: str(value) for name, value in chosen.items() if not environ.get(name)}
 
 
-# ---- The machine -----------------------------------------------------------------------------------------------------
+# ---- The machine ---------------------------------------------------------------------------------
 def physical_cores(cpus: set[int], system: Path = Path("/sys")) -> int:
-    """Cores behind these logical CPUs: the hyperthreads of a core count once, and a container's quota is a limit."""
+    """Cores behind these logical CPUs: the hyperthreads of a core count once, and a container's
+    quota is a limit."""
     cores = set()
     for cpu in cpus:
         siblings = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else cpu)
     count = len(cores)
     group = system / "fs/cgroup"
-    files = [[group / "cpu.max"], [group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us"]]  # versions 2, 1
+    # Versions 2, 1
+    files = [[group / "cpu.max"], [group / "cpu/cpu.cfs_quota_us", group / "cpu/cpu.cfs_period_us"]]
     for paths in files:
         if all(path.exists() for path in paths):
             quota, period = " ".join(path.read_text() for path in paths).split()
@@ -133,9 +149,11 @@ def physical_cores(cpus: set[int], system: Path = Path("/sys")) -> int:
     return count
 
 
-def candidates(cores: int, rows: int, ranks: int | None, threads: int | None) -> list[tuple[int, int]]:
-    """(ranks, threads of each) to try for `rows` sequences per step: all cores by each number of ranks, and with most
-    ranks fewer threads, too. `ranks` and `threads` fix one."""
+def candidates(
+    cores: int, rows: int, ranks: int | None, threads: int | None
+) -> list[tuple[int, int]]:
+    """(ranks, threads of each) to try for `rows` sequences per step: all cores by each number of
+    ranks, and with most ranks fewer threads, too. `ranks` and `threads` fix one."""
     numbers = [ranks] if ranks else [n for n in range(1, min(cores, rows) + 1) if rows % n == 0]
     if threads:
         return [(n, threads) for n in numbers if n * threads <= cores] or [(numbers[0], threads)]
@@ -146,8 +164,8 @@ def candidates(cores: int, rows: int, ranks: int | None, threads: int | None) ->
 
 
 def forked(calls: list[Callable[[], float]]) -> float:
-    """The value of the first of these calls, each in a process of its own; 0 if one failed. Only Linux can fork safely
-    with torch loaded, as long as it has no threads."""
+    """The value of the first of these calls, each in a process of its own; 0 if one failed. Only
+    Linux can fork safely with torch loaded, as long as it has no threads."""
     if sys.platform != "linux":
         return calls[0]() if len(calls) == 1 else 0.0
     context = multiprocessing.get_context("fork")
@@ -191,9 +209,11 @@ def product_speed(dtype: torch.dtype, threads: int, seconds: float = 1.0) -> flo
     return statistics.median(speeds)
 
 
-def step_speed(hp: Hyperparameters, variables: dict[str, str], threads: int, seconds: float = 1.0) -> float:
-    """Training steps per second as one rank with these variables, by the lower quartile of their times: other work on
-    the machine only adds to them."""
+def step_speed(
+    hp: Hyperparameters, variables: dict[str, str], threads: int, seconds: float = 1.0
+) -> float:
+    """Training steps per second as one rank with these variables, by the lower quartile of their
+    times: other work on the machine only adds to them."""
     os.environ.update(variables)
     torch.set_num_threads(threads)
     with train_gpt.Runtime.start(hp) as runtime:
@@ -207,7 +227,9 @@ def step_speed(hp: Hyperparameters, variables: dict[str, str], threads: int, sec
     return 1 / float(np.quantile(np.diff(times[1:]), 0.25))
 
 
-def measure(environ: Mapping[str, str], pairs: list[tuple[int, int]]) -> dict[tuple[int, int], float]:
+def measure(
+    environ: Mapping[str, str], pairs: list[tuple[int, int]]
+) -> dict[tuple[int, int], float]:
     """Steps per second of each (ranks, threads)."""
     with tempfile.TemporaryDirectory() as folder:
         hp = Hyperparameters.from_env({**environ, **MEASURED, "DATA_PATH": folder})
@@ -215,25 +237,36 @@ def measure(environ: Mapping[str, str], pairs: list[tuple[int, int]]) -> dict[tu
         shards.write_shard(Path(folder, "fineweb_train_000000.bin"), tokens)
         found = {}
         for ranks, threads in pairs:
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port()), "WORLD_SIZE": str(ranks)}
+            common = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(launch.free_port()),
+                "WORLD_SIZE": str(ranks),
+            }
             each = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-            found[ranks, threads] = forked([lambda v=v, t=threads: step_speed(hp, v, t) for v in each])
+            found[ranks, threads] = forked(
+                [lambda v=v, t=threads: step_speed(hp, v, t) for v in each]
+            )
     return found
 
 
-# ---- Choices ---------------------------------------------------------------------------------------------------------
+# ---- Choices -------------------------------------------------------------------------------------
 def choose_size(environ: Mapping[str, str], cores: int) -> tuple[str, str]:
     """(name of the size, sentence). Raises UserError for an unknown name."""
     wanted = environ.get("DEMO_SIZE")
     if wanted:
         if wanted not in SIZES:
-            raise UserError(f"DEMO_SIZE={wanted} is not one of {', '.join(SIZES)}: unset it or set one of them")
+            raise UserError(
+                f"DEMO_SIZE={wanted} is not one of {', '.join(SIZES)}: unset it or set one of them"
+            )
         return wanted, f"the demonstration's model is {wanted}, as DEMO_SIZE says"
     dtype = train_gpt.choose_dtype(environ.get("COMPUTE_DTYPE", "auto"), torch.device("cpu"))
     speed = forked([lambda: product_speed(dtype, cores)])
     name = "large" if speed >= ENOUGH else "small"
     found = f"matrix products run at {speed / 1e9:.0f} GFLOP/s in {str(dtype)[6:]}, and {ENOUGH / 1e9:.0f} are enough"
-    return name, f"the demonstration's model is {name}: {found} for the large one; DEMO_SIZE fixes the choice"
+    return (
+        name,
+        f"the demonstration's model is {name}: {found} for the large one; DEMO_SIZE fixes the choice",
+    )
 
 
 def choose_ranks(environ: Mapping[str, str], cores: int) -> tuple[dict[str, str], str]:
@@ -255,19 +288,24 @@ def choose_ranks(environ: Mapping[str, str], cores: int) -> tuple[dict[str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
     environ = dict(os.environ)
     known = [*OWN, *(knob.name.upper() for knob in train_gpt.KNOBS)]
     train_gpt.require(not train_gpt.misspelt(environ, known), train_gpt.misspelt(environ, known))
     for size in SIZES:
-        Hyperparameters.from_env(environ | knobs(environ, size))  # before the seconds that the choice takes
+        # Before the seconds that the choice takes
+        Hyperparameters.from_env(environ | knobs(environ, size))
     linux = sys.platform == "linux"
     cores = physical_cores(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     size, about_size = choose_size(environ, cores)
     settings = knobs(environ, size)
     ranks, about_ranks = choose_ranks(environ | settings, cores)
-    for name, value in (settings | {name: value for name, value in ranks.items() if not environ.get(name)}).items():
+    for name, value in (
+        settings | {name: value for name, value in ranks.items() if not environ.get(name)}
+    ).items():
         print(f"{name}={value}")
     print(f"{about_size}; {about_ranks}")
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Print the contents of an artifact: its header, and each tensor's shape, bits, clip range and size.
+"""Print the contents of an artifact: its header, and each tensor's shape, bits, clip range and
+size.
 
     python tools/inspect_artifact.py final_model.int6.xz
 
-`entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits per code. A clip
-range of "max" means that each row is scaled to its largest weight.
+`entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
+per code. A clip range of "max" means that each row is scaled to its largest weight.
 """
 
 import argparse
@@ -25,7 +26,8 @@ CHECKSUM_BYTES = 32
 
 
 def order0_entropy(codes: np.ndarray) -> float:
-    """Total bits of codes (L, ...) by the frequencies of their values, with one frequency table per matrix."""
+    """Total bits of codes (L, ...) by the frequencies of their values, with one frequency table per
+    matrix."""
     total = 0.0
     for matrix in codes:
         counts = np.unique(matrix, return_counts=True)[1]
@@ -33,7 +35,9 @@ def order0_entropy(codes: np.ndarray) -> float:
     return total
 
 
-def row(entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, step_scale: float) -> str:
+def row(
+    entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, step_scale: float
+) -> str:
     """The line of one tensor. `entry` is (kind, name, shape, bytes of its codes)."""
     kind, name, shape, nbytes = entry
     line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
@@ -47,11 +51,14 @@ def row(entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, s
 
 def inspection(path: str) -> str:
     """The report on the artifact at `path`. Raises UserError if it cannot be read."""
-    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
+    # Whichever tokenizer is installed
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
         header, hp, entries, start = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
-        lines += [f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"]
+        lines += [
+            f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
+        ]
         titles = f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}"
         lines.append(f"{titles}   (bits per code)")
         tensors = zip(entries, train_gpt.decode_artifact(blob), strict=True)
@@ -65,7 +72,9 @@ def inspection(path: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact")
     arguments = parser.parse_args()
     print(inspection(arguments.artifact))

@@ -3,9 +3,10 @@
 
     NPROC=2 python tools/launch.py python train_gpt.py
 
-Runs the command NPROC times, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them. When a rank fails, the others are terminated, wherever they wait for it. Ctrl-C goes to rank 0, and
-it ends with one sentence; torchrun would add a traceback. Needs no package.
+Runs the command NPROC times, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT as torchrun sets them. When a rank fails, the others are terminated, wherever they wait
+for it. Ctrl-C goes to rank 0, and it ends with one sentence; torchrun would add a traceback. Needs
+no package.
 """
 
 import argparse
@@ -34,7 +35,11 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
         processes[rank].returncode = code
         if code < 0:  # it could not say why
             hint = ": is the memory full?" if code == -signal.SIGKILL else ""
-            print(f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}", file=sys.stderr, flush=True)
+            print(
+                f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}",
+                file=sys.stderr,
+                flush=True,
+            )
         if code:
             return code if code > 0 else 128 - code
     return 0
@@ -43,14 +48,17 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
 def launch(command: list[str], ranks: int) -> int:
     """Run the ranks to their end. Returns the exit status of the first that failed, or 0."""
     processes = []
-    signal.signal(signal.SIGINT, lambda *_: [process.send_signal(signal.SIGINT) for process in processes[:1]])
+    signal.signal(
+        signal.SIGINT, lambda *_: [process.send_signal(signal.SIGINT) for process in processes[:1]]
+    )
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: [process.terminate() for process in processes])
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in map(str, range(ranks)):
         environ = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
-        # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print a sentence.
+        # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
+        # a sentence.
         processes.append(subprocess.Popen(command, env=environ, process_group=0))
     status = first_failure(processes)
     for process in processes:
@@ -65,11 +73,15 @@ def launch(command: list[str], ranks: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command that starts a rank")
     command = parser.parse_args().command
     if not command or not shutil.which(command[0]):
-        parser.error(f"{' '.join(command[:1]) or 'no command'} cannot be run; give for example: python train_gpt.py")
+        parser.error(
+            f"{' '.join(command[:1]) or 'no command'} cannot be run; give for example: python train_gpt.py"
+        )
     ranks = os.environ.get("NPROC", "1")
     if not ranks.isdecimal() or int(ranks) < 1:
         sys.exit(f"error: NPROC={ranks} is not a number of processes: set for example NPROC=2")

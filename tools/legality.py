@@ -1,15 +1,16 @@
 """The challenge's four conditions as black-box probes of an evaluation.
 
-An evaluator is a function: tokens (n + 1,) int32 -> nats (n,) float64, where nats[t] is the loss of tokens[t + 1]. Each
-probe returns a sentence that names the first fault, or "".
+An evaluator is a function: tokens (n + 1,) int32 -> nats (n,) float64, where nats[t] is the loss of
+tokens[t + 1]. Each probe returns a sentence that names the first fault, or "".
 
-C1  strictly causal: nats[t] depends on tokens[: t + 2] alone            future, truncation
-C2  a normalised distribution over the vocabulary at every position      distribution
-C3  a target is scored before any update that saw it                     order (from the events that `spied` records)
-C4  one pass from left to right, every target scored exactly once        order and complete
+C1  strictly causal: nats[t] depends on tokens[: t + 2] alone            future, truncation C2  a
+normalised distribution over the vocabulary at every position      distribution C3  a target is
+scored before any update that saw it                     order (from the events that `spied`
+records) C4  one pass from left to right, every target scored exactly once        order and complete
 
-`evaluator_of` makes an evaluator of a script built like train_gpt.py, `spied` records its events, and `suite` applies
-all probes to all kinds of evaluation of a run. tools/check_record.py calls `suite` on a submission's script.
+`evaluator_of` makes an evaluator of a script built like train_gpt.py, `spied` records its events,
+and `suite` applies all probes to all kinds of evaluation of a run. tools/check_record.py calls
+`suite` on a submission's script.
 """
 
 import contextlib
@@ -25,9 +26,12 @@ import torch
 Evaluate = Callable[[torch.Tensor], torch.Tensor]
 
 
-def future(evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iterable[int], bos: int = 1) -> str:
-    """C1: if all tokens after target t are replaced by others, nats[: t + 1] stay equal bit for bit. No document begins
-    where one began before, so these boundaries move as well: none is left after t, or some are at other places."""
+def future(
+    evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iterable[int], bos: int = 1
+) -> str:
+    """C1: if all tokens after target t are replaced by others, nats[: t + 1] stay equal bit for
+    bit. No document begins where one began before, so these boundaries move as well: none is left
+    after t, or some are at other places."""
     before = evaluate(tokens)
     generator = torch.Generator().manual_seed(0)
     for cut in cuts:
@@ -40,7 +44,9 @@ def future(evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, cuts: Iter
             rest[[place for place in places if place < len(rest)]] = bos
             wrong = (evaluate(changed)[: cut + 1] != before[: cut + 1]).nonzero()
             if len(wrong):
-                return f"C1: the loss of target {int(wrong[0])} changes with tokens after target {cut}"
+                return (
+                    f"C1: the loss of target {int(wrong[0])} changes with tokens after target {cut}"
+                )
     return ""
 
 
@@ -55,7 +61,11 @@ def truncation(evaluate: Evaluate, tokens: torch.Tensor, cuts: Iterable[int]) ->
 
 
 def distribution(
-    evaluate: Evaluate, tokens: torch.Tensor, vocab_size: int, targets: Iterable[int], tolerance: float = 1e-4
+    evaluate: Evaluate,
+    tokens: torch.Tensor,
+    vocab_size: int,
+    targets: Iterable[int],
+    tolerance: float = 1e-4,
 ) -> str:
     """C2: the probabilities of all tokens at a target's position are positive and sum to 1."""
     for target in targets:
@@ -80,11 +90,17 @@ def complete(evaluate: Evaluate, tokens: torch.Tensor) -> str:
     return f"C4: target {int(wrong[0])} has no loss" if len(wrong) else ""
 
 
-def order(events: list[tuple[str, list[int]]], targets: int, within: Callable[[int], int] = lambda target: 0) -> str:
-    """C3 and C4 for a sequence of events: ("score", targets) and ("learn", targets whose losses an update saw).
+def order(
+    events: list[tuple[str, list[int]]],
+    targets: int,
+    within: Callable[[int], int] = lambda target: 0,
+) -> str:
+    """C3 and C4 for a sequence of events: ("score", targets) and ("learn", targets whose losses an
+    update saw).
 
-    `within` maps a target to its pass (a document that is adapted alone, for example). Within a pass every target is
-    scored once and before it is learned from, and no target is scored after an update that saw a later one.
+    `within` maps a target to its pass (a document that is adapted alone, for example). Within a
+    pass every target is scored once and before it is learned from, and no target is scored after an
+    update that saw a later one.
     """
     seen: set[int] = set()
     reached: dict[int, int] = {}  # last scored target of each pass
@@ -110,11 +126,13 @@ def order(events: list[tuple[str, list[int]]], targets: int, within: Callable[[i
 
 
 def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False) -> Evaluate:
-    """The script's evaluation with these hyperparameters, on a copy of the model each time, as training changes it.
+    """The script's evaluation with these hyperparameters, on a copy of the model each time, as
+    training changes it.
 
-    Low-rank training takes one document after the other, each with what the one before learned, so that a short stream
-    shows a leak between them. `together`: its documents share forwards, as in a run. The function takes a second
-    argument for tests of the probes: what to do to (model, evaluator) before it scores.
+    Low-rank training takes one document after the other, each with what the one before learned, so
+    that a short stream shows a leak between them. `together`: its documents share forwards, as in a
+    run. The function takes a second argument for tests of the probes: what to do to (model,
+    evaluator) before it scores.
     """
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
@@ -125,7 +143,8 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
         stream.total_bytes = stream.targets
         own = copy.deepcopy(model)
-        banded = getattr(hp, "eval_mode", "") == "banded" and not hp.ttt_enabled  # older records have windows only
+        # Older records have windows only
+        banded = getattr(hp, "eval_mode", "") == "banded" and not hp.ttt_enabled
         stride = 0 if banded else hp.eval_stride
         evaluator = script.Evaluator(own, stream, hp, runtime, stride, lambda line, **fields: None)
         if leak:
@@ -139,27 +158,37 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         elif hasattr(evaluator, "windows"):
             evaluator.score(evaluator.windows())
         else:
-            evaluator.score(script.plan_windows(stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride))
+            evaluator.score(
+                script.plan_windows(
+                    stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride
+                )
+            )
         return evaluator.nats[:-1].double()
 
     return evaluate
 
 
 def has_classes(script: ModuleType) -> bool:
-    """Whether test-time training is a class of the script, as in older records, instead of two functions."""
+    """Whether test-time training is a class of the script, as in older records, instead of two
+    functions."""
     return hasattr(script, "ScoreFirst")
 
 
 def hands_on(script: ModuleType) -> bool:
-    """Whether low-rank training hands something from document to document; in older records each begins afresh."""
+    """Whether low-rank training hands something from document to document; in older records each
+    begins afresh."""
     return hasattr(script, "LORA_QUEUES")
 
 
-def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[tuple[str, list[int]]]:
+def spied(
+    script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor
+) -> list[tuple[str, list[int]]]:
     """The events of an evaluation, for `order`."""
     events: list[tuple[str, list[int]]] = []
     last: list[int] = []
-    owner, name = (script.ScoreFirst, "_gradients") if has_classes(script) else (script, "sgd_gradients")
+    owner, name = (
+        (script.ScoreFirst, "_gradients") if has_classes(script) else (script, "sgd_gradients")
+    )
     take, gradients, step = script.Evaluator.take, getattr(owner, name), torch.optim.AdamW.step
 
     def seen(self, nats, target, counts, *rest):
@@ -169,7 +198,9 @@ def spied(script: ModuleType, evaluate: Evaluate, tokens: torch.Tensor) -> list[
 
     def learned(first, second, begin):
         scorer = first if has_classes(script) else second
-        events.append(("learn", list(range(begin, min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)))))
+        events.append(
+            ("learn", list(range(begin, min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1))))
+        )
         return gradients(first, second, begin)
 
     def stepped(self, *arguments):
@@ -213,14 +244,15 @@ TARGETS = 300  # of the stream that is probed
 def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = None) -> str:
     """The first fault in the kinds of evaluation of a run with these knobs, or "".
 
-    The model is small, with random weights. Non-overlapping and sliding windows are always probed, a banded pass and
-    test-time training if the run used them.
+    The model is small, with random weights. Non-overlapping and sliding windows are always probed,
+    a banded pass and test-time training if the run used them.
     """
     fields = script.Hyperparameters.__dataclass_fields__
     knobs = {name: value for name, value in settings.items() if name.lower() in fields}
     kinds = [{"EVAL_STRIDE": stride, "TTT_ENABLED": "0"} for stride in ("32", "8")]
     if knobs.get("EVAL_MODE") == "banded":
-        band = {"EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "16", "MICRO_BATCH_TOKENS": "80"}  # blocks of 80 that score 16
+        # Blocks of 80 that score 16
+        band = {"EVAL_SEQ_LEN": "16", "EVAL_STRIDE": "16", "MICRO_BATCH_TOKENS": "80"}
         kinds.append({"EVAL_MODE": "banded", **band, "TTT_ENABLED": "0"})
     if knobs.get("TTT_ENABLED") == "True":
         kinds.append({"EVAL_STRIDE": "8", "TTT_ENABLED": "1"})
@@ -228,11 +260,17 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
         hp = script.Hyperparameters.from_env({**knobs, **SMALL, **kind})
         with script.Runtime.start(hp) as runtime:
             model = random_model(script, hp, runtime)
-            evaluate, together = (evaluator_of(script, hp, runtime, model, shared) for shared in (False, True))
+            evaluate, together = (
+                evaluator_of(script, hp, runtime, model, shared) for shared in (False, True)
+            )
             fault = probe_all(script, hp, lambda tokens, evaluate=evaluate: evaluate(tokens, leak))
             if not fault and hp.ttt_enabled and hp.ttt_mode == "lora":
                 fault = future(
-                    together, random_stream(TARGETS, hp.vocab_size, script.BOS), hp.vocab_size, CUTS, script.BOS
+                    together,
+                    random_stream(TARGETS, hp.vocab_size, script.BOS),
+                    hp.vocab_size,
+                    CUTS,
+                    script.BOS,
                 )
             if fault:
                 return f"{fault} ({' '.join(f'{name}={value}' for name, value in kind.items())})"
@@ -240,7 +278,8 @@ def suite(script: ModuleType, settings: dict[str, str], leak: Callable | None = 
 
 
 def random_model(script: ModuleType, hp, runtime):
-    """A model whose weights are all random; the initial ones contain zeros, which would hide leaks."""
+    """A model whose weights are all random; the initial ones contain zeros, which would hide
+    leaks."""
     model = script.GPT(hp, runtime.attend, torch.float32)
     model.initialise(0)
     generator = torch.Generator().manual_seed(1)
@@ -250,8 +289,11 @@ def random_model(script: ModuleType, hp, runtime):
     return model
 
 
-def random_stream(targets: int, vocab_size: int, bos: int, begins: Iterable[int] = (0, 9, 25, 288)) -> torch.Tensor:
-    """Random tokens (targets + 1,) with documents that begin at these places; one of them has over 256 targets."""
+def random_stream(
+    targets: int, vocab_size: int, bos: int, begins: Iterable[int] = (0, 9, 25, 288)
+) -> torch.Tensor:
+    """Random tokens (targets + 1,) with documents that begin at these places; one of them has over
+    256 targets."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(2, vocab_size, (targets + 1,), generator=generator, dtype=torch.int32)
     tokens[list(begins)] = bos
@@ -272,7 +314,9 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
         lambda: distribution(evaluate, few, hp.vocab_size, positions),
         lambda: complete(evaluate, tokens),
         lambda: order(
-            spied(script, evaluate, tokens), TARGETS, lambda target: number[target] if adapts_documents else 0
+            spied(script, evaluate, tokens),
+            TARGETS,
+            lambda target: number[target] if adapts_documents else 0,
         ),
     ]
     return next((fault for probe in probes if (fault := probe())), "")

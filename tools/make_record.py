@@ -4,13 +4,14 @@
     python tools/make_record.py --track 10min_16mb --name "Sparse gates" --author "Ada Example" --github-id ada \\
         "logs/run_seed*.txt"
 
-writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the script that ran),
-train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes from the logs. README.md marks what
-you have to write yourself with "to fill". Then check the folder with tools/check_record.py.
+writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the
+script that ran), train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes
+from the logs. README.md marks what you have to write yourself with "to fill". Then check the folder
+with tools/check_record.py.
 
-The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the folder gets it as
-train_gpt.py, packed again from the source in the logs, and that source as train_gpt.readable.py. Give the file that ran
-with --script if packing here gives another size.
+The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the
+folder gets it as train_gpt.py, packed again from the source in the logs, and that source as
+train_gpt.readable.py. Give the file that ran with --script if packing here gives another size.
 """
 
 import argparse
@@ -35,7 +36,8 @@ READABLE = "train_gpt.readable.py"
 
 
 def source_of(members: list[Run]) -> bytes:
-    """The readable script with which all these logs begin. Raises UserError if a log does not begin with it."""
+    """The readable script with which all these logs begin. Raises UserError if a log does not begin
+    with it."""
     for run in members:
         if run.source is None:
             raise UserError(
@@ -53,7 +55,9 @@ def code_of(members: list[Run], script: Path | None) -> bytes:
     source = source_of(members)
     sizes = {run.code_bytes for run in members}
     if len(sizes) > 1 or None in sizes:
-        raise UserError(f"the logs have code sizes {sorted(map(str, sizes))}: all seeds must run the same script file")
+        raise UserError(
+            f"the logs have code sizes {sorted(map(str, sizes))}: all seeds must run the same script file"
+        )
     (size,) = sizes
     if script is None:
         for code in (source, pack_code.pack(source)):
@@ -69,14 +73,18 @@ def code_of(members: list[Run], script: Path | None) -> bytes:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read --script {script}: {error}") from error
     if not same or len(code) != size:
-        raise UserError(f"--script {script} is not the script that ran: its source or its size is not the logs'")
+        raise UserError(
+            f"--script {script} is not the script that ran: its source or its size is not the logs'"
+        )
     return code
 
 
 def total_bytes(run: Run, code_bytes: int) -> int:
     """Bytes of artifact and code."""
     if run.model_bytes is None:
-        raise UserError(f"{run.path} does not contain the size of its artifact: the run did not finish")
+        raise UserError(
+            f"{run.path} does not contain the size of its artifact: the run did not finish"
+        )
     return run.model_bytes + code_bytes
 
 
@@ -112,8 +120,8 @@ def seed_result(run: Run, code_bytes: int) -> dict:
 
 
 def summary(members: list[Run], code_bytes: int) -> dict:
-    """The part of submission.json that follows from the logs. `val_loss` is in nats per token, `val_bpb` in bits per
-    byte; both are means over seeds."""
+    """The part of submission.json that follows from the logs. `val_loss` is in nats per token,
+    `val_bpb` in bits per byte; both are means over seeds."""
     loss, loss_std = mean_std([run.score.loss for run in members])
     bpb, bpb_std = mean_std([run.score.bpb for run in members])
     totals = [total_bytes(run, code_bytes) for run in members]
@@ -172,7 +180,10 @@ def results_table(facts: dict) -> str:
     """The results in Markdown, one line per seed, then mean and standard deviation."""
 
     def line(title: str, row: dict[str, float | None]) -> str:
-        cells = ("" if row.get(name) is None else format(row[name], form) for name, form in RESULT_COLUMNS.items())
+        cells = (
+            "" if row.get(name) is None else format(row[name], form)
+            for name, form in RESULT_COLUMNS.items()
+        )
         return f"| {title} | " + " | ".join(cells) + " |"
 
     rows = facts["seed_results"]
@@ -194,7 +205,8 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: 
     spread = f", standard deviation {facts['val_bpb_std']:.5f}" if n > 1 else ""
     seeds = "1 seed" if n == 1 else f"{n} seeds"
     data = [
-        f"`{name}={first.settings.get(name, 'not stated')}`" for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
+        f"`{name}={first.settings.get(name, 'not stated')}`"
+        for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
     ]
     scored = "not stated"
     if first.score.tokens and first.score.nbytes:
@@ -239,24 +251,38 @@ def requirements(run: Run) -> str:
     """The packages that ran, pinned to the versions in the log."""
     # A local build tag such as +cpu or +cu130 names a package index, not a version.
     versions = {name: version.split("+")[0] for name, version in run.versions.items()}
-    return "".join(f"{name}=={version}\n" for name, version in versions.items() if name not in ("python", "cuda"))
+    return "".join(
+        f"{name}=={version}\n"
+        for name, version in versions.items()
+        if name not in ("python", "cuda")
+    )
 
 
 def about(given: dict, track: str, date: str, run: Run) -> dict:
     """The part of submission.json that the logs do not contain."""
     elsewhere = {"SEED", "RUN_ID", "DATA_PATH", "TOKENIZER_PATH"}
-    changed = " ".join(f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere)
+    changed = " ".join(
+        f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere
+    )
     found = {key: given[key] for key in ("author", "github_id", "name", "blurb")}
     summary_text = given["summary"] or f"train_gpt.py with {changed or 'its defaults'}"
     return found | {"date": date, "track": track, "technique_summary": summary_text}
 
 
 def make(
-    members: list[Run], given: dict, track: str, root: Path, script: Path | None, against: list[Run] | None
+    members: list[Run],
+    given: dict,
+    track: str,
+    root: Path,
+    script: Path | None,
+    against: list[Run] | None,
 ) -> Path:
-    """Write the folder and return its path. Raises UserError if it exists or the logs do not belong together."""
+    """Write the folder and return its path. Raises UserError if it exists or the logs do not belong
+    together."""
     if difference := runs.differences(members):
-        raise UserError(f"the logs mix configurations: {difference}; a record has one configuration")
+        raise UserError(
+            f"the logs mix configurations: {difference}; a record has one configuration"
+        )
     seeds = [run.seed for run in members]
     if None in seeds or len(set(seeds)) < len(seeds):
         raise UserError(f"the logs have seeds {seeds}: each log needs its own seed")
@@ -264,7 +290,9 @@ def make(
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
     if members[0].started is None and not given["date"]:
-        raise UserError(f"{members[0].path} does not contain its start time: give --date YYYY-MM-DD")
+        raise UserError(
+            f"{members[0].path} does not contain its start time: give --date YYYY-MM-DD"
+        )
     date = given["date"] or members[0].started[:10]
     code, source = code_of(members, script), source_of(members)
     facts = summary(members, len(code))
@@ -279,15 +307,22 @@ def make(
     if code != source:
         files[READABLE] = source
     files |= {f"train_seed{run.seed}.log": run.path.read_bytes() for run in members}
-    folder = root / f"track_{track}" / f"{date}_{re.sub('[^A-Za-z0-9.]+', '_', given['name']).strip('_')}"
+    folder = (
+        root
+        / f"track_{track}"
+        / f"{date}_{re.sub('[^A-Za-z0-9.]+', '_', given['name']).strip('_')}"
+    )
     write_folder(folder, files)
     return folder
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a new folder with these files, completely or not at all. Raises UserError if it exists."""
+    """Write a new folder with these files, completely or not at all. Raises UserError if it
+    exists."""
     if folder.exists():
-        raise UserError(f"{folder} exists already, and records never change: give another --name or --date")
+        raise UserError(
+            f"{folder} exists already, and records never change: give another --name or --date"
+        )
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -299,18 +334,30 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logs", nargs="+", help="text logs, one per seed; folders of logs and patterns")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "logs", nargs="+", help="text logs, one per seed; folders of logs and patterns"
+    )
     parser.add_argument("--track", required=True, help="10min_16mb, non_record_16mb, ...")
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
     parser.add_argument("--github-id", default="", help="default: the author")
     parser.add_argument("--blurb", default="", help="a description in one or two sentences")
     parser.add_argument("--summary", default="", help="techniques; default: the changed knobs")
-    parser.add_argument("--date", default="", help="YYYY-MM-DD; default: when the first run started")
-    parser.add_argument("--against", default="", help="logs of the record to beat; adds the significance")
-    parser.add_argument("--script", type=Path, help="the script file that ran, if it was packed elsewhere")
-    parser.add_argument("--root", type=Path, default=ROOT / "records", help="folder of the tracks; default: records")
+    parser.add_argument(
+        "--date", default="", help="YYYY-MM-DD; default: when the first run started"
+    )
+    parser.add_argument(
+        "--against", default="", help="logs of the record to beat; adds the significance"
+    )
+    parser.add_argument(
+        "--script", type=Path, help="the script file that ran, if it was packed elsewhere"
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT / "records", help="folder of the tracks; default: records"
+    )
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
     track = arguments.track.removeprefix("track_")

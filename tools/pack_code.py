@@ -4,12 +4,14 @@
     python tools/pack_code.py -o packed.py
     torchrun --standalone --nproc_per_node=8 packed.py
 
-The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py and submit it under
-that name; its size is the code size. It holds the compressed source, sets the global `SOURCE` to that source (bytes)
-and executes it. The script logs `SOURCE`, so a log always begins with readable source.
+The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py
+and submit it under that name; its size is the code size. It holds the compressed source, sets the
+global `SOURCE` to that source (bytes) and executes it. The script logs `SOURCE`, so a log always
+begins with readable source.
 
-Comments and docstrings are removed first, except the module's docstring; names, layout and line breaks stay. The syntax
-tree of the rest is compared with that of the script. --comments keeps everything, and the file is larger by a third.
+Comments and docstrings are removed first, except the module's docstring; names, layout and line
+breaks stay. The syntax tree of the rest is compared with that of the script. --comments keeps
+everything, and the file is larger by a third.
 """
 
 import argparse
@@ -28,29 +30,32 @@ sys.path.insert(0, str(ROOT))
 import train_gpt
 from train_gpt import UserError, require
 
-# The compressed source is one large number. Its digits, to base 251, are the Latin-1 characters that can stand in a
-# string literal as they are. That costs 0.4 %, where escapes would cost 2 % and base85 25 %.
+# The compressed source is one large number. Its digits, to base 251, are the Latin-1 characters
+# that can stand in a string literal as they are. That costs 0.4 %, where escapes would cost 2 % and
+# base85 25 %.
 HEAD = "# coding: latin-1\nimport {module}\nn=0\nfor c in '"
 TAIL = (
     "':c=ord(c);n=n*251+c-1-(c>10)-(c>13)-(c>39)-(c>92)\n"
     "SOURCE={module}.decompress(n.to_bytes(n.bit_length()+7>>3))\nexec(compile(SOURCE,__file__,'exec'))\n"
 )
 DIGITS = bytes(sorted(set(range(256)) - set(b"\0\n\r'\\")))
-LZMA_FILTERS = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
+LZMA_FILTERS = [
+    {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}
+]
 COMPRESS = {
     "bz2": lambda source: bz2.compress(source, 9),
     "lzma": lambda source: lzma.compress(source, lzma.FORMAT_ALONE, filters=LZMA_FILTERS),
 }
 DECOMPRESSOR = {"bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor}
-# No script is larger. The limits keep a damaged or malicious file from filling the memory, and from taking long: the
-# time to convert the digits grows with the square of their number.
+# No script is larger. The limits keep a damaged or malicious file from filling the memory, and from
+# taking long: the time to convert the digits grows with the square of their number.
 MAX_SOURCE_BYTES = 1 << 24
 MAX_DIGITS = 1 << 17
 
 
 def docstrings(node: ast.AST) -> list[ast.stmt]:
-    """The strings with which the body of a class or function begins. The first is its docstring; without it the next
-    one would be."""
+    """The strings with which the body of a class or function begins. The first is its docstring;
+    without it the next one would be."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return []
 
@@ -62,14 +67,17 @@ def docstrings(node: ast.AST) -> list[ast.stmt]:
 
 
 def without_comments(source: bytes) -> bytes:
-    """The program without comments and without the docstrings of classes and functions. Everything else stays as it is
-    written; of the blank lines in a row, one stays. Raises UserError if the result is not the same program."""
+    """The program without comments and without the docstrings of classes and functions. Everything
+    else stays as it is written; of the blank lines in a row, one stays. Raises UserError if the
+    result is not the same program."""
     try:
         tree = ast.parse(source)
         result = cut(source.decode(), tree).encode()
         bare = ast.parse(result)
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
-        raise UserError(f"comments cannot be removed ({error}): correct the script or pack with --comments") from error
+        raise UserError(
+            f"comments cannot be removed ({error}): correct the script or pack with --comments"
+        ) from error
     for node in ast.walk(tree):
         if found := docstrings(node):
             node.body = node.body[len(found) :] or [ast.Pass()]
@@ -79,7 +87,8 @@ def without_comments(source: bytes) -> bytes:
 
 
 def cut(text: str, tree: ast.Module) -> str:
-    """`text`, the source of `tree`, without comments and docstrings. `without_comments` checks the result."""
+    """`text`, the source of `tree`, without comments and docstrings. `without_comments` checks the
+    result."""
     lines: list[str | None] = text.split("\n")  # None: removed
     cuts = []  # (line, column, last line, column behind, what takes its place)
     for node in ast.walk(tree):
@@ -89,19 +98,33 @@ def cut(text: str, tree: ast.Module) -> str:
             first, last = doc.lineno - 1, doc.end_lineno - 1
             column = len(lines[first].encode()[: doc.col_offset].decode())
             behind = len(lines[last].encode()[: doc.end_col_offset].decode())
-            cuts.append((first, column, last, behind, "pass" if found == node.body and doc is found[0] else ""))
+            cuts.append(
+                (
+                    first,
+                    column,
+                    last,
+                    behind,
+                    "pass" if found == node.body and doc is found[0] else "",
+                )
+            )
     in_string = set()  # lines that begin inside a string: blank ones belong to it
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         (first, column), (last, behind) = token.start, token.end
         in_string.update(range(first, last))
         if token.type == tokenize.COMMENT:
             cuts.append((first - 1, column, last - 1, behind, ""))
-    for first, column, last, behind, instead in sorted(cuts, reverse=True):  # so the columns of earlier cuts stay valid
+    # So the columns of earlier cuts stay valid
+    for first, column, last, behind, instead in sorted(cuts, reverse=True):
         line = lines[first][:column] + instead + lines[last][behind:]
         lines[first : last + 1] = [line.rstrip() or None] + [None] * (last - first)
     kept = []
     for number, line in enumerate(lines):
-        repeated = line is not None and not line.strip() and number not in in_string and not (kept and kept[-1].strip())
+        repeated = (
+            line is not None
+            and not line.strip()
+            and number not in in_string
+            and not (kept and kept[-1].strip())
+        )
         if line is not None and not repeated:
             kept.append(line)
     return "\n".join(kept)
@@ -118,7 +141,8 @@ def literal(blob: bytes) -> bytes:
 
 
 def from_literal(digits: bytes) -> bytes:
-    """The inverse of `literal`. Raises ValueError for a character that is no digit, or for too many."""
+    """The inverse of `literal`. Raises ValueError for a character that is no digit, or for too
+    many."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"more than {MAX_DIGITS} bytes")
     number = 0
@@ -128,17 +152,20 @@ def from_literal(digits: bytes) -> bytes:
 
 
 def pack(source: bytes) -> bytes:
-    """A program that sets `SOURCE` to `source` and executes it. Returns the smaller of the bz2 and the lzma form."""
+    """A program that sets `SOURCE` to `source` and executes it. Returns the smaller of the bz2 and
+    the lzma form."""
     packed = [
-        HEAD.format(module=module).encode() + literal(compress(source)) + TAIL.format(module=module).encode()
+        HEAD.format(module=module).encode()
+        + literal(compress(source))
+        + TAIL.format(module=module).encode()
         for module, compress in COMPRESS.items()
     ]
     return min(packed, key=len)
 
 
 def readable_source(blob: bytes) -> bytes:
-    """The readable source of a script, packed or not. Nothing is executed. Raises ValueError if a packed script is
-    damaged."""
+    """The readable source of a script, packed or not. Nothing is executed. Raises ValueError if a
+    packed script is damaged."""
     for module, decompressor in DECOMPRESSOR.items():
         head, tail = (part.format(module=module).encode() for part in (HEAD, TAIL))
         if not blob.startswith(head):
@@ -151,22 +178,35 @@ def readable_source(blob: bytes) -> bytes:
         except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
             raise ValueError(f"the packed script cannot be decompressed ({error})") from error
         if not stream.eof:
-            raise ValueError(f"the packed script is incomplete, or its source exceeds {MAX_SOURCE_BYTES} bytes")
+            raise ValueError(
+                f"the packed script is incomplete, or its source exceeds {MAX_SOURCE_BYTES} bytes"
+            )
         return source
     return blob
 
 
 def is_current(source: bytes | None) -> bool:
-    """Whether a log that begins with `source` is of this repository's train_gpt.py, as it is or packed."""
+    """Whether a log that begins with `source` is of this repository's train_gpt.py, as it is or
+    packed."""
     current = readable_source((ROOT / "train_gpt.py").read_bytes())
     return source == current or source == without_comments(current)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py"
+    )
     parser.add_argument("--comments", action="store_true", help="keep comments and docstrings")
-    parser.add_argument("-o", "--output", type=Path, default=Path("train_gpt.packed.py"), help="default: %(default)s")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("train_gpt.packed.py"),
+        help="default: %(default)s",
+    )
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()

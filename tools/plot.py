@@ -5,8 +5,8 @@
     python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png  # tokens per second against ranks
     python tools/plot.py --artifact final_model.int6.xz -o bytes.png               # bytes of each tensor
 
-Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the highest. A loss or score
-with more than 20 points is drawn without its first 5 %.
+Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the
+highest. A loss or score with more than 20 points is drawn without its first 5 %.
 """
 
 import argparse
@@ -39,7 +39,9 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
     found: list[list[Run]] = []
     for run in members:
         for group in found:
-            if not runs.differences([group[0], run]) and run.seed not in {other.seed for other in group}:
+            if not runs.differences([group[0], run]) and run.seed not in {
+                other.seed for other in group
+            }:
                 group.append(run)
                 break
         else:
@@ -48,7 +50,8 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
 
 
 def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
-    """The title of a group: the name of its only log, or the common start of the names of its logs."""
+    """The title of a group: the name of its only log, or the common start of the names of its
+    logs."""
     names = [run.path.stem for run in group]
     title = names[0]
     if len(group) > 1:
@@ -66,11 +69,14 @@ def curve(points: list[Point], x: str, field: str) -> Curve:
         for point in points
         if field in point.fields and getattr(point, x) is not None
     ]
-    return np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
+    return np.array([p[0] for p in pairs], dtype=float), np.array(
+        [p[1] for p in pairs], dtype=float
+    )
 
 
 def late(points: Curve) -> Curve:
-    """A curve without its first 5 %, where the loss falls from that of a random model; the whole of a short one."""
+    """A curve without its first 5 %, where the loss falls from that of a random model; the whole of
+    a short one."""
     x, y = points
     kept = x >= 0.05 * x[-1] if len(x) > 20 else slice(None)
     return x[kept], y[kept]
@@ -80,9 +86,12 @@ def step_times(points: list[Point]) -> Curve:
     """Milliseconds per step between two logged steps, against the later one."""
     timed = [point for point in points if point.seconds is not None]
     pairs = [
-        (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step)) for a, b in zip(timed, timed[1:], strict=False)
+        (b.step, 1000 * (b.seconds - a.seconds) / (b.step - a.step))
+        for a, b in zip(timed, timed[1:], strict=False)
     ]
-    return np.array([p[0] for p in pairs], dtype=float), np.array([p[1] for p in pairs], dtype=float)
+    return np.array([p[0] for p in pairs], dtype=float), np.array(
+        [p[1] for p in pairs], dtype=float
+    )
 
 
 def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +102,9 @@ def together(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
     return grid, np.array([np.interp(grid, x, y) for x, y in curves])
 
 
-def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Curve], marker: str = "") -> None:
+def panel(
+    axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Curve], marker: str = ""
+) -> None:
     """Draw one panel: a line and a band per group, or a note that the logs lack the data."""
     drawn = False
     for number, (name, members) in enumerate(found.items()):
@@ -101,7 +112,8 @@ def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Cur
         if not curves:
             continue
         x, y = together(curves)
-        measured = len(curves) == 1 or np.array_equal(x, curves[0][0])  # interpolated points get no marker
+        # Interpolated points get no marker
+        measured = len(curves) == 1 or np.array_equal(x, curves[0][0])
         color = f"C{number % 10}"
         style = {"marker": marker if measured else "", "ms": 3.5, "lw": 1.4}
         axis.plot(x, y.mean(axis=0), color=color, label=name, **style)
@@ -109,17 +121,28 @@ def panel(axis: plt.Axes, found: dict[str, list[Run]], read: Callable[[Run], Cur
             axis.fill_between(x, y.min(axis=0), y.max(axis=0), color=color, alpha=0.2, lw=0)
         drawn = True
     if not drawn:
-        axis.text(0.5, 0.5, "not in these logs", transform=axis.transAxes, ha="center", va="center", color="gray")
+        axis.text(
+            0.5,
+            0.5,
+            "not in these logs",
+            transform=axis.transAxes,
+            ha="center",
+            va="center",
+            color="gray",
+        )
     axis.grid(alpha=0.3)
 
 
 def draw_runs(members: list[Run], output: Path) -> None:
-    """Training loss and validation bits per byte against steps and seconds; learning rate and time per step."""
+    """Training loss and validation bits per byte against steps and seconds; learning rate and time
+    per step."""
     found = groups(members)
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
         panel(axes[0][column], found, lambda run, x=x: late(curve(run.train, x, "train_loss")))
-        panel(axes[1][column], found, lambda run, x=x: late(curve(run.val, x, "val_bpb")), marker="o")
+        panel(
+            axes[1][column], found, lambda run, x=x: late(curve(run.val, x, "val_bpb")), marker="o"
+        )
         axes[0][column].set(xlabel=label, ylabel="training loss (nats per token)")
         axes[1][column].set(xlabel=label, ylabel="validation (bits per byte)")
     panel(axes[2][0], found, lambda run: curve(run.train, "step", "lr_scale"))
@@ -128,29 +151,45 @@ def draw_runs(members: list[Run], output: Path) -> None:
     axes[2][1].set(xlabel="step", ylabel="time per step (ms)")
     axes[2][1].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False)
+    figure.legend(
+        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False
+    )
     figure.savefig(output, dpi=120)
 
 
 def draw_scaling(members: list[Run], output: Path) -> None:
-    """Tokens per second against the number of ranks, beside proportional growth from the fewest ranks."""
+    """Tokens per second against the number of ranks, beside proportional growth from the fewest
+    ranks."""
     speed: dict[int, list[float]] = {}
     for run in members:
         times = step_times(run.train)[1]
         if run.ranks is None or not len(times) or "TRAIN_BATCH_TOKENS" not in run.settings:
-            raise UserError(f"{run.path} lacks ranks, times or TRAIN_BATCH_TOKENS: give a log of train_gpt.py")
+            raise UserError(
+                f"{run.path} lacks ranks, times or TRAIN_BATCH_TOKENS: give a log of train_gpt.py"
+            )
         tokens = int(run.settings["TRAIN_BATCH_TOKENS"])
         speed.setdefault(run.ranks, []).append(1000 * tokens / statistics.median(times))
     ranks = sorted(speed)
     if len(ranks) < 2:
-        raise UserError(f"all these runs have {ranks[0]} rank(s): give runs with different numbers of ranks")
+        raise UserError(
+            f"all these runs have {ranks[0]} rank(s): give runs with different numbers of ranks"
+        )
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
     base = statistics.fmean(speed[ranks[0]])
-    axis.plot(ranks, [base * n / ranks[0] for n in ranks], ls="--", color="gray", label="proportional")
-    axis.plot(ranks, [statistics.fmean(speed[n]) for n in ranks], marker="o", label="measured (mean of runs)")
+    axis.plot(
+        ranks, [base * n / ranks[0] for n in ranks], ls="--", color="gray", label="proportional"
+    )
+    axis.plot(
+        ranks,
+        [statistics.fmean(speed[n]) for n in ranks],
+        marker="o",
+        label="measured (mean of runs)",
+    )
     for n in ranks:
         axis.plot([n] * len(speed[n]), speed[n], ls="", marker="_", ms=12, color="C0")
-    axis.set(xlabel="ranks", ylabel="tokens per second", xticks=ranks, title=members[0].device or "")
+    axis.set(
+        xlabel="ranks", ylabel="tokens per second", xticks=ranks, title=members[0].device or ""
+    )
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
@@ -158,8 +197,10 @@ def draw_scaling(members: list[Run], output: Path) -> None:
 
 
 def byte_shares(path: str) -> dict[str, int]:
-    """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be read."""
-    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})  # whichever tokenizer is installed
+    """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be
+    read."""
+    # Whichever tokenizer is installed
+    blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
         _, _, entries, start = train_gpt.open_artifact(blob)
     shares = {name: nbytes for _, name, _, nbytes in entries if nbytes}
@@ -174,19 +215,34 @@ def draw_bytes(path: str, output: Path) -> None:
     total = sum(shares.values())
     figure, axis = plt.subplots(figsize=(8, 0.4 * len(shares) + 1.3), layout="constrained")
     bars = axis.barh(list(shares), list(shares.values()))
-    axis.bar_label(bars, [f"{size:,}  ({100 * size / total:.1f} %)" for size in shares.values()], padding=4, fontsize=9)
-    axis.set(xlabel="bytes", title=f"{Path(path).name}: {total:,} bytes", xlim=(0, 1.28 * max(shares.values())))
-    axis.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.bar_label(
+        bars,
+        [f"{size:,}  ({100 * size / total:.1f} %)" for size in shares.values()],
+        padding=4,
+        fontsize=9,
+    )
+    axis.set(
+        xlabel="bytes",
+        title=f"{Path(path).name}: {total:,} bytes",
+        xlim=(0, 1.28 * max(shares.values())),
+    )
+    axis.xaxis.set_major_formatter(
+        matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}")
+    )
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=120)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("logs", nargs="*", help="text logs of runs, folders of logs, patterns")
     parser.add_argument("--scaling", action="store_true", help="plot speed against ranks")
     parser.add_argument("--artifact", help="plot the bytes of an artifact")
-    parser.add_argument("-o", "--output", type=image_file, default="runs.png", help="default: %(default)s")
+    parser.add_argument(
+        "-o", "--output", type=image_file, default="runs.png", help="default: %(default)s"
+    )
     arguments = parser.parse_args()
     if bool(arguments.logs) == bool(arguments.artifact):
         parser.error("give either logs or --artifact")
@@ -194,7 +250,9 @@ def main() -> None:
         if arguments.artifact:
             draw_bytes(arguments.artifact, arguments.output)
         else:
-            members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
+            members = [
+                runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)
+            ]
             draw = draw_scaling if arguments.scaling else draw_runs
             draw(members, arguments.output)
     print(f"drawn: {arguments.output}")

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Print some sampled text, a demonstration's results beside simpler ways to code the same text, and its loss curve.
+"""Print some sampled text, a demonstration's results beside simpler ways to code the same text, and
+its loss curve.
 
     python tools/report.py logs/demo.jsonl logs/demo.int6.xz
 
@@ -32,11 +33,15 @@ def read_events(path: Path) -> list[dict]:
     """The events of a run's log of JSON lines."""
     try:
         events = [json.loads(line) for line in path.read_text().splitlines()]
-        if {"event", "hyperparameters"} <= events[0].keys() and all("event" in event for event in events):
+        if {"event", "hyperparameters"} <= events[0].keys() and all(
+            "event" in event for event in events
+        ):
             return events
         raise ValueError("it does not begin with a run's settings")
     except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise UserError(f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run") from error
+        raise UserError(
+            f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run"
+        ) from error
 
 
 def validation(data: str, tokenizer: str) -> tuple[int, bytes]:
@@ -60,7 +65,9 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
     way = "banded" if banded else "sliding_window"
     missing = {"val", "artifact", f"final_int6_{way}_exact"} - set(events)
     if missing:
-        raise UserError(f"the log has no event {min(missing)}: the run did not finish, run it again")
+        raise UserError(
+            f"the log has no event {min(missing)}: the run did not finish, run it again"
+        )
     vocabulary = events["start"]["hyperparameters"]["vocab_size"]
     uniform = math.log2(vocabulary) * tokens / len(text)
     xz = 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
@@ -72,14 +79,23 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
         ("xz -9e", xz, "of the validation text alone"),
         (weights, last["val_bpb"], f"after {last['step']} steps, {last['train_seconds']:.0f} s"),
         ("model, averaged weights", events["final_average_exact"]["val_bpb"], ""),
-        ("artifact, separate windows", roundtrip["val_bpb"], f"{events['artifact']['model_bytes']:,} bytes"),
+        (
+            "artifact, separate windows",
+            roundtrip["val_bpb"],
+            f"{events['artifact']['model_bytes']:,} bytes",
+        ),
         (f"artifact, {NAMES[way]}", score["val_bpb"], "the score"),
     ]
 
 
 def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
-    """Lines that draw the training loss against the step, each column the mean over its steps; none for two steps."""
-    steps, losses = np.array([(e["step"], e["train_loss"]) for e in events if e["event"] == "train"]).reshape(-1, 2).T
+    """Lines that draw the training loss against the step, each column the mean over its steps; none
+    for two steps."""
+    steps, losses = (
+        np.array([(e["step"], e["train_loss"]) for e in events if e["event"] == "train"])
+        .reshape(-1, 2)
+        .T
+    )
     if len(steps) < 3:
         return []
     column = ((steps - 1) * width / steps[-1]).astype(int)
@@ -89,7 +105,9 @@ def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
     for c, mean in means.items():
         rows[round((high - mean) / max(high - low, 1e-9) * (height - 1))][c] = "*"
     labels = [f"{high:.2f}", *[""] * (height - 2), f"{low:.2f}"]
-    lines = [f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)]
+    lines = [
+        f"{label:>8} |{''.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)
+    ]
     return [
         "training loss, nats per token:",
         *lines,
@@ -98,7 +116,9 @@ def curve(events: list[dict], width: int = 72, height: int = 12) -> list[str]:
     ]
 
 
-def sample(artifact: str, tokenizer: str, prompt: str, length: int, temperature: float = 0.8, seed: int = 1) -> str:
+def sample(
+    artifact: str, tokenizer: str, prompt: str, length: int, temperature: float = 0.8, seed: int = 1
+) -> str:
     """`prompt` continued by the artifact's model with at most `length` tokens."""
     reader, pieces = load(artifact, os.environ | {"TOKENIZER_PATH": tokenizer})
     reader.ids += pieces.encode(prompt)
@@ -108,10 +128,14 @@ def sample(artifact: str, tokenizer: str, prompt: str, length: int, temperature:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("log", type=Path, help="logs/<RUN_ID>.jsonl")
     parser.add_argument("artifact")
-    parser.add_argument("--prompt", default="", help="of the sample (default: the beginning of the validation text)")
+    parser.add_argument(
+        "--prompt", default="", help="of the sample (default: the beginning of the validation text)"
+    )
     parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
     arguments = parser.parse_args()
     history = read_events(arguments.log)

@@ -1,8 +1,9 @@
 """Read the text logs of runs: ours and those of the challenge's published scripts.
 
-The tools get everything they know about a run from its text log (logs/<RUN_ID>.txt, or train_seed<N>.log in a
-submission) through `read_run`. Two formats are understood: `step:200/9000 train_loss:2.43 train_time:16305ms` with
-`..._exact val_loss:... val_bpb:...` (#399 and its relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
+The tools get everything they know about a run from its text log (logs/<RUN_ID>.txt, or
+train_seed<N>.log in a submission) through `read_run`. Two formats are understood: `step:200/9000
+train_loss:2.43 train_time:16305ms` with `..._exact val_loss:... val_bpb:...` (#399 and its
+relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from train_gpt import Hyperparameters, UserError
 
 RULER = "=" * 100  # separates the source at the top of a log from the rest
-# Runs that differ in one of these are different experiments. Published logs list other names too; those are ignored.
+# Runs that differ in one of these are different experiments. Published logs list other names too;
+# those are ignored.
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
 CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 
@@ -27,7 +29,11 @@ NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?=train_loss|val_loss)(.*)")
 FIELD = re.compile(r"(\w+): ?" + NUMBER + r"(ms|m|s)?(?![\w.])")
 SCORE = re.compile(
-    r"^([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)? val_loss[:=] ?" + NUMBER + r" val_bpb[:=] ?" + NUMBER + r"(.*)"
+    r"^([A-Za-z][\w .-]*?)(?:_exact)?:?(?: stride:\d+)? val_loss[:=] ?"
+    + NUMBER
+    + r" val_bpb[:=] ?"
+    + NUMBER
+    + r"(.*)"
 )
 SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
@@ -88,11 +94,14 @@ class Run:
 
     @property
     def score_name(self) -> str | None:
-        """The name of the score that counts: test-time training, else sliding windows, else the last one."""
+        """The name of the score that counts: test-time training, else sliding windows, else the
+        last one."""
         names = [
             name
             for name in self.scores
-            if not is_before_export(name) and "partial" not in name and "diagnostic" not in name.lower()
+            if not is_before_export(name)
+            and "partial" not in name
+            and "diagnostic" not in name.lower()
         ]
         for part in ("ttt", "sliding", ""):
             for name in reversed(names):
@@ -104,7 +113,9 @@ class Run:
     def score(self) -> Score:
         """The score that counts. Raises Unfinished if the run did not finish."""
         if self.score_name is None or any("partial" in name for name in self.scores):
-            raise Unfinished(f"{self.path} has no final score: the run did not finish; run it again or leave it out")
+            raise Unfinished(
+                f"{self.path} has no final score: the run did not finish; run it again or leave it out"
+            )
         return self.scores[self.score_name]
 
     @property
@@ -128,17 +139,23 @@ class Run:
 
 def is_before_export(name: str) -> bool:
     """Whether the score of this name is of weights before quantisation."""
-    return any(part in name.lower() for part in ("average", "post_ema", "post-ema", "pre-quant", "prequant"))
+    return any(
+        part in name.lower()
+        for part in ("average", "post_ema", "post-ema", "pre-quant", "prequant")
+    )
 
 
 def read_run(path: Path) -> Run:
-    """The run in a text log. Raises UserError if the log contains no run (Unfinished) or several."""
+    """The run in a text log. Raises UserError if the log contains no run (Unfinished) or
+    several."""
     source, lines = _read_lines(path)
     text = "\n".join(lines)
     train, val = _points(path, lines)
     scores = _scores(lines)
     if not train and not val and not scores:
-        raise Unfinished(f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log")
+        raise Unfinished(
+            f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log"
+        )
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
@@ -152,7 +169,8 @@ def read_run(path: Path) -> Run:
         changed=changed,
         started=find(r"^started: (\S+)$"),
         versions=_versions(lines),
-        device=find(r"^runtime: .*?device:(.*?) compute_dtype:") or find(r"(NVIDIA [A-Z]+\d+[^|\n]*?)  "),
+        device=find(r"^runtime: .*?device:(.*?) compute_dtype:")
+        or find(r"(NVIDIA [A-Z]+\d+[^|\n]*?)  "),
         ranks=_int(find(r"^runtime: ranks:(\d+)") or find(r"^\s*world_size: ?(\d+)")),
         resumed=sum(line.startswith("resumed: ") for line in lines),
         train=train,
@@ -172,7 +190,9 @@ def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
         blob = path.read_bytes()
     except OSError as error:
         reason = error.strerror or error
-        raise UserError(f"cannot read {path}: {reason}; give the text log of a run, logs/<RUN_ID>.txt") from error
+        raise UserError(
+            f"cannot read {path}: {reason}; give the text log of a run, logs/<RUN_ID>.txt"
+        ) from error
     if path.suffix in (".jsonl", ".json"):
         raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} instead")
     head, ruler, rest = blob.partition(f"\n{RULER}\n".encode())
@@ -192,18 +212,23 @@ def _int(text: str | None) -> int | None:
 
 
 def _last_size(text: str, what: str) -> int | None:
-    """The size on the last of these lines: published logs give the raw size first, then one per coder."""
+    """The size on the last of these lines: published logs give the raw size first, then one per
+    coder."""
     found = re.findall(rf"^{what}: (\d+) bytes", text, re.M)
     return int(found[-1]) if found else None
 
 
 def _fields(text: str) -> dict[str, float]:
     """The key:value pairs of a line, times in seconds."""
-    return {key: round(float(value) * SECONDS[unit or None], 9) for key, value, unit in FIELD.findall(text)}
+    return {
+        key: round(float(value) * SECONDS[unit or None], 9)
+        for key, value, unit in FIELD.findall(text)
+    }
 
 
 def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
-    """Training steps and validation steps, in order. If a resumed run repeats a step, the last entry counts."""
+    """Training steps and validation steps, in order. If a resumed run repeats a step, the last
+    entry counts."""
     found: dict[str, dict[int, Point]] = {"train_loss": {}, "val_loss": {}}
     last = -1
     for line in lines:
@@ -217,7 +242,9 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
         step = int(match[1])
         fields = _fields(match[3])
         if step < last:
-            raise UserError(f"{path} holds several runs (step {step} follows step {last}): give each run its own log")
+            raise UserError(
+                f"{path} holds several runs (step {step} follows step {last}): give each run its own log"
+            )
         last = step
         kind = "train_loss" if "train_loss" in fields else "val_loss"
         found[kind][step] = Point(step, fields.get("train_time"), fields)
@@ -225,7 +252,8 @@ def _points(path: Path, lines: list[str]) -> tuple[list[Point], list[Point]]:
 
 
 def _scores(lines: list[str]) -> dict[str, Score]:
-    """Final scores. A rounded line and an `_exact` line are one score; either may contain the time."""
+    """Final scores. A rounded line and an `_exact` line are one score; either may contain the
+    time."""
     scores: dict[str, Score] = {}
     for line in lines:
         if match := SCORE.match(line):
@@ -233,16 +261,24 @@ def _scores(lines: list[str]) -> dict[str, Score]:
             name = name.strip()
             fields = _fields(rest)
             seconds = fields.get("eval_time", scores[name].seconds if name in scores else None)
-            tokens, nbytes = (int(fields[key]) if key in fields else None for key in ("val_tokens", "val_bytes"))
+            tokens, nbytes = (
+                int(fields[key]) if key in fields else None for key in ("val_tokens", "val_bytes")
+            )
             scores[name] = Score(float(loss), float(bpb), seconds, tokens, nbytes)
     return scores
 
 
 def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(knobs, names of those marked as changed)."""
-    ours = [match.groups() for line in lines if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))]
+    ours = [
+        match.groups()
+        for line in lines
+        if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))
+    ]
     if ours:
-        return {name: value for _, name, value in ours}, tuple(name for mark, name, _ in ours if mark == "*")
+        return {name: value for _, name, value in ours}, tuple(
+            name for mark, name, _ in ours if mark == "*"
+        )
     found = {}
     for line in lines:
         if match := re.match(r"^  ([a-z]\w*): (.*)$", line):  # a list of hyperparameters
@@ -266,9 +302,11 @@ def _versions(lines: list[str]) -> dict[str, str]:
 
 
 def read_group(text: str) -> list[Run]:
-    """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a note.
+    """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a
+    note.
 
-    Raises UserError if none is left, if a seed occurs twice, or if they have different configurations.
+    Raises UserError if none is left, if a seed occurs twice, or if they have different
+    configurations.
     """
     members, failed = [], []
     for path in find_logs(text):
@@ -283,17 +321,21 @@ def read_group(text: str) -> list[Run]:
     for error in failed:
         print(f"left out: {error}", file=sys.stderr)
     if difference := differences(members):
-        raise UserError(f"the logs of {text} mix configurations: {difference}; give the logs of one configuration")
+        raise UserError(
+            f"the logs of {text} mix configurations: {difference}; give the logs of one configuration"
+        )
     seeds = [run.seed for run in members if run.seed is not None]
     for seed in set(seeds):
         if seeds.count(seed) > 1:
-            raise UserError(f"the logs of {text} have seed {seed} more than once; give one log per seed")
+            raise UserError(
+                f"the logs of {text} have seed {seed} more than once; give one log per seed"
+            )
     return members
 
 
 def find_logs(text: str) -> list[Path]:
-    """The logs of a folder, a log, a pattern, or several of these separated by commas. Raises UserError if a folder or
-    a pattern has none."""
+    """The logs of a folder, a log, a pattern, or several of these separated by commas. Raises
+    UserError if a folder or a pattern has none."""
     if Path(text).is_file():
         return [Path(text)]
     if "," in text:
@@ -306,7 +348,9 @@ def find_logs(text: str) -> list[Path]:
         return [Path(text)]  # reading it will fail and say why
     found = [path for path in files if path.suffix in (".log", ".txt")]
     if not found:
-        raise UserError(f"there are no logs in {text}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'")
+        raise UserError(
+            f"there are no logs in {text}; give a folder of logs, a log, or a pattern like 'logs/a_*.txt'"
+        )
     return found
 
 
@@ -360,7 +404,10 @@ def table(members: list[Run], names: list[str] | None = None) -> str:
     lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in COLUMNS)]
     lines += [line(name, row) for name, row in zip(names, rows, strict=True)]
     if len(members) > 1:
-        stats = [(None, None) if None in column else mean_std(list(column)) for column in zip(*rows, strict=True)]
+        stats = [
+            (None, None) if None in column else mean_std(list(column))
+            for column in zip(*rows, strict=True)
+        ]
         lines.append(line("mean", [mean for mean, _ in stats]))
         lines.append(line("std", [std for _, std in stats]))
     return "\n".join([*lines, f"{'n':{width}}{len(members):>7}"])

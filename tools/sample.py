@@ -6,8 +6,9 @@
     python tools/sample.py logs/demo.int6.xz                  # talk: a line is added to the text and continued
     python tools/sample.py logs/demo.int6.xz < notes.txt      # the whole file is the prompt
 
-In a talk an empty line starts another text; Ctrl-D ends it. A text also ends where the model puts a BOS. The tokenizer
-is that of the environment's TOKENIZER_PATH. The text goes to standard output, the speed to standard error.
+In a talk an empty line starts another text; Ctrl-D ends it. A text also ends where the model puts a
+BOS. The tokenizer is that of the environment's TOKENIZER_PATH. The text goes to standard output,
+the speed to standard error.
 """
 
 import argparse
@@ -31,15 +32,17 @@ import sentencepiece
 import torch
 from torch import Tensor
 
-OVERLAP = 2  # the embedding of a token depends on itself and the two tokens before it (SmearGate, BigramHash)
+# The embedding of a token depends on itself and the two tokens before it (SmearGate, BigramHash)
+OVERLAP = 2
 
 
 class Reader:
-    """A model, a text, and the keys and values of the tokens that the model has read: a token is read once.
+    """A model, a text, and the keys and values of the tokens that the model has read: a token is
+    read once.
 
-    A token is read together with the two before it. Those are computed again for the new token's embedding; only their
-    embeddings count. The model sees at most EVAL_SEQ_LEN tokens. When the text is longer, the model reads the last half
-    of them again, as a text of its own.
+    A token is read together with the two before it. Those are computed again for the new token's
+    embedding; only their embeddings count. The model sees at most EVAL_SEQ_LEN tokens. When the
+    text is longer, the model reads the last half of them again, as a text of its own.
     """
 
     def __init__(self, hp: train_gpt.Hyperparameters, weights: dict[str, Tensor]):
@@ -49,7 +52,8 @@ class Reader:
         self.model.load_state_dict(weights)
         self.model = self.model.to(device)
         matrices = self.model.matrices()
-        self.model.matrices = lambda: dict(matrices)  # the weights stay, so they are cast once and not per token
+        # The weights stay, so they are cast once and not per token
+        self.model.matrices = lambda: dict(matrices)
         self.window = hp.eval_seq_len
         self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
         self.restart()
@@ -75,18 +79,24 @@ class Reader:
         return self.model(seen[:, first:])[0, -1].cpu()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None) -> Tensor:
-        """Attention of the last tokens to all, in place of a kernel. A forward calls it once per visit, in order."""
+        """Attention of the last tokens to all, in place of a kernel. A forward calls it once per
+        visit, in order."""
         length = self.documents.size(1)
         old = self.kept.popleft()
-        # Positions of a forward begin at 0. A second rotation moves them to their place, as rotations add up.
+        # Positions of a forward begin at 0. A second rotation moves them to their place, as
+        # rotations add up.
         turn = [table[length - q.size(1)] for table in (self.model.cos, self.model.sin)]
         q, k = (train_gpt.rotate(x.float(), *turn).to(x.dtype) for x in (q, k))
         new = length - old[0].size(1)
-        k, v = (torch.cat((before, x[:, -new:]), dim=1) for before, x in zip(old, (k, v), strict=True))
+        k, v = (
+            torch.cat((before, x[:, -new:]), dim=1) for before, x in zip(old, (k, v), strict=True)
+        )
         self.kept.append((k, v))
         return train_gpt.attend_last(q, k, v, band, None if document is None else self.documents)
 
-    def continued(self, tokens: int, temperature: float, generator: torch.Generator) -> Iterator[int]:
+    def continued(
+        self, tokens: int, temperature: float, generator: torch.Generator
+    ) -> Iterator[int]:
         """Sample and append at most so many tokens, one by one, until the document ends."""
         for _ in range(tokens):
             self.ids.append(sampled(self.logits(), temperature, generator))
@@ -99,7 +109,8 @@ def sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> i
     """A token, drawn from softmax(logits / temperature); the likeliest at temperature 0."""
     if temperature == 0:
         return int(logits.argmax())
-    below = (logits - logits.max()).double()  # at most 0, so that a low temperature does not overflow
+    # At most 0, so that a low temperature does not overflow
+    below = (logits - logits.max()).double()
     return int(torch.multinomial((below / temperature).softmax(-1), 1, generator=generator))
 
 
@@ -107,7 +118,8 @@ class Tokenizer:
     """Text to tokens and back, with the operators of a CaseOps tokenizer."""
 
     def __init__(self, path: str, vocab_size: int):
-        self.caseops = train_gpt.ByteCounter(path, vocab_size).caseops  # raises UserError for what is no tokenizer
+        # Raises UserError for what is no tokenizer
+        self.caseops = train_gpt.ByteCounter(path, vocab_size).caseops
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
 
     def encode(self, text: str) -> list[int]:
@@ -127,9 +139,11 @@ def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, Tokenizer]:
     return Reader(hp, weights), tokenizer
 
 
-def texts(ids: list[int], new: Iterator[int], decode: Callable[[list[int]], str], shown: int) -> Iterator[str]:
-    """The text of `ids` behind its first `shown` characters, in parts, while `new` appends tokens to it. A character of
-    several byte pieces comes when it is complete."""
+def texts(
+    ids: list[int], new: Iterator[int], decode: Callable[[list[int]], str], shown: int
+) -> Iterator[str]:
+    """The text of `ids` behind its first `shown` characters, in parts, while `new` appends tokens
+    to it. A character of several byte pieces comes when it is complete."""
     for _ in new:
         text = decode(ids)
         if not text.endswith("\ufffd"):
@@ -173,23 +187,36 @@ def talk(reader: Reader, tokenizer: Tokenizer, arguments: argparse.Namespace) ->
         print(flush=True)
         count, seconds = len(reader.ids) - before, time.perf_counter() - began
         ended = "; the document ends here" if reader.ids[-1] == BOS else ""
-        print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} per second{ended}", file=sys.stderr)
+        print(
+            f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} per second{ended}",
+            file=sys.stderr,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("artifact", help="logs/<RUN_ID>.int6.xz")
     parser.add_argument("--prompt", help="text to continue; default: standard input")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8")
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers; default: 1")
     arguments = parser.parse_args()
     if not 0 <= arguments.temperature < math.inf:
-        parser.error(f"--temperature {arguments.temperature} is not a number from 0 on; 0 takes the likeliest token")
+        parser.error(
+            f"--temperature {arguments.temperature} is not a number from 0 on; 0 takes the likeliest token"
+        )
     if not 0 <= arguments.seed < 1 << 63:
         parser.error(f"--seed {arguments.seed} is not between 0 and 2^63")
     if arguments.tokens < 1:
-        parser.error(f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt")
+        parser.error(
+            f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt"
+        )
     talk(*load(arguments.artifact, dict(os.environ)), arguments)
 
 

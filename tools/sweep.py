@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Run the script for several seeds and settings, one run after the other, and print a table of the results.
+"""Run the script for several seeds and settings, one run after the other, and print a table of the
+results.
 
     SEEDS="1337 42 2025" GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" python tools/sweep.py -- python train_gpt.py
 
-./run.sh calls this when SEEDS or GRID is set. Every combination of GRID runs with every seed and has its own log,
-logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt, with its artifact beside it. A run whose log has a final score
-is not repeated, so an interrupted sweep continues where it stopped. Failed runs are reported and retried next time.
+./run.sh calls this when SEEDS or GRID is set. Every combination of GRID runs with every seed and
+has its own log, logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt, with its artifact beside
+it. A run whose log has a final score is not repeated, so an interrupted sweep continues where it
+stopped. Failed runs are reported and retried next time.
 """
 
 import argparse
@@ -25,32 +27,41 @@ LOGS = Path("logs")
 
 
 def combinations(grid: str) -> list[dict[str, str]]:
-    """Every combination of the values of "A=1,2 B=3,4", in order. Raises UserError for an unknown knob."""
+    """Every combination of the values of "A=1,2 B=3,4", in order. Raises UserError for an unknown
+    knob."""
     axes = []
     for part in grid.split():
         name, _, values = part.partition("=")
         if name not in runs.KNOBS or not values:
-            raise UserError(f"GRID has {part!r}, which is not KNOB=value,value; python train_gpt.py --help lists knobs")
+            raise UserError(
+                f"GRID has {part!r}, which is not KNOB=value,value; python train_gpt.py --help lists knobs"
+            )
         axes.append([(name, value) for value in values.split(",")])
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
 
 def plan(environ: dict[str, str]) -> list[dict[str, str]]:
-    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs could not start."""
+    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
+    could not start."""
     seeds = environ.get("SEEDS", "").split() or [environ.get("SEED", "1337")]
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"SEEDS={environ['SEEDS']!r} names a seed twice; a repeated run is not another sample")
+        raise UserError(
+            f"SEEDS={environ['SEEDS']!r} names a seed twice; a repeated run is not another sample"
+        )
     prefix = environ.get("RUN_ID") or "run"
     planned = []
     for values, seed in itertools.product(combinations(environ.get("GRID", "")), seeds):
-        name = "_".join([prefix, *(f"{knob}={value}" for knob, value in values.items()), f"seed{seed}"])
+        name = "_".join(
+            [prefix, *(f"{knob}={value}" for knob, value in values.items()), f"seed{seed}"]
+        )
         planned.append({**values, "SEED": seed, "RUN_ID": name.replace("/", "-")})
         Hyperparameters.from_env({**environ, **planned[-1]})
     return planned
 
 
 def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
-    """The run of this name if it has finished. Raises UserError if its log is of another experiment."""
+    """The run of this name if it has finished. Raises UserError if its log is of another
+    experiment."""
     path = LOGS / f"{run_id}.txt"
     try:
         run = runs.read_run(path)
@@ -77,10 +88,15 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
     return run
 
 
-def execute(command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()) -> str:
-    """Run the command in a folder; `quiet` hides its standard output. Returns "" or the error message of a failure."""
+def execute(
+    command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()
+) -> str:
+    """Run the command in a folder; `quiet` hides its standard output. Returns "" or the error
+    message of a failure."""
     streams = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environ, cwd=folder, **streams, text=True, errors="replace")
+    process = subprocess.Popen(
+        command, env=environ, cwd=folder, **streams, text=True, errors="replace"
+    )
     message = ""
     try:
         for line in process.stderr:
@@ -103,21 +119,28 @@ def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dic
     lines = []
     for values, members in groups.items():
         lines.append(f"\n{values or 'as set'}")
-        finished_runs = {f"seed {v['SEED']}": done[v["RUN_ID"]] for v in members if v["RUN_ID"] in done}
+        finished_runs = {
+            f"seed {v['SEED']}": done[v["RUN_ID"]] for v in members if v["RUN_ID"] in done
+        }
         if finished_runs:
             lines.append(runs.table(list(finished_runs.values()), list(finished_runs)))
         else:
             lines.append("no run finished")
     lines += [f"\nfailed: {run_id}: {message}" for run_id, message in failed.items()]
-    missing = [v["RUN_ID"] for v in planned if v["RUN_ID"] not in done and v["RUN_ID"] not in failed]
+    missing = [
+        v["RUN_ID"] for v in planned if v["RUN_ID"] not in done and v["RUN_ID"] not in failed
+    ]
     if missing:
         lines.append(f"\nnot run yet: {' '.join(missing)}")
-    lines.append("\nbefore: bpb of the averaged weights; after: of the artifact, non-overlapping windows; score: final")
+    lines.append(
+        "\nbefore: bpb of the averaged weights; after: of the artifact, non-overlapping windows; score: final"
+    )
     return "\n".join(lines)
 
 
 def sweep(command: list[str]) -> int:
-    """Run everything that has not finished yet and print the report. Returns the exit status, 130 after Ctrl-C."""
+    """Run everything that has not finished yet and print the report. Returns the exit status, 130
+    after Ctrl-C."""
     planned = plan(dict(os.environ))
     done: dict[str, runs.Run] = {}
     failed: dict[str, str] = {}
@@ -139,7 +162,10 @@ def sweep(command: list[str]) -> int:
             if run:
                 done[run_id] = run
             else:
-                failed[run_id] = message or f"error: it exited with 0, but {LOGS / run_id}.txt has no final score"
+                failed[run_id] = (
+                    message
+                    or f"error: it exited with 0, but {LOGS / run_id}.txt has no final score"
+                )
                 status = 1
     except KeyboardInterrupt:
         status = 130
@@ -148,7 +174,9 @@ def sweep(command: list[str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", nargs="+", help="the command that starts one run, after --")
     sys.exit(sweep(parser.parse_args().command))
 
