@@ -1,18 +1,17 @@
 """Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
 
-steps       5 updates without a clock; rank 0 saves the weights, their average and the Hessians;
-each rank saves a
-            digest of all state, collected from its node
-rounding    the same with initial weights that differ in the last bits between the ranks clocks
-updates under a clock that advances with every reading, at another speed on each rank; each rank
-saves a
-            digest of its weights
-checkpoint  2 updates and a checkpoint; each rank saves its state restore     restores that
-checkpoint; each rank saves its state, gathered, and a digest of its weights limit       low-rank
-training, whose time ends after 5 steps on rank 0 and at once on rank 1; each rank saves its steps
-            and the number of scored targets
-apart       the whole script, each rank in a folder of its own, as on several nodes late        the
-same with a timer that is 1,000 s ahead on rank 1
+    steps       5 updates without a clock; rank 0 saves the weights, their average and the
+                Hessians; each rank saves a digest of all state, collected from its node
+    rounding    the same with initial weights that differ in the last bits between the ranks
+    clocks      updates under a clock that advances with every reading, at another speed on each
+                rank; each rank saves a digest of its weights
+    checkpoint  2 updates and a checkpoint; each rank saves its state
+    restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its
+                weights
+    limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1;
+                each rank saves its steps and whether all targets were scored
+    apart       the whole script, each rank in a folder of its own, as on several nodes
+    late        the same with a timer that is 1,000 s ahead on rank 1
 """
 
 import contextlib

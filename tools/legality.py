@@ -3,14 +3,14 @@
 An evaluator is a function: tokens (n + 1,) int32 -> nats (n,) float64, where nats[t] is the loss of
 tokens[t + 1]. Each probe returns a sentence that names the first fault, or "".
 
-C1  strictly causal: nats[t] depends on tokens[: t + 2] alone            future, truncation C2  a
-normalised distribution over the vocabulary at every position      distribution C3  a target is
-scored before any update that saw it                     order (from the events that `spied`
-records) C4  one pass from left to right, every target scored exactly once        order and complete
+    C1  strictly causal: nats[t] depends on tokens[: t + 2] alone            future, truncation
+    C2  a normalised distribution over the vocabulary at every position      distribution
+    C3  a target is scored before any update that saw it                     order
+    C4  one pass from left to right, every target scored exactly once        order and complete
 
-`evaluator_of` makes an evaluator of a script built like train_gpt.py, `spied` records its events,
-and `suite` applies all probes to all kinds of evaluation of a run. tools/check_record.py calls
-`suite` on a submission's script.
+`order` reads the events that `spied` records. `evaluator_of` makes an evaluator of a script built
+like train_gpt.py, and `suite` applies all probes to all kinds of evaluation of a run.
+tools/check_record.py calls `suite` on a submission's script.
 """
 
 import contextlib
