@@ -231,15 +231,17 @@ def compare_quantisation(
 ) -> list[dict]:
     """Train, then print a row for each way to quantise and each size."""
     log, val = train_gpt.Log(hp, runtime.comm), train_gpt.Validation(hp, runtime.device)
-    training = train_gpt.Training(hp, runtime, log, val)
+    training = train_gpt.Run(hp, runtime, log, val)
     training.warm_up()
     training.train()
     averaged, hessians = training.finish()
     training.loader.close()
-    weights = training.optimizer.weights()
+    weights = training.trainer.optimizer.weights()
 
     def score() -> float:
-        return train_gpt.evaluate(training.forward, val, hp, runtime, hp.eval_seq_len).bits_per_byte
+        return (
+            training.scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len).score_all().bits_per_byte
+        )
 
     before = score()
     print(
@@ -262,7 +264,7 @@ def compare_quantisation(
         guides = hessians if way == "GPTQ" else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
-        training.model.load_state_dict(train_gpt.load_artifact(blob))
+        training.trainer.model.load_state_dict(train_gpt.load_artifact(blob))
         steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
         bpb = score()
         lost = bpb - before

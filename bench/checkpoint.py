@@ -41,16 +41,16 @@ RECORD = {"TRAIN_SEQ_LEN": "1024"}
 
 def prepare(
     folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparameters
-) -> train_gpt.Training:
+) -> train_gpt.Run:
     """A training on random tokens after two warm-up steps."""
     tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
     shards.write_shard(folder / "fineweb_train_000000.bin", tokens)
-    training = train_gpt.Training(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
+    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
     steps(training, 2)
     return training
 
 
-def steps(training: train_gpt.Training, count: int) -> None:
+def steps(training: train_gpt.Run, count: int) -> None:
     """Do this many steps and wait for the device."""
     for step in range(count):
         training.train_step(
@@ -59,7 +59,7 @@ def steps(training: train_gpt.Training, count: int) -> None:
     training.runtime.synchronize()
 
 
-def measure(training: train_gpt.Training, count: int, rounds: int) -> dict[str, list[float]]:
+def measure(training: train_gpt.Run, count: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of `count` steps without and with a checkpoint, and of the copy."""
     found: dict[str, list[float]] = {"without": [], "with": [], "copy": []}
     training.runtime.synchronize()

@@ -49,6 +49,27 @@ def image_file(text: str) -> Path:
     return path
 
 
+def run_of(script: ModuleType, hp, runtime, log):
+    """A training of this or, with --against, of the previous version of the script."""
+    return (script.Run if hasattr(script, "Run") else script.Training)(hp, runtime, log, None)
+
+
+def evaluator_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
+    """An evaluator of this or the previous version, with windows `stride` apart; 0: of a banded
+    pass."""
+    if not hasattr(script, "Pass"):
+        return script.Evaluator(forward, val, hp, runtime, stride)
+    how = script.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
+    return script.Evaluator(forward, val, hp, runtime, how, stride or script.band_block(hp)[1])
+
+
+def score_of(*arguments):
+    """The score of all targets by such an evaluator."""
+    scorer = evaluator_of(*arguments)
+    scorer.score(scorer.windows())
+    return scorer.result()
+
+
 def load_script(path: Path) -> ModuleType:
     """Another version of train_gpt.py as a module. Raises UserError if it cannot be imported."""
     name = f"against_{path.stem}"

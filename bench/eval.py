@@ -43,7 +43,7 @@ from types import ModuleType, SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from common import SMALL, image_file, load_script, positive, report, take_turns
+from common import SMALL, image_file, load_script, positive, report, score_of, take_turns
 from flops import peak_flops, window_flops
 
 # isort: split
@@ -125,15 +125,14 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
         val = text(windows, hp, runtime.device)
         forward = forward_of(train_gpt, hp, runtime, weights)
 
-        def through_all(ids: torch.Tensor, targets: torch.Tensor, **rest) -> torch.Tensor:
+        def through_all(ids: torch.Tensor, targets: torch.Tensor, *how, **rest) -> torch.Tensor:
             """All positions through the last layer and the head."""
             scored = targets.size(1)
-            return forward(ids, torch.cat((ids[:, 1:], targets[:, -1:]), dim=1), **rest)[
-                :, -scored:
-            ]
+            everything = torch.cat((ids[:, 1:], targets[:, -1:]), dim=1)
+            return forward(ids, everything, *how, **rest)[:, -scored:]
 
         def ours(forward: Callable, stride: int) -> Callable[[], float]:
-            return lambda: train_gpt.evaluate(forward, val, hp, runtime, stride).nats
+            return lambda: score_of(train_gpt, forward, val, hp, runtime, stride).nats
 
         variants = {
             "plain": ours(forward, hp.eval_seq_len),
@@ -169,7 +168,7 @@ def compare(other: Path, windows: int, rounds: int) -> None:
             own = script.Hyperparameters.from_env(knobs())
             runtime = stack.enter_context(script.Runtime.start(own))
             arguments = forward_of(script, own, runtime), val, own, runtime, own.eval_stride
-            variants[name] = functools.partial(script.evaluate, *arguments)
+            variants[name] = functools.partial(score_of, script, *arguments)
         print(f"torch {torch.__version__} {here.describe()}")
         print(
             f"window:{hp.eval_seq_len} stride:{hp.eval_stride} windows:{windows} targets:{val.targets} rounds:{rounds}"
@@ -264,7 +263,8 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
             model = train_gpt.GPT(changed, runtime.attend, runtime.dtype)
             with train_gpt.reading_artifact(path):
                 model.load_state_dict(train_gpt.load_artifact(blob))
-            score = train_gpt.evaluate(model.to(runtime.device), val, changed, runtime, stride)
+            forward = model.to(runtime.device)
+            score = score_of(train_gpt, forward, val, changed, runtime, stride)
             bpb, seconds = score.bits_per_byte, score.seconds
             rows.append(
                 {"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds}

@@ -54,7 +54,7 @@ def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0
     """Forward operations of a window of `positions` if the last layer and the head compute only
     `scored` of them. A position attends to all before it or, with a `band`, to so many including
     itself."""
-    sizes = {kind.name: math.prod(train_gpt.matrix_shape(kind, hp)) for kind in train_gpt.MATRICES}
+    sizes = {kind.name: math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES}
     layer = sum(sizes.values())
     keys = sizes["k"] + sizes["v"]  # of all positions, also in the last layer
     head = hp.vocab_size * hp.model_dim

@@ -71,7 +71,7 @@ class Matrices:
         shapes = {}
         for kind in train_gpt.MATRICES:
             bank = kind.name if kind.name in ("up", "down") else kind.bank
-            shapes.setdefault(bank, []).extend([train_gpt.matrix_shape(kind, hp)] * hp.num_layers)
+            shapes.setdefault(bank, []).extend([kind.shape(hp)] * hp.num_layers)
         self.banks = [(len(members), *members[0]) for members in shapes.values()]
         shapes = (
             [shape[1:] for shape in self.banks for _ in range(shape[0])] if separate else self.banks

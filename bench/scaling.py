@@ -136,7 +136,7 @@ def count(
     """A step of the real optimizer as one of `ranks` ranks, with every collective that it
     starts."""
     calls: list[Call] = []
-    start = Comm._start
+    start = Comm.start
 
     def noted(
         comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor
@@ -154,7 +154,7 @@ def count(
     with (
         pretended(rank, ranks, shard_ranks) as whole,
         torch.device("meta"),
-        mock.patch.object(Comm, "_start", noted),
+        mock.patch.object(Comm, "start", noted),
     ):
         weights = {bank: torch.empty(train_gpt.bank_shape(bank, hp)) for bank in BANKS}
         optimizer = ParallelMuon(GPT(hp, None, dtype), weights, hp, whole)

@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import shards
 import train_gpt
-from common import SMALL, load_script, positive, report, take_turns
+from common import SMALL, load_script, positive, report, run_of, take_turns
 from flops import flops_per_token, peak_flops
 
 # isort: split
@@ -68,7 +68,7 @@ PHASES = {  # methods of ParallelMuon, and the parts that they belong to
 class OneOf(train_gpt.Comm):
     """The first of W ranks without its peers: a collective moves only this rank's part."""
 
-    def _start(
+    def start(
         self, collective: Callable, out: torch.Tensor, *source: torch.Tensor
     ) -> Callable[[], None]:
         for tensor in source:
@@ -203,15 +203,13 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
 
 
 def whole_step(script: ModuleType, hp, runtime, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """A function that does the next step of a training with this script. Versions before December
-    2026 have other names for two types."""
-    comm = script.Comm if hasattr(script, "Comm") else script.Ranks
-    settings = script.StepSettings if hasattr(script, "StepSettings") else script.Moment
-    # Rank 1 writes no log
-    training = script.Training(hp, runtime, script.Log(hp, comm(1, 2)), None)
-    stack.enter_context(contextlib.closing(training.loader))
+    """A function that does the next step of a training with this script."""
+    log = script.Log(hp, script.Comm(1, 2))  # rank 1 writes none
+    run = run_of(script, hp, runtime, log)
+    stack.enter_context(contextlib.closing(run.loader))
     steps = itertools.count()
-    return lambda: training.train_step(next(steps), settings(1.0, 0.9, False, hp.train_seq_len))
+    settings = script.StepSettings(1.0, 0.9, False, hp.train_seq_len)
+    return lambda: run.train_step(next(steps), settings)
 
 
 def main() -> None:

@@ -52,6 +52,18 @@ def write_shard(
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
+def evaluator(forward, val, hp, runtime, stride, *log) -> train_gpt.Evaluator:
+    """An evaluator with windows `stride` apart; 0: of a banded pass."""
+    how = train_gpt.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
+    stride = stride or train_gpt.band_block(hp)[1]
+    return train_gpt.Evaluator(forward, val, hp, runtime, how, stride, *log)
+
+
+def evaluate(*arguments) -> train_gpt.Score:
+    """The score of all targets by such an evaluator."""
+    return evaluator(*arguments).score_all()
+
+
 def variables(name: str) -> dict[str, str]:
     """The variables of records/NAME.env."""
     lines = (ROOT / "records" / f"{name}.env").read_text().splitlines()

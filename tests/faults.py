@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
 
 
-def strike(fault: str, run: train_gpt.Training) -> None:
+def strike(fault: str, run: train_gpt.Run) -> None:
     """Cause the fault."""
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
@@ -31,7 +31,7 @@ def strike(fault: str, run: train_gpt.Training) -> None:
     if fault in ("term", "int", "late"):
         os.kill(os.getpid(), signal.SIGINT if fault == "int" else signal.SIGTERM)
     if fault == "nan":
-        run.optimizer.flat[0] = float("nan")
+        run.trainer.optimizer.flat[0] = float("nan")
     if fault == "jump":
         true_clock = time.perf_counter
         time.perf_counter = lambda: true_clock() + 1000
@@ -40,7 +40,7 @@ def strike(fault: str, run: train_gpt.Training) -> None:
 def main() -> None:
     fault, at, rank = sys.argv[1], int(sys.argv[2]), int((*sys.argv, 0)[3])
     sys.argv[1:] = []
-    step = train_gpt.Training.train_step
+    step = train_gpt.Run.train_step
 
     def faulty(self, number, settings):
         # Steps of the warm-up do not count. A step has been timed, or the run was restored, only
@@ -57,7 +57,7 @@ def main() -> None:
     def interrupted(*arguments):
         if fault == "late" and int(os.environ.get("RANK", 0)) == rank:
             strike(fault, None)
-        return evaluate(*arguments)
+        return validate(*arguments)
 
     def scoring(*arguments):
         if fault == "score":
@@ -65,8 +65,8 @@ def main() -> None:
         return score(*arguments)
 
     score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
-    evaluate, train_gpt.evaluate = train_gpt.evaluate, interrupted
-    train_gpt.Training.train_step = faulty
+    validate, train_gpt.Run.validate = train_gpt.Run.validate, interrupted
+    train_gpt.Run.train_step = faulty
     train_gpt.main()
 
 

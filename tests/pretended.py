@@ -18,7 +18,7 @@ import train_gpt
 
 
 def main() -> None:
-    step = train_gpt.Training.train_step
+    step = train_gpt.Run.train_step
     result = train_gpt.Evaluator.result
     choose, require = train_gpt.choose_fused_mlp, train_gpt.require
 
@@ -33,7 +33,7 @@ def main() -> None:
         train_gpt.require = require
         return chosen
 
-    train_gpt.Training.train_step = train_step
+    train_gpt.Run.train_step = train_step
     train_gpt.choose_fused_mlp = choose_unchecked
     train_gpt.Evaluator.result = lambda self, complete=True: result(self, complete=False)
     torch.cholesky_inverse = torch.zeros_like

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train_gpt
-from conftest import PARTS
+from conftest import PARTS, evaluator
 
 META = torch.device("meta")
 
@@ -28,12 +28,12 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
     """A function that makes a Training, with its Validation, on a device that is not the CPU."""
     monkeypatch.chdir(tmp_path)
 
-    def make(**changes) -> train_gpt.Training:
+    def make(**changes) -> train_gpt.Run:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
         val = train_gpt.Validation(hp, runtime.device)
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
-        return train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), val)
+        return train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), val)
 
     return make
 
@@ -47,22 +47,24 @@ def on_device(*tensors: torch.Tensor) -> bool:
 )
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
-    assert run.accumulation > 1
+    assert run.trainer.accumulation > 1
     for settings in (
         train_gpt.StepSettings(1.0, 0.9, False, 8),
         train_gpt.StepSettings(0.1, 0.9, True, 32, True),
     ):
         assert on_device(run.train_step(0, settings))
-    run.average.apply()
-    run.optimizer.sync_replicas()
-    state = run.tensors()
+    run.trainer.average.apply()
+    run.trainer.optimizer.sync_replicas()
+    state = run.trainer.tensors()
     assert on_device(
-        *run.optimizer.weights().values(), *state.values(), *run.calibrate(range(1))[0].values()
+        *run.trainer.optimizer.weights().values(),
+        *state.values(),
+        *run.calibrate(range(1))[0].values(),
     )
     for name, tensor in state.items():
-        assert on_device(run.optimizer.whole(name, tensor))
-        run.optimizer.distribute(
-            name, tensor, torch.zeros(run.optimizer.whole(name, tensor).shape, device=META)
+        assert on_device(run.trainer.optimizer.whole(name, tensor))
+        run.trainer.optimizer.distribute(
+            name, tensor, torch.zeros(run.trainer.optimizer.whole(name, tensor).shape, device=META)
         )
     run.loader.close()
 
@@ -70,7 +72,7 @@ def test_training(elsewhere, changes):
 def test_export(elsewhere):
     """Up to the codes. The coder runs on the CPU."""
     run = elsewhere()
-    weights, (hessians, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
+    weights, (hessians, _), seen = run.trainer.optimizer.weights(), run.calibrate(range(1)), 0
     for kind, _, tensor in train_gpt.export_views(weights):
         if kind is not None:
             bits, clip = train_gpt.code_range(kind, run.hp)
@@ -87,20 +89,20 @@ def test_export(elsewhere):
 def silent_evaluator(run) -> train_gpt.Evaluator:
     """An evaluator without progress lines. On a slow machine one could be due, and its figures need
     values."""
-    evaluator = train_gpt.Evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
-    evaluator.reported = math.inf
-    return evaluator
+    scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
+    scorer.reported = math.inf
+    return scorer
 
 
-@pytest.mark.parametrize("documents", [0, 1])
+@pytest.mark.parametrize("documents", [False, True])
 def test_evaluation(elsewhere, documents):
-    run = elsewhere(EVAL_DOCUMENTS=documents)
-    evaluator = silent_evaluator(run)
+    run = elsewhere()
+    scorer = silent_evaluator(run)
     windows = train_gpt.plan_windows(
-        run.val.spans(bool(documents)), run.hp.eval_seq_len, run.hp.eval_stride
+        run.val.spans(documents), run.hp.eval_seq_len, run.hp.eval_stride
     )
-    evaluator.score(windows[:, :40])
-    assert on_device(evaluator.nats, evaluator.count)
+    scorer.score(windows[:, :40])
+    assert on_device(scorer.nats, scorer.count)
     run.loader.close()
 
 
@@ -128,14 +130,14 @@ def test_evaluation_copies_one_table_for_each_shape(elsewhere):
     """Not one or more for each batch, and none that the host waits for. Values cannot be read on
     this device at all."""
     run = elsewhere()
-    evaluator = silent_evaluator(run)
+    scorer = silent_evaluator(run)
     calls = []
-    evaluator.forward = lambda ids, targets, reduction: (
+    scorer.forward = lambda ids, targets, *_, **__: (
         calls.append(1) or torch.ones(targets.shape, device=META)
     )
-    windows = evaluator.windows()
+    windows = scorer.windows()
     with Transfers() as transfers:
-        evaluator.score(windows[:, 1:])
+        scorer.score(windows[:, 1:])
     assert len(calls) > 10
     assert transfers.found == [(torch.ops.aten._to_copy.default, True)]
     run.loader.close()
@@ -160,7 +162,7 @@ def test_test_time_training(elsewhere, monkeypatch):
         TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1
     )
     scorer = silent_evaluator(run)
-    assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
+    assert on_device(*train_gpt.sgd_gradients(run.trainer.model, scorer, 0).values())
     documents, adam = train_gpt.lora_begin(run.hp, train_gpt.lora_adapter(run.hp, META), 3)
     train_gpt.lora_step(scorer, run.val.spans(True)[:3], documents, 0, 24, documents[:2], adam)
     assert on_device(

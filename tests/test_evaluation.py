@@ -16,8 +16,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
-from conftest import PARTS, made, noise, weights_of
-from train_gpt import Comm, Validation, evaluate
+from conftest import PARTS, evaluate, evaluator, made, noise, weights_of
+from train_gpt import Comm, Validation
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
         for rank in range(size):
             shared = dataclasses.replace(runtime, comm=OneRank(rank, size))
             with pytest.raises(OneRank.Caught) as caught:
-                bits = lambda x, y, bit=bit, **_: ((y - 1) >> bit & 1).float()  # noqa: E731
+                bits = lambda x, y, *_, bit=bit, **__: ((y - 1) >> bit & 1).float()  # noqa: E731
                 evaluate(bits, val, hp, shared, stride)
             total += caught.value.args[0][0].item()
         assert total == sum(j >> bit & 1 for j in range(targets))
@@ -74,7 +74,7 @@ def test_context_of_sliding_windows(setting):
     hp, runtime, val = setting()
     val.tokens = torch.arange(val.targets + 1, dtype=torch.int32)  # each token is its position
     context = (
-        evaluate(lambda x, y, reduction: (y - x[:, :1]).float(), val, hp, runtime, 8).nats
+        evaluate(lambda x, y, *_, **__: (y - x[:, :1]).float(), val, hp, runtime, 8).nats
         * val.targets
     )
     window = hp.eval_seq_len
@@ -87,7 +87,7 @@ def test_context_of_sliding_windows(setting):
 def test_bits_per_byte_are_nats_over_bytes(setting):
     """Fault D2: in #399 a field called val_loss holds bits per byte."""
     hp, runtime, val = setting()
-    score = evaluate(lambda x, y, reduction: torch.full(y.shape, 2.0), val, hp, runtime, 32)
+    score = evaluate(lambda x, y, *_, **__: torch.full(y.shape, 2.0), val, hp, runtime, 32)
     assert score.nats == pytest.approx(2.0)
     assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
@@ -137,7 +137,7 @@ def test_lost_target_is_noticed(setting):
     hp, runtime, val = setting()
     val.total_bytes += 1
     with pytest.raises(RuntimeError, match="instead of"):
-        evaluate(lambda x, y, reduction: torch.zeros(y.shape), val, hp, runtime, 8)
+        evaluate(lambda x, y, *_, **__: torch.zeros(y.shape), val, hp, runtime, 8)
 
 
 def test_long_windows_do_not_break_the_model(setting):
@@ -154,38 +154,30 @@ def test_long_windows_do_not_break_the_model(setting):
 SPANS = np.array([[0, 3], [3, 35], [35, 36], [36, 200], [200, 232], [232, 265]])
 
 
-@pytest.mark.parametrize("narrowest", [0, 1, 4, 10])
 @pytest.mark.parametrize("window, stride", [(32, 32), (32, 8), (32, 5), (64, 1), (10, 3)])
-def test_windows_cover_every_span_once(window, stride, narrowest):
-    windows = train_gpt.plan_windows(SPANS, window, stride, narrowest).T.tolist()
-    scored = np.concatenate([np.arange(first, stop) for _, first, stop, *_ in windows])
+def test_windows_cover_every_span_once(window, stride):
+    windows = train_gpt.plan_windows(SPANS, window, stride).T.tolist()
+    scored = np.concatenate([np.arange(first, stop) for _, first, stop, _ in windows])
     assert np.array_equal(scored, np.arange(265)), "in stream order"
-    for start, first, stop, width, n in windows:
+    for start, first, stop, n in windows:
         begin, end = next((a, b) for a, b in SPANS if a <= start < b)
-        assert begin <= start <= first < stop <= min(end, start + width), (
+        assert begin <= start <= first < stop <= min(end, start + window), (
             "no window crosses the border of a span"
         )
-        assert first == start + width - n, "the last n positions begin with the first that counts"
-        assert start == begin or (width, n) == (window, stride), (
+        assert first == start + window - n, "the last n positions begin with the first that counts"
+        assert n == (window if start == begin else stride), (
             "all windows behind the start of a span have context"
         )
 
 
-@pytest.mark.parametrize(
-    "narrowest, widths", [(0, {32}), (4, {4, 8, 16, 32}), (8, {8, 16, 32}), (10, {16, 32})]
-)
-def test_windows_of_a_span_do_not_depend_on_its_end(narrowest, widths):
-    """Also those at its start, which are narrower for short spans. A span is a document, whose end
-    is in the future."""
-    plan = lambda end: train_gpt.plan_windows(np.array([[7, end]]), 32, 8, narrowest).T.tolist()  # noqa: E731
+def test_windows_of_a_span_do_not_depend_on_its_end():
+    """A span may be a document, whose end is in the future."""
+    plan = lambda end: train_gpt.plan_windows(np.array([[7, end]]), 32, 8).T.tolist()  # noqa: E731
     whole = plan(107)
-    assert {width for start, *_, width, _ in whole if start == 7} == widths
     for end in range(8, 107):
         windows = plan(end)
-        for (*place, stop, width, n), (*expected, full, of, last) in zip(
-            windows, whole, strict=False
-        ):
-            assert (place, stop, width, n) == (expected, min(full, end), of, last)
+        for (*place, stop, n), (*expected, full, last) in zip(windows, whole, strict=False):
+            assert (place, stop, n) == (expected, min(full, end), last)
         assert windows[-1][2] == end, "and there are as many as the span needs"
 
 
@@ -239,66 +231,35 @@ def shorten(val, targets):
     val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
 
 
-@pytest.mark.parametrize("stride", [32, 8])
-def test_documents_are_scored_as_if_each_were_alone(setting, stride):
-    hp, runtime, val, model = several_documents(setting, EVAL_DOCUMENTS=1, EVAL_STRIDE=stride)
-    together = evaluate(model, val, hp, runtime, stride)
-    begins = [
-        0,
-        *(val.tokens[1:-1] == train_gpt.BOS).nonzero().flatten().add(1).tolist(),
-        val.targets,
-    ]
-    total, picked = 0.0, []
-    with torch.no_grad():
-        for begin, end in zip(begins, begins[1:], strict=False):
-            for target in [t for t in range(begin, end) if t % 11 == 0 or end - begin < 40]:
-                start = (
-                    begin
-                    if target < begin + 32
-                    else begin + -(-(target + 1 - begin - 32) // stride) * stride
-                )
-                ids = val.tokens[start : target + 1][None].long()
-                total += -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])].item()
-                picked.append(target)
-    evaluator = train_gpt.Evaluator(model, val, hp, runtime, stride)
-    evaluator.score(train_gpt.plan_windows(val.spans(True), 32, stride))
-    assert evaluator.nats[picked].double().sum().item() == pytest.approx(total, rel=1e-5)
-    assert together.targets == val.targets and together.nbytes == val.total_bytes
-    assert together.nats == pytest.approx(evaluator.nats[:-1].double().mean().item(), rel=1e-9)
-    packed = evaluate(model, val, dataclasses.replace(hp, eval_documents=False), runtime, stride)
-    assert packed.nats != together.nats
-
-
 def test_shapes_are_few_and_known(setting):
-    """All batches of a width have the same shape, also the last one, so a compiled forward is
-    compiled once for it."""
-    for documents, widths in ((0, {(32, 32), (32, 8)}), (1, None)):
-        hp, runtime, val, model = several_documents(setting, EVAL_DOCUMENTS=documents)
-        seen = set()
+    """All batches have the same shape, also the last one, so a compiled forward is compiled once
+    for the first window and once for the others."""
+    hp, runtime, val, model = several_documents(setting)
+    seen = set()
 
-        def forward(ids, targets, reduction, model=model, seen=seen):
-            seen.add((*ids.shape, targets.size(1)))
-            return model(ids, targets, reduction)
+    def forward(ids, targets, *rest, **more):
+        seen.add((*ids.shape, targets.size(1)))
+        return model(ids, targets, *rest, **more)
 
-        evaluate(forward, val, hp, runtime, 8)
-        assert len(seen) == len({shape[1:] for shape in seen}), "one number of rows for each width"
-        assert widths is None or {shape[1:] for shape in seen} == widths
+    evaluate(forward, val, hp, runtime, 8)
+    rows = train_gpt.eval_rows(hp, runtime, 32)
+    assert seen == {(rows, 32, 32), (rows, 32, 8)}
 
 
 def test_ctrl_c_leaves_a_partial_result(setting):
     hp, runtime, val = setting()
     calls = []
 
-    def forward(ids, targets, reduction):
+    def forward(ids, targets, *_, **__):
         calls.append(1)
         if len(calls) == 4:
             raise KeyboardInterrupt
         return torch.full(targets.shape, 2.0)
 
-    evaluator = train_gpt.Evaluator(forward, val, hp, runtime, 8)
+    scorer = evaluator(forward, val, hp, runtime, 8)
     with pytest.raises(KeyboardInterrupt):
-        evaluator.score(evaluator.windows())
-    score = evaluator.result(complete=False)
+        scorer.score(scorer.windows())
+    score = scorer.result(complete=False)
     assert 0 < score.targets < val.targets and score.nats == 2.0
     assert score.nbytes == int(val.nbytes[: score.targets].sum()), (
         "the first targets were scored first"
@@ -311,7 +272,7 @@ def test_progress_line(setting, monkeypatch):
     seconds, lines = iter(range(0, 10**6, 11)), []
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(seconds))
     evaluate(
-        lambda ids, targets, reduction: torch.full(targets.shape, 2.0),
+        lambda ids, targets, *_, **__: torch.full(targets.shape, 2.0),
         val,
         hp,
         runtime,
@@ -328,10 +289,10 @@ def test_progress_is_of_all_ranks(setting):
     hp, runtime, val = setting()
     for size, done in ((1, 0.5), (2, 1.0)):
         shared = dataclasses.replace(runtime, comm=Comm(0, size))
-        evaluator = train_gpt.Evaluator(None, val, hp, shared, 8)
+        scorer = evaluator(None, val, hp, shared, 8)
         half = torch.arange(val.targets // 2)
-        evaluator.take(torch.ones(len(half)), half, half >= 0)
-        assert evaluator.done() == pytest.approx(done, abs=0.01)
+        scorer.take(torch.ones(len(half)), half, half >= 0)
+        assert scorer.done() == pytest.approx(done, abs=0.01)
 
 
 # The banded pass
@@ -343,9 +304,8 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
     reference = made(long, train_gpt.attend_last)  # a mask over all positions
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
-        return reference(
-            tokens[None, :-1].long(), tokens[None, 1:].long(), "none", band=hp.eval_seq_len
-        )[0]
+        how = train_gpt.Pass(hp.visits(), band=hp.eval_seq_len)
+        return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", how)[0]
 
 
 def banded(setting, **changes):
@@ -374,13 +334,13 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     for rank in range(size):
         hp, runtime, val, model = banded(setting, **changes)
         shared = dataclasses.replace(runtime, comm=Comm(rank, size))
-        scorer = train_gpt.Evaluator(model, val, hp, shared, 0)
+        scorer = evaluator(model, val, hp, shared, 0)
         scorer.score(scorer.windows())
         found.append(scorer.nats[:-1])
     assert (sum((~nats.isnan()).long() for nats in found) == 1).all()
     together = sum(nats.nan_to_num(0) for nats in found)
     torch.testing.assert_close(together, one_long_pass(model, hp, val.tokens), rtol=1e-5, atol=1e-5)
-    plain = train_gpt.Evaluator(model, val, hp, runtime, 8)
+    plain = evaluator(model, val, hp, runtime, 8)
     plain.score(plain.windows())
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
 
@@ -401,15 +361,14 @@ def test_how_far_a_band_reaches(setting, changes):
 
     ids = (val.tokens[:101] % 50 + 2).long()[None]  # without BOS, which stops the embeddings
     model.embed = noted
-    model(ids[:, :-1], ids[:, 1:], "none", band=4)[0, -1].backward()
+    how = train_gpt.Pass(hp.visits(), band=4)
+    model(ids[:, :-1], ids[:, 1:], "none", how)[0, -1].backward()
     reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
     assert 99 - int(reached.min()) == 3 * len(hp.visits())
     with torch.no_grad():
-        changed = [
-            embed(ids.index_fill(1, torch.tensor([i]), 60), model.matrices())[0, 50]
-            for i in range(51)
-        ]
-        same = [torch.equal(x, embed(ids, model.matrices())[0, 50]) for x in changed]
+        ends, _ = model.weights(False, None, None)
+        changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), ends)[0, 50] for i in range(51)]
+        same = [torch.equal(x, embed(ids, ends)[0, 50]) for x in changed]
     assert same.index(False) == 48
     assert 3 * len(hp.visits()) + 2 < train_gpt.band_block(hp)[0]
 
@@ -440,7 +399,7 @@ def test_a_last_document_start_is_read_once(setting, stride):
     val.tokens[val.targets - 1] = train_gpt.BOS
     found = []
     noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
-    scorer = train_gpt.Evaluator(noted, val, hp, runtime, stride)
+    scorer = evaluator(noted, val, hp, runtime, stride)
     scorer.score(scorer.windows()[:, -1:])
     start = scorer.windows()[0, -1]
     assert start + found[0].size(1) > val.targets, "the window ends before the stream"
@@ -457,8 +416,8 @@ def test_a_window_reads_nothing_behind_its_targets(setting):
     hp, runtime, val, model = banded(setting)
     found = []
     noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
-    scorer = train_gpt.Evaluator(noted, val, hp, runtime, 8)
-    scorer.batch(noted, torch.arange(32)[None], 32, torch.tensor([[0]]), torch.tensor([[10]]))
+    scorer = evaluator(noted, val, hp, runtime, 8)
+    scorer.batch(torch.arange(32)[None], 32, torch.tensor([[0]]), torch.tensor([[10]]))
     assert torch.equal(found[0][0, :10], val.tokens[:10].long()) and not found[0][0, 10:].any()
 
 
@@ -469,7 +428,7 @@ def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
     # Three in 128 positions are as many as fit, two in 32 are not
     val.documents = np.array([0, 100, 101])
     with pytest.raises(train_gpt.UserError, match="2 documents begin within 32 positions"):
-        train_gpt.Evaluator(None, val, hp, dataclasses.replace(runtime, attention="fa3"), 128)
+        evaluator(None, val, hp, dataclasses.replace(runtime, attention="fa3"), 128)
 
 
 def test_losses_that_are_not_finite_are_no_score(setting):
@@ -480,7 +439,7 @@ def test_losses_that_are_not_finite_are_no_score(setting):
         f"{val.targets} of {val.targets} validation losses are not finite: the weights are damaged"
     )
     with pytest.raises(train_gpt.UserError, match=sentence):
-        train_gpt.evaluate(model, val, hp, runtime, hp.eval_seq_len)
+        evaluate(model, val, hp, runtime, hp.eval_seq_len)
 
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6] * 27])  # (2, 88)
@@ -592,36 +551,21 @@ def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, str
     hp, runtime, val, model = several_documents(
         setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32
     )
-    found = [
-        train_gpt.Evaluator(model, val, settings, runtime, stride)
-        for settings in (hp, dataclasses.replace(hp, eval_documents=True))
-    ]
-    for scorer in found:
-        scorer.score(scorer.windows())
-    packed, alone = (scorer.nats[:-1] for scorer in found)
+    packed = evaluator(model, val, hp, runtime, stride)
+    packed.score(packed.windows())
+    alone = evaluator(model, val, hp, runtime, stride)
+    alone.score(train_gpt.plan_windows(val.spans(True), alone.window, alone.stride))
     # In the document's first 32 positions, in a window with all
     inside = torch.zeros(val.targets, dtype=torch.bool)
-    windows = found[0].windows().T.tolist()
+    windows = packed.windows().T.tolist()
     for begin, end in val.spans(True).tolist():
         for start, scored, stop, *_ in windows:
             if start <= begin:
                 inside[max(scored, begin) : min(stop, end, begin + 32)] = True
     assert inside.sum() > 100
-    torch.testing.assert_close(packed[inside], alone[inside], rtol=1e-4, atol=1e-5)
-
-
-def test_banded_documents_are_scored_as_if_each_were_alone(setting, blocks):
-    hp, runtime, val, model = banded(setting, EVAL_DOCUMENTS=1)
-    shapes, forward = set(), model.forward
-    model.forward = lambda ids, *rest, **more: (
-        shapes.add(ids.size(1)) or forward(ids, *rest, **more)
+    torch.testing.assert_close(
+        packed.nats[:-1][inside], alone.nats[:-1][inside], rtol=1e-4, atol=1e-5
     )
-    scorer = train_gpt.Evaluator(model, val, hp, runtime, 0)
-    scorer.score(scorer.windows())
-    assert shapes == {128, 64, 32, 16, 8}, "a document of up to 64 tokens takes half a block"
-    for begin, end in val.spans(True):
-        alone = one_long_pass(model, hp, val.tokens[begin : end + 1])
-        torch.testing.assert_close(scorer.nats[begin:end], alone, rtol=1e-5, atol=1e-5)
 
 
 def noting_shapes(model) -> set:
@@ -629,36 +573,28 @@ def noting_shapes(model) -> set:
     called."""
     shapes, forward = set(), model.forward
 
-    def noted(ids, targets, reduction="mean", band=0, **rest):
+    def noted(ids, targets, reduction="mean", how=None, adapter=None):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        shapes.add(
-            (*ids.shape, targets.size(1), reduction, band, "adapter" in rest, trained, model.visits)
-        )
-        return forward(ids, targets, reduction, band=band, **rest)
+        changed = adapter is not None
+        shapes.add((*ids.shape, targets.size(1), reduction, changed, trained, how))
+        return forward(ids, targets, reduction, how, adapter)
 
     model.forward = noted
     return shapes
 
 
-WARM = [
-    ("", 0, 0, 1),
-    ("", 1, 0, 2),
-    ("sgd", 0, 0, 1),
-    ("sgd", 1, 1, 2),
-    ("lora", 0, 0, 1),
-    ("lora", 1, 1, 2),
-]
+WARM = [("", 0, 1), ("", 0, 2), ("sgd", 0, 1), ("sgd", 1, 2), ("lora", 0, 1), ("lora", 1, 2)]
 
 
-@pytest.mark.parametrize("training, documents, limit, size", WARM)
+@pytest.mark.parametrize("training, limit, size", WARM)
 @pytest.mark.parametrize("mode", ["banded", "sliding"])
 def test_the_warm_up_compiles_the_shapes_of_a_run(
-    setting, blocks, monkeypatch, training, documents, mode, limit, size
+    setting, blocks, monkeypatch, training, mode, limit, size
 ):
     """And no others, apart from what the time limit avoids. Nothing compiles after the limit, on
     any rank."""
     knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
-    knobs |= {"EVAL_MODE": mode, "EVAL_DOCUMENTS": documents, "EVAL_MAX_SECONDS": limit}
+    knobs |= {"EVAL_MODE": mode, "EVAL_MAX_SECONDS": limit}
     hp, runtime, val, model = banded(
         setting, EVAL_STRIDE=2, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs
     )
@@ -674,8 +610,8 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
         train_gpt.warm_up_evaluation(model, val, hp, runtime)
         warm = set(shapes)
         shapes.clear()
-        for name, stride in train_gpt.final_strides(hp).items():
-            scorer = train_gpt.Evaluator(model, val, hp, runtime, stride)
+        for name, (how, stride) in train_gpt.final_passes(hp).items():
+            scorer = train_gpt.Evaluator(model, val, hp, runtime, how, stride)
             if name.startswith("ttt"):
                 TTT[training](model, scorer)
             else:
@@ -691,14 +627,14 @@ def test_the_warm_up_of_a_model_that_does_not_loop_yet(setting, tmp_path, every,
     hp, runtime, val = setting(
         LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=1, VAL_LOSS_EVERY=every, TTT_ENABLED=1
     )
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm, tmp_path), val)
-    shapes = noting_shapes(run.model)
+    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm, tmp_path), val)
+    shapes = noting_shapes(run.trainer.model)
     run.warm_up()
     run.loader.close()
     scored = [shape for shape in shapes if shape[3] == "none"]
-    early = [shape for shape in scored if shape[-1] == hp.visits(looping=False)]
+    early = [shape for shape in scored if shape[-1].visits == hp.visits(looping=False)]
     assert len(early) == expected - 1 and all(shape[2] == hp.eval_seq_len for shape in early)
-    assert len({shape[2] for shape in scored if shape[-1] == hp.visits()}) == 2, (
+    assert len({shape[2] for shape in scored if shape[-1].visits == hp.visits()}) == 2, (
         "whole windows and their ends"
     )
 
@@ -763,13 +699,13 @@ def test_eval_only_says_that_it_compiles(
         train_gpt, "compile_whole", lambda model, compiled: (model, compiled, list(lines))
     )
     runtime = dataclasses.replace(runtime, compiled=True, device=torch.device(device))
-    forward = train_gpt.compile_for_evaluation(
-        model, val, runtime, lambda line, **_: lines.append(line)
-    )
+    log = mock.Mock(side_effect=lambda line, **_: lines.append(line))
+    log.note = lambda text: log(f"note: {text}")
+    forward = train_gpt.compile_for_evaluation(model, val, runtime, log)
     assert lines == [said] * bool(said)
     assert forward == (model, compiled, lines)
     eager, lines[:] = dataclasses.replace(runtime, compiled=False), []
-    assert train_gpt.compile_for_evaluation(model, val, eager, lines.append) == (model, False, [])
+    assert train_gpt.compile_for_evaluation(model, val, eager, log) == (model, False, [])
 
 
 # Test-time training
@@ -789,9 +725,7 @@ def learner(setting, mode="sgd", targets=0, **changes):
     lines = []
     return (
         model,
-        train_gpt.Evaluator(
-            model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)
-        ),
+        evaluator(model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)),
         lines,
     )
 
@@ -807,7 +741,7 @@ def test_sgd_by_the_published_recipe(setting, epochs, momentum):
     twin = made(hp, scorer.runtime.attend)
     twin.load_state_dict(weights_of(model))
     train_gpt.ttt_sgd(model, scorer)
-    expected = train_gpt.Evaluator(twin, val, hp, scorer.runtime, 8)
+    expected = evaluator(twin, val, hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
     sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=momentum)
@@ -836,13 +770,10 @@ def test_sgd_of_a_model_of_one_layer(setting):
     assert not torch.equal(before["qo_bank"], weights_of(model)["qo_bank"])
 
 
-@pytest.mark.parametrize("documents", [0, 1])
-def test_chunks_are_slices_of_the_windows(setting, documents):
+def test_chunks_are_slices_of_the_windows(setting):
     """The windows are in the order of what they score. A search among all windows for each chunk
     took minutes."""
-    model, scorer, _ = learner(
-        setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9, EVAL_DOCUMENTS=documents
-    )
+    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9)
     windows, parts = scorer.windows(), []
     scorer.windows, scorer.score = lambda: windows, parts.append
     train_gpt.ttt_sgd(model, scorer)
@@ -976,21 +907,18 @@ def changed_model(hp, attend, dense) -> train_gpt.GPT:
     """A model whose matrices have these changes (L, out, in); "mlp" adds a product beside the
     MLP."""
     model = made(hp, attend)
-    matrices, linear, read = model.matrices, model.linear, []
+    matrices, mlp = model.matrices, model.mlp
 
-    def changed_matrices():
-        found = matrices()
+    def changed_matrices(qat):
+        found = matrices(qat)
         for name in ("k", "out", "tok_emb"):
             found[name] = [w + change for w, change in zip(found[name], dense[name], strict=True)]
         return found
 
-    def changed_linear(x, weights, layer, *names):
-        y = linear(x, weights, layer, *names)
-        if names == ("up",):
-            read[:] = [train_gpt.rms_norm(x)]
-        return y + read[0] @ dense["mlp"][layer].T if names == ("down",) else y
+    def changed_mlp(x, w):
+        return mlp(x, w) + train_gpt.rms_norm(x) @ dense["mlp"][w.layer].T
 
-    model.matrices, model.linear = changed_matrices, changed_linear
+    model.matrices, model.mlp = changed_matrices, changed_mlp
     return model
 
 
@@ -1059,7 +987,8 @@ def test_low_rank_training_by_hand(setting):
     assert (~scorer.nats[:-1].isnan()).sum() == 42
     for name, factor in after.items():
         expected = adapter[name].detach() if name.endswith(".a") else torch.zeros_like(factor)
-        torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-4)
+        # AdamW makes a step of a gradient that is zero but for rounding, 0.02 at most.
+        torch.testing.assert_close(factor, expected, rtol=1e-3, atol=5e-4)
 
 
 def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
@@ -1143,11 +1072,9 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
     before, gradients, scored = weights_of(model), [], train_gpt.Evaluator.batch
 
-    def noted(self, forward, *rest):
-        nats, counts = scored(self, forward, *rest)
-        assert not isinstance(forward, functools.partial) or not counts.any(), (
-            "low-rank training scores a target"
-        )
+    def noted(self, position, n, first, stop, adapter=None):
+        nats, counts = scored(self, position, n, first, stop, adapter)
+        assert adapter is None or not counts.any(), "low-rank training scores a target"
         return nats, counts
 
     with monkeypatch.context() as patch:
@@ -1174,9 +1101,7 @@ def test_rank_of_the_change(setting, rank):
     """After two steps, the change of each matrix, B A, has the rank that was asked for."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02, TTT_LORA_RANK=rank)
     adapters, batch = [], scorer.batch
-    scorer.batch = lambda forward, *rest: (
-        adapters.append(forward.keywords["adapter"]) or batch(forward, *rest)
-    )
+    scorer.batch = lambda *rest: adapters.append(rest[-1]) or batch(*rest)
     lora_documents(scorer, [[200, 221]])
     assert len(adapters) == 3
     for name in ("k", "out", "mlp", "tok_emb"):
@@ -1233,12 +1158,8 @@ def test_weights_have_gradients_again(setting):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("mode", TTT)
-def test_test_time_training_leaves_no_state_behind(setting, mode):
-    """A model that is used again must not keep changes or switches."""
-    model, scorer, _ = learner(setting, mode, 300, TTT_CHUNK_TOKENS=64)
-    TTT[mode](model, scorer)
-    assert not model.hessians and not model.qat
-    if mode == "lora":
-        fresh = noise(made(scorer.hp, scorer.runtime.attend))
-        assert all(torch.equal(w, weights_of(model)[name]) for name, w in weights_of(fresh).items())
+def test_low_rank_training_leaves_the_weights_as_they_were(setting):
+    model, scorer, _ = learner(setting, "lora", 300)
+    before = weights_of(model)
+    train_gpt.ttt_lora(model, scorer)
+    assert all(torch.equal(w, weights_of(model)[name]) for name, w in before.items())

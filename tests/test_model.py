@@ -211,7 +211,8 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     model.attend = lambda q, k, v, *_: seen.append((q.dtype, k.dtype, v.dtype)) or q
     assert model(documents(model.hp)).dtype == torch.float32
     assert set(seen) == {(torch.bfloat16,) * 3}
-    assert model.embed(documents(model.hp), model.matrices()).dtype == torch.bfloat16
+    ends, _ = model.weights(False, None, None)
+    assert model.embed(documents(model.hp), ends).dtype == torch.bfloat16
 
 
 def rotary(hp) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,7 +273,8 @@ def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
     ids = documents(model.hp)
     changed = ids.clone()
     changed[1, :9] = (ids[1, :9] + 1) % model.hp.vocab_size
-    before, after = (model.embed(tokens, model.matrices())[1] for tokens in (ids, changed))
+    ends, _ = model.weights(False, None, None)
+    before, after = (model.embed(tokens, ends)[1] for tokens in (ids, changed))
     assert torch.equal(before[9:], after[9:]) and not torch.equal(before[8], after[8])
 
 
@@ -290,12 +292,13 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
             if len(inside) == 5:
                 raise KeyboardInterrupt
 
-    model.hessians = {"q": [Sum()] * hp.num_layers, "up": [Sum()] * hp.num_layers}
+    observe = train_gpt.Hessians(model)
+    observe.sums = {name: [Sum()] * hp.num_layers for name in ("bigram_proj", "q", "out", "up")}
     monkeypatch.setattr(
         train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w)
     )
     with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(2, 8, dtype=torch.int64))
+        model(torch.ones(2, 8, dtype=torch.int64), observe=observe)
     assert (
         inside == ["tf32"] * 5
         and set(outside) == {before}
@@ -350,9 +353,8 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
         else model
     )
     plain = forward(ids[:, :-1], ids[:, 1:], "none")
-    model.qat = True
-    rounded = forward(ids[:, :-1], ids[:, 1:], "none")
-    model.qat = False
+    how = train_gpt.Pass(model.hp.visits(), qat=True)
+    rounded = forward(ids[:, :-1], ids[:, 1:], "none", how)
     assert (plain - rounded).abs().mean() > 1e-2
     rounded.mean().backward()
     weights = weights_of(model)

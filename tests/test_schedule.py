@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,7 +206,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
     hp, runtime = one_rank(
         MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0
     )
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
     run.clock.in_flight = 2
     asked, steps = [], []
@@ -220,30 +221,30 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
 
     run.train_step = step_of
     monkeypatch.setattr(train_gpt, "schedule", noted)
-    monkeypatch.setattr(
-        train_gpt, "evaluate", lambda *arguments: train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
-    )
+    run.scorer = scoring(lambda how, stride: None)
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end for seconds, end in asked)
 
 
-@pytest.mark.parametrize("mode, stride", [("sliding", 32), ("banded", 0)])
-def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, stride):
+def scoring(note):
+    """In place of a run's evaluator: calls `note` with its pass and stride."""
+    score = train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
+    return lambda how, stride, *_: SimpleNamespace(score_all=lambda: (note(how, stride), score)[1])
+
+
+@pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])
+def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, band, stride):
     """A banded pass costs what non-overlapping windows cost; sliding ones are too dear for a
     validation."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(EVAL_MODE=mode)
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
-    strides = []
-    monkeypatch.setattr(
-        train_gpt,
-        "evaluate",
-        lambda *a: strides.append(a[4]) or train_gpt.Score(1.0, 1.0, 1, 1, 0.0),
-    )
-    run.validate(0)
-    assert strides == [stride]
+    passes = []
+    run.scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
+    run.validate(0, ended=False)
+    assert passes == [(band, stride)]
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
@@ -252,7 +253,7 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
     those in flight."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
     run.clock.in_flight = in_flight
     now, saved = [0.0], []
@@ -263,8 +264,7 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
         return result()
 
     run.train_step = lambda *_: taking(1, lambda: torch.tensor([1.0, run.clock.elapsed(), 0.0]))
-    score = train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
-    monkeypatch.setattr(train_gpt, "evaluate", lambda *arguments: taking(100, lambda: score))
+    run.scorer = scoring(lambda how, stride: taking(100, lambda: None))
     run.checkpoints.save = lambda tensors, state: (
         saved.append(state) or setattr(run.checkpoints, "last", state)
     )
@@ -279,41 +279,19 @@ def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monk
     hp, runtime = one_rank(
         **{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0
     )
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
-    scored, trained = [], []
-    monkeypatch.setattr(
-        train_gpt,
-        "evaluate",
-        lambda *a: scored.append(run.model.visits) or train_gpt.Score(1, 1, 1, 1, 0),
-    )
-    forward = run.forward
-    run.forward = lambda *a: trained.append(run.model.visits) or forward(*a)
+    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    scored, trained, calibrated = [], [], []
+    run.scorer = scoring(lambda how, stride: scored.append(how.visits))
+    forward = run.trainer.forward
+    run.trainer.forward = lambda *a, how: trained.append(how.visits) or forward(*a, how=how)
     run.train()
-    run.loader.close()
     assert [len(visits) for visits in scored] == [5, 5, 9, 9, 9, 9]
     assert [len(visits) for visits in trained] == [5] * 4 + [9] * 6
-    run.model.visits = ()
-    run.finish()
-    assert run.model.visits == hp.visits()
-
-
-@pytest.mark.parametrize("switch", ["qat", "hessians"])
-def test_an_error_resets_the_switches_of_the_model(one_rank, tmp_path, monkeypatch, switch):
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank()
-    run = train_gpt.Training(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
-
-    def interrupted(q, k, v, *_):
-        assert getattr(run.model, switch)
-        raise KeyboardInterrupt
-
-    run.model.attend = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        run.calibrate(range(1)) if switch == "hessians" else run.train_step(
-            0, train_gpt.StepSettings(1, 0.9, True, 32)
-        )
-    assert not run.model.qat and not run.model.hessians
+    attend = run.trainer.model.attend
+    run.trainer.model.attend = lambda *a: calibrated.append(1) or attend(*a)
+    run.calibrate(range(1))
     run.loader.close()
+    assert len(calibrated) == len(hp.visits())
 
 
 def averaging(model, hp) -> WeightAverage:
@@ -363,9 +341,9 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
 def test_evaluation_is_compiled_unless_only_training_is(one_rank, tmp_path, monkeypatch, wanted):
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(COMPILE=wanted)
-    run = train_gpt.Training(
+    run = train_gpt.Run(
         hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None
     )
     run.loader.close()
-    assert run.forward is not run.model
-    assert run.eval_forward is (run.forward if wanted == "1" else run.model)
+    assert run.trainer.forward is not run.trainer.model
+    assert run.eval_forward is (run.trainer.forward if wanted == "1" else run.trainer.model)

@@ -1,17 +1,17 @@
 """Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
 
-    steps       5 updates without a clock; rank 0 saves the weights, their average and the
-                Hessians; each rank saves a digest of all state, collected from its node
-    rounding    the same with initial weights that differ in the last bits between the ranks
-    clocks      updates under a clock that advances with every reading, at another speed on each
-                rank; each rank saves a digest of its weights
-    checkpoint  2 updates and a checkpoint; each rank saves its state
-    restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its
-                weights
-    limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1;
-                each rank saves its steps and whether all targets were scored
-    apart       the whole script, each rank in a folder of its own, as on several nodes
-    late        the same with a timer that is 1,000 s ahead on rank 1
+steps       5 updates without a clock; rank 0 saves the weights, their average and the
+            Hessians; each rank saves a digest of all state, collected from its node
+rounding    the same with initial weights that differ in the last bits between the ranks
+clocks      updates under a clock that advances with every reading, at another speed on each
+            rank; each rank saves a digest of its weights
+checkpoint  2 updates and a checkpoint; each rank saves its state
+restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its
+            weights
+limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1;
+            each rank saves its steps and whether all targets were scored
+apart       the whole script, each rank in a folder of its own, as on several nodes
+late        the same with a timer that is 1,000 s ahead on rank 1
 """
 
 import contextlib
@@ -27,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
+from conftest import evaluator
 
 
 def digest(tensors) -> str:
@@ -36,27 +37,27 @@ def digest(tensors) -> str:
     ).hexdigest()
 
 
-def clocks(run: train_gpt.Training, folder: Path) -> None:
+def clocks(run: train_gpt.Run, folder: Path) -> None:
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
     (folder / f"digest{rank}").write_text(
-        f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}"
+        f"{digest(run.trainer.model.parameters())} {run.clock.step} {run.clock.seconds}"
     )
 
 
-def updates(run: train_gpt.Training, count: int) -> None:
+def updates(run: train_gpt.Run, count: int) -> None:
     for step in range(count):
         run.train_step(step, train_gpt.schedule(run.hp, step, 0.0, 0.0))
 
 
-def steps(run: train_gpt.Training, folder: Path) -> None:
+def steps(run: train_gpt.Run, folder: Path) -> None:
     updates(run, 5)
-    weights = run.optimizer.weights()  # collective: all ranks call it
-    state = digest([*run.model.parameters(), *gathered(run).values()])
+    weights = run.trainer.optimizer.weights()  # collective: all ranks call it
+    state = digest([*run.trainer.model.parameters(), *gathered(run).values()])
     (folder / f"digest{run.runtime.comm.rank}").write_text(state)
     _, hessians = run.finish()
-    averages = run.optimizer.weights()
+    averages = run.trainer.optimizer.weights()
     if run.runtime.comm.rank == 0:
         found = {"weights": weights, "averages": averages, "hessians": hessians}
         torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
@@ -75,30 +76,33 @@ def unequal_start() -> None:
     train_gpt.GPT.initialise = rounded
 
 
-def gathered(run: train_gpt.Training) -> dict[str, torch.Tensor]:
+def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
     return {
-        name: run.optimizer.whole(name, tensor).clone() for name, tensor in run.tensors().items()
+        name: run.trainer.optimizer.whole(name, tensor).clone()
+        for name, tensor in run.trainer.tensors().items()
     }
 
 
-def checkpoint(run: train_gpt.Training, folder: Path) -> None:
+def checkpoint(run: train_gpt.Run, folder: Path) -> None:
     updates(run, 2)
     run.save(2)
     run.checkpoints.written.result()
     torch.save(gathered(run), folder / f"saved{run.runtime.comm.rank}.pt")
 
 
-def restore(run: train_gpt.Training, folder: Path) -> None:
+def restore(run: train_gpt.Run, folder: Path) -> None:
     path, state, tensors, _ = train_gpt.find_checkpoint(run.hp, run.runtime.comm)
     run.restore(path, state, tensors)
     comm = run.runtime.comm
     torch.save(gathered(run), folder / f"restored{comm.rank}-of-{comm.size}.pt")
-    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
+    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(
+        digest(run.trainer.model.parameters())
+    )
 
 
-def limit(run: train_gpt.Training, folder: Path) -> None:
-    scorer = train_gpt.Evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
+def limit(run: train_gpt.Run, folder: Path) -> None:
+    scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     work, steps, rank = train_gpt.lora_steps, [], run.runtime.comm.rank
 
     def counted(*arguments):
@@ -109,7 +113,7 @@ def limit(run: train_gpt.Training, folder: Path) -> None:
 
     scorer.started -= 1e9 * rank
     train_gpt.lora_steps, train_gpt.LORA_BATCH = counted, 2
-    train_gpt.ttt_lora(run.model, scorer)
+    train_gpt.ttt_lora(run.trainer.model, scorer)
     (folder / f"limit{rank}").write_text(
         f"{len(steps)} {scorer.result().targets == run.val.targets}"
     )
@@ -146,7 +150,7 @@ def main() -> None:
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log, val = train_gpt.Log(hp, runtime.comm, folder), train_gpt.Validation(hp, runtime.device)
-        run = train_gpt.Training(hp, runtime, log, val)
+        run = train_gpt.Run(hp, runtime, log, val)
         with contextlib.closing(run.loader):
             act(run, folder)
     # None on systems without /proc

@@ -546,7 +546,7 @@ def table(rows: list[dict]) -> str:
 def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:
     """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time
     of this process."""
-    shapes = [train_gpt.matrix_shape(kind, hp) for kind in train_gpt.MATRICES] * hp.num_layers
+    shapes = [kind.shape(hp) for kind in train_gpt.MATRICES] * hp.num_layers
     shapes.append((hp.vocab_size, hp.model_dim))
     tokens = min(hp.train_batch_tokens, hp.micro_batch_tokens or hp.train_batch_tokens)
     spent = work = 0.0

@@ -498,6 +498,11 @@ def probes(folder: Folder) -> Iterator[Verdict]:
     module.__file__ = str(folder.path / "train_gpt.py")
     sys.modules["submitted"] = module  # dataclasses look up their module
     exec(compile(folder.source, module.__file__, "exec"), module.__dict__)
+    if not legality.fits(module):
+        yield Verdict(
+            "n/a", rule, "the probes do not fit: they are for a later version of the script"
+        )
+        return
     fault = legality.suite(module, folder.runs[0].settings)
     yield verdict(rule, fault, "probed on a small model with the run's kinds of evaluation")
 

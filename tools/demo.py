@@ -217,7 +217,7 @@ def step_speed(
     os.environ.update(variables)
     torch.set_num_threads(threads)
     with train_gpt.Runtime.start(hp) as runtime:
-        run = train_gpt.Training(hp, runtime, lambda *_, **__: None, None)
+        run = train_gpt.Run(hp, runtime, lambda *_, **__: None, None)
         (settings, *_) = (kind for kind in train_gpt.phases(hp) if kind.seq_len == hp.train_seq_len)
         times = []
         run.clock.start()

@@ -90,37 +90,29 @@ def complete(evaluate: Evaluate, tokens: torch.Tensor) -> str:
     return f"C4: target {int(wrong[0])} has no loss" if len(wrong) else ""
 
 
-def order(
-    events: list[tuple[str, list[int]]],
-    targets: int,
-    within: Callable[[int], int] = lambda target: 0,
-) -> str:
+def order(events: list[tuple[str, list[int]]], targets: int) -> str:
     """C3 and C4 for a sequence of events: ("score", targets) and ("learn", targets whose losses an
     update saw).
 
-    `within` maps a target to its pass (a document that is adapted alone, for example). Within a
-    pass every target is scored once and before it is learned from, and no target is scored after an
+    Every target is scored once and before it is learned from, and no target is scored after an
     update that saw a later one.
     """
     seen: set[int] = set()
-    reached: dict[int, int] = {}  # last scored target of each pass
-    learned: dict[int, int] = {}  # last scored target of each pass at its latest update
+    learned = 0  # last scored target at the latest update
     for kind, numbers in events:
         if kind == "score":
             for target in numbers:
                 if target in seen:
                     return f"C4: target {target} is scored twice"
-                if target < learned.get(within(target), 0):
+                if target < learned:
                     return f"C4: target {target} is scored after an update that followed later ones"
-            seen.update(numbers)
-            for target in numbers:
-                reached[within(target)] = max(reached.get(within(target), 0), target)
+                seen.add(target)
         else:
             unseen = sorted(set(numbers) - seen)
             if unseen:
                 return f"C3: target {unseen[0]} is learned from before it is scored"
-            for target in numbers:
-                learned[within(target)] = reached[within(target)]
+            if numbers:
+                learned = max(seen)
     missing = set(range(targets)) - seen
     return f"C4: target {min(missing)} is never scored" if missing else ""
 
@@ -136,48 +128,29 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
     """
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
-        stream = object.__new__(script.Validation)  # without files
-        stream.tokens = tokens
-        stream.targets = len(tokens) - 1
-        stream.documents = documents_begin(tokens, script.BOS)
-        stream.nbytes = torch.ones(stream.targets, dtype=torch.int16)
-        stream.total_bytes = stream.targets
+        nbytes = np.ones(len(tokens) - 1, dtype=np.int16)
+        stream = script.Validation.of(tokens.numpy(), nbytes, torch.device("cpu"))
         own = copy.deepcopy(model)
-        # Older records have windows only
-        banded = getattr(hp, "eval_mode", "") == "banded" and not hp.ttt_enabled
-        stride = 0 if banded else hp.eval_stride
-        evaluator = script.Evaluator(own, stream, hp, runtime, stride, lambda line, **fields: None)
+        how, stride = list(script.final_passes(hp).values())[-1]
+        evaluator = script.Evaluator(own, stream, hp, runtime, how, stride)
         if leak:
             leak(own, evaluator)
-        if hp.ttt_enabled and has_classes(script):
-            getattr(script.ScoreFirst(own, evaluator, None), hp.ttt_mode)()
-        elif hp.ttt_enabled:
-            sizes = {"LORA_QUEUES": 1, "LORA_BATCH": 1} if hands_on(script) and not together else {}
-            with mock.patch.multiple(script, **sizes) if sizes else contextlib.nullcontext():
-                {"sgd": script.ttt_sgd, "lora": script.ttt_lora}[hp.ttt_mode](own, evaluator)
-        elif hasattr(evaluator, "windows"):
+        if not hp.ttt_enabled:
             evaluator.score(evaluator.windows())
+        elif hp.ttt_mode == "sgd":
+            script.ttt_sgd(own, evaluator)
         else:
-            evaluator.score(
-                script.plan_windows(
-                    stream.spans(hp.eval_documents), hp.eval_seq_len, hp.eval_stride
-                )
-            )
+            alone = {} if together else {"LORA_QUEUES": 1, "LORA_BATCH": 1}
+            with mock.patch.multiple(script, **alone) if alone else contextlib.nullcontext():
+                script.ttt_lora(own, evaluator)
         return evaluator.nats[:-1].double()
 
     return evaluate
 
 
-def has_classes(script: ModuleType) -> bool:
-    """Whether test-time training is a class of the script, as in older records, instead of two
-    functions."""
-    return hasattr(script, "ScoreFirst")
-
-
-def hands_on(script: ModuleType) -> bool:
-    """Whether low-rank training hands something from document to document; in older records each
-    begins afresh."""
-    return hasattr(script, "LORA_QUEUES")
+def fits(script: ModuleType) -> bool:
+    """Whether these probes know how the script evaluates. Records keep the script of their day."""
+    return all(hasattr(script, name) for name in ("final_passes", "sgd_gradients", "LORA_QUEUES"))
 
 
 def spied(
@@ -186,22 +159,18 @@ def spied(
     """The events of an evaluation, for `order`."""
     events: list[tuple[str, list[int]]] = []
     last: list[int] = []
-    owner, name = (
-        (script.ScoreFirst, "_gradients") if has_classes(script) else (script, "sgd_gradients")
-    )
-    take, gradients, step = script.Evaluator.take, getattr(owner, name), torch.optim.AdamW.step
+    take, gradients = script.Evaluator.take, script.sgd_gradients
+    step = torch.optim.AdamW.step
 
     def seen(self, nats, target, counts, *rest):
         last[:] = target[counts].tolist()
         events.append(("score", list(last)))
         take(self, nats, target, counts, *rest)
 
-    def learned(first, second, begin):
-        scorer = first if has_classes(script) else second
-        events.append(
-            ("learn", list(range(begin, min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1))))
-        )
-        return gradients(first, second, begin)
+    def learned(model, scorer, begin):
+        stop = min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)
+        events.append(("learn", list(range(begin, stop))))
+        return gradients(model, scorer, begin)
 
     def stepped(self, *arguments):
         events.append(("learn", list(last)))
@@ -209,21 +178,11 @@ def spied(
 
     with (
         mock.patch.object(script.Evaluator, "take", seen),
-        mock.patch.object(owner, name, learned),
+        mock.patch.object(script, "sgd_gradients", learned),
         mock.patch.object(torch.optim.AdamW, "step", stepped),
     ):
         evaluate(tokens)
     return events
-
-
-def documents_begin(tokens: torch.Tensor, bos: int) -> np.ndarray:
-    """The positions (S,) at which the documents of a stream begin."""
-    return np.union1d([0], np.flatnonzero(tokens[:-1].numpy() == bos))
-
-
-def documents_of(tokens: torch.Tensor, bos: int) -> list[int]:
-    """The document number of each target."""
-    return (tokens[:-1] == bos).cumsum(0).tolist()
 
 
 # A model that answers in milliseconds, with learning rates at which a leak shows.
@@ -233,7 +192,7 @@ SMALL = {
     "XSA_LAST_N": "2", "BIGRAM_VOCAB_SIZE": "64", "BIGRAM_DIM": "8", "TRAIN_SEQ_LEN": "32", "SHORT_SEQ_PARTS": "1",
     "TRAIN_BATCH_TOKENS": "768", "EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8", "VAL_BATCH_SIZE": "256", "COMPILE": "0",
     "COMPUTE_DTYPE": "float32", "DEVICE": "cpu", "ATTENTION": "auto", "TTT_CHUNK_TOKENS": "40", "TTT_LR": "0.05",
-    "TTT_LORA_CHUNK": "24", "TTT_LORA_LR": "0.05", "TTT_FREEZE_BLOCKS": "0", "EVAL_MAX_SECONDS": "0", "EVAL_ONLY": "",
+    "TTT_LORA_CHUNK": "24", "TTT_LORA_LR": "0.05", "EVAL_MAX_SECONDS": "0", "EVAL_ONLY": "",
     "EVAL_MODE": "sliding",
 }
 # fmt: on
@@ -303,9 +262,6 @@ def random_stream(
 def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
     """The first fault in one kind of evaluation, or ""."""
     tokens = random_stream(TARGETS, hp.vocab_size, script.BOS)
-    adapts_documents = hp.ttt_enabled and hp.ttt_mode == "lora"
-    # Where documents hand something on, the whole stream is one pass, else each of them.
-    number = [0] * TARGETS if hands_on(script) else documents_of(tokens, script.BOS)
     few, positions = (tokens[:48], (44,)) if hp.ttt_enabled else (tokens[:60], (3, 50))
     probes = [
         lambda: future(evaluate, tokens, hp.vocab_size, CUTS, script.BOS),
@@ -313,10 +269,7 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
         lambda: "" if hp.ttt_enabled else truncation(evaluate, tokens, CUTS),
         lambda: distribution(evaluate, few, hp.vocab_size, positions),
         lambda: complete(evaluate, tokens),
-        lambda: order(
-            spied(script, evaluate, tokens),
-            TARGETS,
-            lambda target: number[target] if adapts_documents else 0,
-        ),
+        # Documents hand something on, so the whole stream is one pass.
+        lambda: order(spied(script, evaluate, tokens), TARGETS),
     ]
     return next((fault for probe in probes if (fault := probe())), "")

@@ -53,8 +53,8 @@ class Reader:
         self.model = self.model.to(device)
         matrices = self.model.matrices()
         # The weights stay, so they are cast once and not per token
-        self.model.matrices = lambda: dict(matrices)
-        self.window = hp.eval_seq_len
+        self.model.matrices = lambda qat: matrices
+        self.window, self.visits = hp.eval_seq_len, len(hp.visits())
         self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
         self.restart()
 
@@ -66,7 +66,7 @@ class Reader:
     def move(self, start: int) -> None:
         """Let the model see the text from this token on. Nothing of it is read."""
         self.start = start
-        self.kept = collections.deque([(self.empty, self.empty)] * len(self.model.visits))
+        self.kept = collections.deque([(self.empty, self.empty)] * self.visits)
 
     @torch.no_grad()
     def logits(self) -> Tensor:

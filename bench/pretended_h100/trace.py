@@ -306,8 +306,10 @@ class Data:
 
 def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     script.TrainingLoader = Data
-    run = script.Training(hp, runtime, lambda *_, **__: None, None)
-    forward = run.forward
+    make = script.Run if hasattr(script, "Run") else script.Training  # the previous version
+    run = make(hp, runtime, lambda *_, **__: None, None)
+    trainer = getattr(run, "trainer", run)
+    forward = trainer.forward
 
     def marked(*arguments, **named):
         note("part", "forward")
@@ -315,7 +317,7 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         loss.register_hook(lambda grad: note("part", "backward"))
         return loss
 
-    run.forward = marked
+    trainer.forward = marked
     for name, part in (
         ("accumulate", "accumulate"),
         ("reduce_gradients", "reduce"),
@@ -324,25 +326,32 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         ("update_small", "Adam"),
         ("finish", "gather"),
     ):
-        mark(run.optimizer, name, part)
-    mark(run.average, "update", "average")
+        mark(trainer.optimizer, name, part)
+    mark(trainer.average, "update", "average")
     run.clock.start()
     length = options["seq_len"] or hp.train_seq_len
-    settings = script.StepSettings(1.0, hp.muon_momentum_warmup_start, options["qat"], length)
-    if hasattr(settings, "looping"):  # earlier versions have no depth recurrence
-        settings = settings._replace(looping=hp.loop_visits > 1)
+    momentum, looping = hp.muon_momentum_warmup_start, hp.loop_visits > 1
+    settings = script.StepSettings(1.0, momentum, options["qat"], length, looping)
     return lambda: run.train_step(0, settings)
 
 
 def build_model(script, hp, runtime) -> torch.nn.Module:
-    fused = [runtime.fused_mlp] if hasattr(runtime, "fused_mlp") else []  # an older script has none
-    return script.GPT(hp, runtime.attend, runtime.dtype, *fused).to(runtime.device)
+    model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
+    return model.to(runtime.device)
+
+
+def evaluator_of(script, forward, val, hp, runtime, stride: int):
+    """With windows `stride` apart; 0: of a banded pass. The previous version has no Pass."""
+    if not hasattr(script, "Pass"):
+        return script.Evaluator(forward, val, hp, runtime, stride)
+    how = script.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
+    return script.Evaluator(forward, val, hp, runtime, how, stride or script.band_block(hp)[1])
 
 
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of windows, or of the blocks of a banded pass."""
     forward = script.compile_whole(build_model(script, hp, runtime), runtime.compiled)
-    banded = getattr(hp, "eval_mode", "") == "banded"  # an older script has no modes
+    banded = hp.eval_mode == "banded"
     only_read, stride = (
         script.band_block(hp) if banded else (hp.eval_seq_len - hp.eval_stride, hp.eval_stride)
     )
@@ -353,7 +362,7 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     batch = script.plan_windows(val.spans(False), window, stride)[
         :, 1 : 1 + rows * runtime.comm.size
     ]
-    scorer = script.Evaluator(forward, val, hp, runtime, 0 if banded else stride)
+    scorer = evaluator_of(script, forward, val, hp, runtime, 0 if banded else stride)
 
     def work():
         note("part", "windows")
@@ -403,7 +412,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
     def work():
         note("part", "other")
-        script.ttt_sgd(model, script.Evaluator(forward, val, hp, runtime, hp.eval_stride))
+        script.ttt_sgd(model, evaluator_of(script, forward, val, hp, runtime, hp.eval_stride))
 
     return work
 
@@ -415,8 +424,8 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
     model = build_model(script, hp, runtime)
     forward = script.compile_whole(model, runtime.compiled)
     examples, options["repeats"] = chunks_of(script, hp, runtime, model)
-    scorer = script.Evaluator(
-        forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride
+    scorer = evaluator_of(
+        script, forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride
     )
     start = script.lora_adapter(hp, runtime.device)
     documents, adam = script.lora_begin(hp, start, script.LORA_BATCH)
@@ -469,7 +478,7 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
     }
     with mock.patch.multiple(script, lora_step=planned, **nothing):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
-        script.ttt_lora(model, script.Evaluator(model, data, hp, runtime, hp.eval_stride))
+        script.ttt_lora(model, evaluator_of(script, model, data, hp, runtime, hp.eval_stride))
     return examples, repeats
 
 
