@@ -269,7 +269,7 @@ def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
     ratios = [
         8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes) for codes in (plain, scaled)
     ]
-    assert 1.0 < ratios[0] < 1.005 and ratios[1] < 0.95
+    assert 1.0 < ratios[0] < 1.005 and ratios[1] < 0.97
 
 
 # fmt: off

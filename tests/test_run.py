@@ -28,6 +28,10 @@ LINES = [
 ]
 
 
+# The advice outside a virtual environment.
+ACTIVATE = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data):
     """A finished tiny run: (folder, result)."""
@@ -713,7 +717,7 @@ def test_mistakes_end_with_one_sentence(script, changes, part):
         (
             "import nowhere",
             1,
-            "No module named 'nowhere': run `pip install -r requirements.txt`",
+            f"No module named 'nowhere': run {ACTIVATE}`pip install -r requirements.txt`",
         ),
         ("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
     ],

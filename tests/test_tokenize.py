@@ -56,7 +56,8 @@ ADVERSARIAL = {
 # fmt: on
 SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
 TEXT = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-DOCUMENTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
+PARTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
+DOCUMENTS = list(dict.fromkeys(PARTS))  # each once
 
 
 @functools.cache

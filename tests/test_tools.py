@@ -1460,7 +1460,9 @@ def test_a_missing_package_of_a_tool_is_one_sentence(program, package, tmp_path)
     result = run(
         [ROOT / "tools" / f"{program}.py", "--help"], {"PYTHONPATH": str(tmp_path)}, tmp_path
     )
-    advice = "run `source .venv/bin/activate`, or `pip install -r requirements-dev.txt`"
+    install = "`pip install -r requirements-dev.txt`"
+    outside = sys.prefix == sys.base_prefix  # of a virtual environment
+    advice = f"run {'`source .venv/bin/activate`, or ' * outside}{install}"
     assert result.stderr == f"error: No module named it: {advice}\n" and result.returncode == 1
 
 

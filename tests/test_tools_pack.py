@@ -19,7 +19,7 @@ import inspect_artifact
 import pack_code
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
-LIMIT = 40_000  # bytes of the packed script, 0.25 % of what the challenge allows
+LIMIT = 42_000  # bytes of the packed script, 0.26 % of what the challenge allows
 
 
 @pytest.fixture(scope="module")
