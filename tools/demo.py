@@ -40,7 +40,7 @@ import torch
 # Tried for 150 s, one seed each: the large one on 2 cores with AMX (350 to 410 steps), both on 2
 # without it, where the large one took 143 steps and ended level with xz. The small one was not
 # tried with AMX. Compiling the small one takes a minute of the five that a newcomer waits, and its
-# steps do not make up for it (bench/README.md, which also has the run of the large one behind
+# steps do not make up for it (docs/log.md, which also has the run of the large one behind
 # ENOUGH).
 # fmt: off
 SIZES = {
