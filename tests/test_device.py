@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 @pytest.fixture
 def elsewhere(one_rank, tmp_path, monkeypatch):
-    """A function that makes a Training, with its Validation, on a device that is not the CPU."""
+    """A function that makes a Run, with its Validation, on a device that is not the CPU."""
     monkeypatch.chdir(tmp_path)
 
     def make(**changes) -> train_gpt.Run:

@@ -231,6 +231,25 @@ def shorten(val, targets):
     val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
 
 
+@pytest.mark.parametrize("stride", [32, 8])
+def test_documents_are_scored_as_if_each_were_alone(setting, stride):
+    """With the windows of what low-rank training leaves over after its time limit."""
+    hp, runtime, val, model = several_documents(setting)
+    total, picked = 0.0, []
+    with torch.no_grad():
+        for begin, end in val.spans(True).tolist():
+            for target in [t for t in range(begin, end) if t % 11 == 0 or end - begin < 40]:
+                later = max(0, -(-(target + 1 - begin - 32) // stride))
+                ids = val.tokens[begin + later * stride : target + 1][None].long()
+                total += -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])].item()
+                picked.append(target)
+    scorer = evaluator(model, val, hp, runtime, stride)
+    train_gpt.score_rest(scorer, val.spans(True), np.zeros(len(val.documents), np.int64))
+    assert scorer.nats[picked].double().sum().item() == pytest.approx(total, rel=1e-5)
+    assert scorer.result().nbytes == val.total_bytes
+    assert scorer.result().nats != evaluate(model, val, hp, runtime, stride).nats
+
+
 def test_shapes_are_few_and_known(setting):
     """All batches have the same shape, also the last one, so a compiled forward is compiled once
     for the first window and once for the others."""

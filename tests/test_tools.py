@@ -929,7 +929,7 @@ def test_our_own_records_hold():
 
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
-def test_the_probes_know_the_scripts_that_they_fit(mode, monkeypatch):
+def test_the_probes_know_the_scripts_that_they_fit(mode):
     """Ours of today; our records have older ones."""
     for path in sorted((ROOT / "records").glob("*/*/submission.json")):
         folder = check_record.Folder(path.parent)

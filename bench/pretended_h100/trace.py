@@ -290,6 +290,7 @@ class Data:
         self.targets = self.total_bytes = targets
         self.tokens = torch.zeros(targets + 1, dtype=torch.int32, device=runtime.device)
         self.nbytes = torch.ones(targets, dtype=torch.int16, device=runtime.device)
+        self.documents = np.array([0])
 
     def batch(self, step: int) -> Tensor:
         return self.batches.to(self.device, non_blocking=True)
