@@ -20,7 +20,6 @@ from train_gpt import Hyperparameters
 
 sys.path.insert(0, str(ROOT / "bench"))
 
-import banded
 import common
 import flops
 import h100
@@ -280,21 +279,6 @@ def test_keys_in_a_document(tracer, monkeypatch):
     monkeypatch.setattr(tracer, "SPREAD", 0.0)
     monkeypatch.setattr(tracer, "CHALLENGE_TOKENS", 101 * tracer.CHALLENGE_DOCUMENTS)
     assert tracer.keys_in_document(1 << 30) == 51
-
-
-def test_bands_and_sinks():
-    """Without sinks a band is that of the script. Where a band hides nothing, sinks are ordinary
-    positions."""
-    hp = Hyperparameters(
-        num_layers=1, xsa_last_n=0, model_dim=32, num_heads=4, num_kv_heads=2, rope_dims=0
-    )
-    model = train_gpt.GPT(hp, None, torch.float32)
-    q, k, v = torch.randn(2, 150, 4, 8), torch.randn(2, 150, 2, 8), torch.randn(2, 150, 2, 8)
-    own = banded.banded_attention(lambda: model, 20, 0)(q, k, v)
-    torch.testing.assert_close(own, train_gpt.attend_last(q, k, v, 20), rtol=1e-4, atol=1e-5)
-    for sinks in (1, 4):
-        own = banded.banded_attention(lambda: model, 150 + sinks, sinks)(q, k, v)
-        torch.testing.assert_close(own, train_gpt.attend_last(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_costs_of_a_log():

@@ -4,7 +4,6 @@ ablations, plots."""
 import argparse
 import ast
 import json
-import math
 import re
 import shutil
 import signal
@@ -1021,114 +1020,6 @@ def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
     assert found["score"][0] != found["on other"][0]
 
 
-def test_screenings_tell_factors_apart():
-    """If the score is a sum of effects, every effect is found exactly."""
-    rng = np.random.default_rng(0)
-    for factors in (2, 3, 4, 5, 8, 11, 19, 20):
-        plan, true = ablate.design(factors), rng.normal(size=factors)
-        assert factors < len(plan) <= factors + 4 and plan[-1] == [False] * (len(plan) - 1)
-        scores = (np.array(plan)[:, :factors] @ true + 7).tolist()
-        assert ablate.effects(plan, scores) == pytest.approx(
-            [*true.tolist(), *[0] * (len(plan) - 1 - factors)]
-        )
-    nothing = rng.normal(scale=0.01, size=40).tolist()
-    assert ablate.standard_error([*nothing, 5.0, -3.0], 42)[0] == pytest.approx(0.01, rel=0.5), (
-        "two real effects are not noise"
-    )
-    # The median size is 3, so sizes below 2.5 * 1.5 * 3 count: 1.5 times the median of 1, 2, 3 and
-    # 10.
-    assert ablate.standard_error([1.0, -2.0, 3.0, -10.0, 100.0], 5) == (
-        pytest.approx(3.75),
-        "Lenth's method",
-    )
-    assert ablate.standard_error([7.0, 8.0, 1.0, 2.0, -2.0], 2) == (
-        pytest.approx(3**0.5),
-        "3 spare columns",
-    )
-    assert math.isnan(ablate.standard_error([7.0, 8.0, 1.0], 3)[0])
-
-
-def test_screenings(ablate_twice, tmp_path):
-    """Three factors in four runs; the one that spoils the learning rate stands out, and no run is
-    repeated."""
-    still = "still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"
-    variants = [still, "wide: MLP_MULT=4", "log: TRAIN_LOG_EVERY=2"]
-    first, second = ablate_twice(["--screen", "--seeds", 1], variants)
-    assert first.stdout.count("== ") == 4
-    found = json.loads(second.stdout.splitlines()[-1])
-    # `log` has no effect of its own, only the interaction of the other two.
-    assert found["effects"]["still"] > 2 * abs(found["effects"]["log"]), found
-    done = [runs.read_run(tmp_path / f"a/logs/screen_seed1_{n:02d}.txt") for n in range(4)]
-    scores = [one.score.bpb for one in done]
-    assert found["scores"] == scores
-    assert found["effects"]["still"] == pytest.approx(
-        (scores[0] + scores[2] - scores[1] - scores[3]) / 2
-    )
-    lines = {line.split()[0]: line.split() for line in second.stdout.splitlines()[3:-1]}
-    assert list(lines) == sorted(lines, key=found["effects"].get), "best first"
-    early = [one.before_export.bpb for one in done]
-    assert found["before"]["still"] == pytest.approx(
-        (early[0] + early[2] - early[1] - early[3]) / 2
-    )
-    assert (
-        float(lines["still"][3]) == pytest.approx(found["before"]["still"], abs=1e-5)
-        and early != scores
-    )
-    ratio = (done[0].step_ms * done[1].step_ms / done[2].step_ms / done[3].step_ms) ** 0.5
-    assert float(lines["wide"][4]) == pytest.approx(ratio, abs=1e-3)
-    assert int(lines["wide"][5].replace(",", "")) > 1000
-
-
-def test_screenings_repeat_the_design_for_each_seed(monkeypatch, capsys):
-    """Eight factors in twelve runs per seed, with invented scores: two effects and noise of each
-    run."""
-    names = "abcdefgh"
-    started = {}
-
-    def finish(run_id, environ):
-        chosen = [name for name in names if name.upper() in environ]
-        started[run_id] = (chosen, environ["SEED"])
-        noise = np.random.default_rng(int(environ["SEED"])).normal(scale=0.01)
-        score = SimpleNamespace(bpb=2 - 0.1 * ("a" in chosen) + 0.2 * ("h" in chosen) + noise)
-        step_ms = 2.0 if "b" in chosen else 1.0
-        run = dict(score_name="invented", device="none", model_bytes=100, step_ms=step_ms)
-        return SimpleNamespace(score=score, before_export=score, **run)
-
-    monkeypatch.setattr(ablate, "finish", finish)
-    variants = {
-        "base": ablate.Variant({}),
-        **{name: ablate.Variant({name.upper(): "1"}) for name in names},
-    }
-    arguments = argparse.Namespace(
-        steps=1, seconds=0, tokens_per_weight=0, bytes=0, seeds=[3, 5], jobs=2, expect=None
-    )
-    ablate.screen(variants, arguments)
-    assert [*started] == [f"screen_seed{seed}_{n:02d}" for seed in (3, 5) for n in range(12)]
-    assert len({seed for _, seed in started.values()}) == 24, (
-        "equal seeds would repeat the same noise"
-    )
-    assert all(
-        started[f"screen_seed3_{n:02d}"][0] == started[f"screen_seed5_{n:02d}"][0]
-        for n in range(12)
-    )
-    lines = capsys.readouterr().out.splitlines()
-    found = json.loads(lines[-1])
-    cells = {line.split()[0]: line.split() for line in lines[3:-1]}
-    scores = np.array(found["scores"]).reshape(2, 12)
-    once = [ablate.effects(ablate.design(8), half.tolist()) for half in scores]
-    both = np.mean(once, axis=0)
-    assert [found["effects"][name] for name in names] == pytest.approx(both[:8].tolist())
-    assert np.ptp(once, axis=0).min() > 1e-4
-    error = np.sqrt(np.mean(both[8:] ** 2))
-    assert found["standard_error"] == pytest.approx(error)
-    assert f"from 24 runs, standard error {error:.5f} (3 spare columns)" in lines[1]
-    assert [*cells] == sorted(names, key=found["effects"].get)
-    t = {name: found["effects"][name] / error for name in names}
-    assert {name: float(cells[name][2]) for name in names} == pytest.approx(t, abs=0.006)
-    assert [cells[name][4] for name in "ab"] == ["1.000", "2.000"]
-    assert cells["b"][5] == "+0"
-
-
 def small_arguments(**changes):
     """The options of ablate.py for the record in small, and no others."""
     chosen = dict(
@@ -1140,7 +1031,6 @@ def small_arguments(**changes):
         seeds=[1],
         jobs=2,
         also=None,
-        expect=None,
     )
     return argparse.Namespace(**chosen | changes)
 
@@ -1260,39 +1150,6 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
     assert Path("work/base_seed1/checkpoints").is_dir()
 
 
-def test_published_effects_are_compared_with_measured_ones(tmp_path, capsys):
-    """Signs count only beyond two standard errors; the rank correlation is scipy's, with ties."""
-    texts, expected = ablate.ladder(ROOT / "records" / "ladder.txt")
-    variants = dict(ablate.variant(text) for text in texts)
-    assert variants.keys() == expected.keys() and len(variants) == len(texts) >= 8
-    for name, chosen in variants.items():
-        changed = train_gpt.Hyperparameters.from_env(chosen.knobs)
-        assert changed != train_gpt.Hyperparameters() and chosen.price == 1, (
-            f"{name} changes nothing"
-        )
-    path = tmp_path / "ladder.txt"
-    path.write_text(
-        "# comment\n\na: SEED=1 @1.1 | +0.01 | #1\nb: SEED=2 | -0.02 | #2\nc: SEED=3 | 0.01 | #3\n"
-    )
-    texts, expected = ablate.ladder(path)
-    assert texts == ["a: SEED=1 @1.1", "b: SEED=2", "c: SEED=3"] and expected["b"] == (-0.02, "#2")
-    measured = {"base": (0.0, 0.0), "a": (0.02, 0.001), "b": (0.03, 0.001), "c": (0.05, 0.03)}
-    found = ablate.agreement(expected, measured)
-    assert found["signs"] == {"agree": 1, "disagree": 1, "within noise": 1}
-    assert found["spearman"] == pytest.approx(
-        scipy.stats.spearmanr([0.01, -0.02, 0.01], [0.02, 0.03, 0.05])[0]
-    )
-    assert re.search(
-        r"^b +-0.0200 +\+0.03000 +0.00100  disagree +#2$", capsys.readouterr().out, re.M
-    )
-    assert ablate.spearman([1, 2], [1, 2]) is None and ablate.spearman([1, 2, 3], [5, 5, 5]) is None
-    ablate.draw_agreement(expected, measured, tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    path.write_text("a: SEED=1 | much | #1\n")
-    with pytest.raises(UserError, match="write `name: KNOB=value"):
-        ablate.ladder(path)
-
-
 def test_side_by_side_runs_share_the_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ablate.os, "cpu_count", lambda: 8)
@@ -1310,16 +1167,9 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
         (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
         (["base: SEED=1"], 'called "base"'),
         (["--jobs", "0", "x: SEED=1"], "--jobs: 0 is not a whole number above 0"),
-        (
-            ["--expect", ROOT / "bench" / "scaling.png"],
-            "write `name: KNOB=value | effect | source`",
-        ),
         (["x: SEED=1 @fast"], "has the price 'fast'"),
         (["x: SEED=1 @-1"], "has the price '-1'"),
-        (["--screen"], "--screen needs variants"),
-        (["--screen", "--also", "x", "a: SEED=1"], "does not work with --also"),
         (["--seeds", "1", "2", "x: SEED=1"], "write the variants before --seeds"),
-        (["--screen", "a: SEED=1", "b: SEED=2"], "set SEED in one of them only"),
     ],
 )
 def test_ablations_name_a_mistake(tmp_path, options, part):

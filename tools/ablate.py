@@ -5,7 +5,6 @@ bytes.
     export DATA_PATH=... TOKENIZER_PATH=...
     python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
     python tools/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
-    python tools/ablate.py --screen --seeds 1 --steps 200 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4" "wd: MUON_WD=0.09"
     python tools/ablate.py --tokens-per-weight 100 --jobs 2 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the small model below, changed
@@ -21,15 +20,10 @@ bigram table shrink, and the batch is what makes that many training tokens per w
 205). The artifact's size is what the base takes at the record's quantisation steps. `@1.03` is the
 price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
-With `--screen` the variants are factors of one experiment. Each is switched on in half of the runs,
-in combinations from which every main effect can be estimated, so k variants need k + 1 runs or a
-few more. Screening finds what deserves a comparison of its own; it does not show interactions.
-
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
-before the export, steps, ratio of step times, and bytes. A screening prints each effect, the effect
-in standard errors, the effect before the export, the ratio of step times, and bytes. "Before the
-export" is the averaged weights, with non-overlapping windows. The last line is JSON.
+before the export, steps, ratio of step times, and bytes. "Before the export" is the averaged
+weights, with non-overlapping windows. The last line is JSON.
 """
 
 import argparse
@@ -126,16 +120,6 @@ def check(variants: Variants, arguments: argparse.Namespace) -> None:
         )
     if arguments.seconds and any(chosen.price != 1 for chosen in variants.values()):
         raise UserError("--seconds measures the time of a step: leave out the prices (@)")
-    if not arguments.screen:
-        return
-    if not arguments.variants or arguments.also:
-        raise UserError("--screen needs variants and does not work with --also")
-    knobs = [knob for chosen in variants.values() for knob in chosen.knobs]
-    twice = sorted({knob for knob in knobs if knobs.count(knob) > 1})
-    if twice:
-        raise UserError(
-            f"--screen combines the variants: set {', '.join(twice)} in one of them only"
-        )
 
 
 def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
@@ -284,207 +268,6 @@ def measure(
     return found
 
 
-def design(factors: int) -> list[list[bool]]:
-    """Which columns each run switches on: a Plackett-Burman design (Biometrika 33, 1946) by Paley's
-    construction.
-
-    It has p + 1 runs and p columns for the first prime p = 3 mod 4 that is at least `factors`. The
-    first columns are the factors, the others are spare. Any two columns have each of their four
-    combinations equally often, so the runs with a factor and those without it differ, on average,
-    in that factor alone. The last run has no factor.
-    """
-    p = next(n for n in range(3, 1000, 4) if n >= factors and all(n % d for d in range(2, n)))
-    squares = {i * i % p for i in range(p)}  # with 0
-    return [[(column - run) % p in squares for column in range(p)] for run in range(p)] + [
-        [False] * p
-    ]
-
-
-def effects(plan: list[list[bool]], values: list[float]) -> list[float]:
-    """For each column the mean of the runs with it minus the mean of the runs without it."""
-    found = []
-    for column in zip(*plan, strict=True):
-        on = [value for has, value in zip(column, values, strict=True) if has]
-        off = [value for has, value in zip(column, values, strict=True) if not has]
-        found.append(statistics.fmean(on) - statistics.fmean(off))
-    return found
-
-
-def standard_error(found: list[float], factors: int) -> tuple[float, str]:
-    """(standard error of an effect, its source). `found` holds the effects of the factors, then of
-    the spare columns.
-
-    Three or more spare columns give it directly, as they contain only noise and interactions.
-    Otherwise Lenth's method (Technometrics 31, 1989) assumes that most factors have no effect; it
-    needs at least 5 effects (else NaN).
-    """
-    spare = found[factors:]
-    if len(spare) >= 3:
-        return math.sqrt(
-            statistics.fmean(effect * effect for effect in spare)
-        ), f"{len(spare)} spare columns"
-    if len(found) < 5:
-        return math.nan, "too few effects"
-    sizes = [abs(effect) for effect in found]
-    rough = 1.5 * statistics.median(sizes)
-    return 1.5 * statistics.median(
-        [size for size in sizes if size < 2.5 * rough] or sizes
-    ), "Lenth's method"
-
-
-def screen(variants: Variants, arguments: argparse.Namespace) -> None:
-    """Run the design once per seed and print the main effects of all variants."""
-    names = [name for name in variants if name != "base"]
-    plan = []
-    tasks = []
-    for seed in arguments.seeds:
-        for place, chosen in enumerate(design(len(names))):
-            present = [variants[name] for name, has in zip(names, chosen, strict=False) if has]
-            environ = environment(arguments, *present) | {"SEED": str(1000 * seed + place)}
-            plan.append(chosen)
-            tasks.append(functools.partial(finish, f"screen_seed{seed}_{place:02d}", environ))
-    done = side_by_side(tasks, arguments.jobs)
-    scores = [run.score.bpb for run in done]
-    bpb = effects(plan, scores)
-    before = effects(plan, [run.before_export.bpb for run in done])
-    size = effects(plan, [run.model_bytes for run in done])
-    log_time = effects(plan, [math.log(run.step_ms) for run in done])
-    error, source = standard_error(bpb, len(names))
-    print(
-        f"\n{done[0].score_name}, effects in bits per byte from {len(done)} runs, "
-        f"standard error {error:.5f} ({source}); {done[0].device}"
-    )
-    width = max(map(len, names))
-    print(f"{'':{width}}{'effect':>12}{'t':>8}{'before':>12}{'time_ratio':>12}{'bytes':>12}")
-    rows = sorted(zip(names, bpb, before, log_time, size, strict=False), key=lambda row: row[1])
-    for name, effect, earlier, ratio, nbytes in rows:
-        numbers = f"{effect:>+12.5f}{effect / error:>8.2f}{earlier:>+12.5f}{math.exp(ratio):>12.3f}{nbytes:>+12,.0f}"
-        print(f"{name:{width}}{numbers}")
-    report = {
-        "effects": dict(zip(names, bpb, strict=False)),
-        "before": dict(zip(names, before, strict=False)),
-        "standard_error": None if math.isnan(error) else error,
-        "scores": scores,
-    }
-    judge(
-        {name: (effect, report["standard_error"]) for name, effect in report["effects"].items()},
-        arguments,
-        report,
-    )
-    print(json.dumps(report))
-
-
-class Expected(NamedTuple):
-    """A published effect."""
-
-    effect: float  # bits per byte
-    source: str
-
-
-def ladder(path: Path) -> tuple[list[str], dict[str, Expected]]:
-    """(variants, published effects by name) of lines `variant | effect | source`. Raises UserError
-    for another line."""
-    texts = []
-    found = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith("#") or not line.strip():
-            continue
-        try:
-            text, effect, source = (part.strip() for part in line.split("|"))
-            found[text.partition(":")[0]] = Expected(float(effect), source)
-        except ValueError:
-            raise UserError(
-                f"{path} has the line {line!r}: write `name: KNOB=value | effect | source`"
-            ) from None
-        texts.append(text)
-    return texts, found
-
-
-def spearman(a: list[float], b: list[float]) -> float | None:
-    """Spearman's rank correlation; None below 3 pairs or if one side is constant. Equal values
-    share a rank."""
-    ranks = [[sum(x < y for x in side) + side.count(y) / 2 for y in side] for side in (a, b)]
-    if len(a) < 3 or any(len(set(side)) == 1 for side in ranks):
-        return None
-    return statistics.correlation(*ranks)
-
-
-def agreement(
-    expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]]
-) -> dict:
-    """Print measured effects, as (effect, standard error), beside published ones. Returns the
-    summary."""
-    names = [name for name in expected if name in measured]
-    signs = {"agree": 0, "disagree": 0, "within noise": 0}
-    width = max(map(len, names))
-    print(f"\n{'':{width}}{'published':>11}{'measured':>11}{'error':>9}  {'sign':14}source")
-    for name in names:
-        effect, error = measured[name]
-        verdict = "agree" if effect * expected[name].effect > 0 else "disagree"
-        if error is None or abs(effect) < 2 * error:
-            verdict = "within noise"
-        signs[verdict] += 1
-        shown = "-" if error is None else f"{error:.5f}"
-        numbers = f"{expected[name].effect:>+11.4f}{effect:>+11.5f}{shown:>9}"
-        print(f"{name:{width}}{numbers}  {verdict:14}{expected[name].source}")
-    rank = spearman(
-        [expected[name].effect for name in names], [measured[name][0] for name in names]
-    )
-    print(
-        f"signs beyond 2 standard errors: {signs}; Spearman: {'-' if rank is None else format(rank, '+.2f')}"
-    )
-    return {"signs": signs, "spearman": rank}
-
-
-def draw_agreement(
-    expected: dict[str, Expected], measured: dict[str, tuple[float, float | None]], output: Path
-) -> None:
-    """Plot measured effects, with two standard errors, against published ones."""
-    import matplotlib  # only for this
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6, 5), layout="constrained")
-    for name in expected.keys() & measured.keys():
-        effect, error = measured[name]
-        axis.errorbar(
-            expected[name].effect,
-            effect,
-            yerr=2 * (error or 0.0),
-            fmt="o",
-            color="C0",
-            ms=4,
-            capsize=2,
-        )
-        axis.annotate(
-            name,
-            (expected[name].effect, effect),
-            xytext=(4, 4),
-            textcoords="offset points",
-            fontsize=8,
-        )
-    axis.axhline(0, color="gray", lw=0.8)
-    axis.axvline(0, color="gray", lw=0.8)
-    axis.set_xlabel("published effect (bits per byte)")
-    axis.set_ylabel("measured effect (bits per byte)")
-    axis.grid(alpha=0.3)
-    figure.savefig(output, dpi=120)
-    plt.close(figure)
-
-
-def judge(
-    measured: dict[str, tuple[float, float | None]], arguments: argparse.Namespace, report: dict
-) -> None:
-    """With --expect, compare the effects with the published ones; the summary is added to the
-    report."""
-    if not arguments.expect:
-        return
-    _, expected = ladder(arguments.expect)
-    report["agreement"] = agreement(expected, measured)
-    draw_agreement(expected, measured, Path("agreement.png"))
-
-
 def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
     """One variant's row of the table."""
     bpb = [run.score.bpb for run in members]
@@ -597,15 +380,6 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         print(table(report[key]))
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
-    measured = {}
-    for name, pairs in found.items():
-        gains = [
-            run.score.bpb - base.score.bpb
-            for (run, _), (base, _) in zip(pairs, found["base"], strict=True)
-        ]
-        mean, std = runs.mean_std(gains)
-        measured[name] = mean, std and std / math.sqrt(len(gains))
-    judge(measured, arguments, report)
     print(json.dumps(report))
 
 
@@ -636,18 +410,9 @@ def main() -> None:
         type=Path,
         help="another DATA_PATH of the same tokenizer to score the artifacts on",
     )
-    parser.add_argument(
-        "--expect",
-        type=Path,
-        help="file of published effects (records/ladder.txt), as variants too",
-    )
-    parser.add_argument("--screen", action="store_true", help="all variants in one experiment")
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
     try:
-        if arguments.expect:
-            arguments.expect = arguments.expect.resolve()
-            arguments.variants = [*ladder(arguments.expect)[0], *arguments.variants]
         variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
         check(variants, arguments)
         for name in ("DATA_PATH", "TOKENIZER_PATH"):  # the runs start in another folder
@@ -656,8 +421,7 @@ def main() -> None:
         arguments.also = arguments.also and arguments.also.resolve()
         arguments.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(arguments.folder)
-        run = screen if arguments.screen else comparison
-        run(variants, arguments)
+        comparison(variants, arguments)
     except UserError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
