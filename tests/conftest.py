@@ -17,8 +17,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import forks  # noqa: E402
 import train_gpt  # noqa: E402
+import warm_python  # noqa: E402
 
 VOCAB = 400
 # A model of 3 layers and about 30,000 parameters, fp32, not compiled: a run takes seconds.
@@ -175,15 +175,15 @@ def start(
 ) -> subprocess.Popen:
     """Start `arguments` (a script and its arguments) as a user would, with python or, on several
     ranks, torchrun. `fresh`: with a new Python, not with a fork that has torch already
-    (tests/forks.py)."""
+    (tests/warm_python.py)."""
     passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     base = {name: value for name, value in os.environ.items() if name in passed}
-    launcher = [sys.executable if fresh else forks.python()]
+    launcher = [sys.executable if fresh else warm_python.python()]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
         [*launcher, *map(str, arguments)],
-        env={**base, **forks.FIXED, **environment},
+        env={**base, **warm_python.FIXED, **environment},
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -242,3 +242,27 @@ def script(tmp_path, env):
         return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, fresh)
 
     return go
+
+
+@pytest.fixture(scope="session")
+def sweep_knobs(data):
+    values = {
+        **TINY,
+        "DATA_PATH": data,
+        "TOKENIZER_PATH": data / "tokenizer.model",
+        "RUN_ID": "t",
+        "TRAIN_LOG_EVERY": 2,
+        "VAL_LOSS_EVERY": 4,
+        "EVAL_STRIDE": 32,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+@pytest.fixture(scope="session")
+def swept(sweep_knobs, tmp_path_factory):
+    """A finished sweep of two learning rates with two seeds: (folder, its output)."""
+    folder = tmp_path_factory.mktemp("sweep")
+    command = [ROOT / "tools" / "sweep.py", "--", warm_python.python(), ROOT / "train_gpt.py"]
+    result = run(command, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import forks
 import train_gpt
+import warm_python
 from conftest import ROOT
 from hub import Hub
 
@@ -76,7 +76,7 @@ def command(hub, tmp_path):
     def start(*arguments, **changes) -> subprocess.Popen:
         hub.requests.clear()
         line = [
-            forks.python(),
+            warm_python.python(),
             ROOT / "data" / "download_fineweb.py",
             "--target",
             tmp_path / "data",

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-import forks
 import train_gpt
+import warm_python
 from conftest import ROOT, write_shard
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
@@ -641,7 +641,7 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
 
 def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(
-        [forks.python(), ROOT / "data" / "tokenize_text.py", *map(str, arguments)],
+        [warm_python.python(), ROOT / "data" / "tokenize_text.py", *map(str, arguments)],
         input=stdin,
         capture_output=True,
         text=True,
@@ -886,7 +886,9 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
         inspect_shards.inspect(out, None, 1)
     )
     result = subprocess.run(
-        [forks.python(), ROOT / "data" / "inspect_shards.py", out], capture_output=True, text=True
+        [warm_python.python(), ROOT / "data" / "inspect_shards.py", out],
+        capture_output=True,
+        text=True,
     )
     assert (
         result.returncode == 1 and "error: " in result.stderr and "Traceback" not in result.stderr
@@ -910,7 +912,7 @@ def first_document(path: Path) -> list[int]:
 
 
 def test_inspection_of_nothing(tmp_path):
-    command = [forks.python(), ROOT / "data" / "inspect_shards.py", tmp_path]
+    command = [warm_python.python(), ROOT / "data" / "inspect_shards.py", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1 and f"{tmp_path} has no fineweb_train_NNNNNN.bin" in result.stderr
 

@@ -252,7 +252,7 @@ def python() -> str:
 
     if sys.platform != "linux":
         return sys.executable
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="forks"))
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="warm_python"))
     program = folder / "python"
     program.write_text(
         f'#!/bin/sh\nexec "{sys.executable}" -IS "{__file__}" ask "$0" "{sys.executable}" "$@"\n'

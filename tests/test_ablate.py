@@ -1,0 +1,259 @@
+"""tools/ablate.py: variants beside a base."""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+import train_gpt
+from conftest import ROOT, run
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import ablate
+import flops
+import runs
+import sweep
+from train_gpt import UserError
+
+ABLATE = ROOT / "tools" / "ablate.py"
+
+
+@pytest.fixture
+def ablate_twice(sweep_knobs, tmp_path):
+    """A function: run ablate.py twice, the second time on finished runs. Returns the two
+    results."""
+    environment = {name: value for name, value in sweep_knobs.items() if name != "RUN_ID"} | {
+        "EMA_ENABLED": "0"
+    }
+
+    def go(options: list, variants: list):
+        command = [ABLATE, *options, "--steps", 6, "--folder", tmp_path / "a", *variants]
+        first, second = (run(command, environment, tmp_path) for _ in range(2))
+        assert first.returncode == second.returncode == 0, first.stderr
+        assert "== " not in second.stdout and first.stdout.endswith(second.stdout)
+        return first, second
+
+    return go
+
+
+def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
+    """Two seeds of a base and of a variant with equal bytes, also scored on other data; no run is
+    repeated."""
+    shutil.copytree(data, tmp_path / "other")
+    (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
+    options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
+    first, second = ablate_twice(
+        options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"]
+    )
+    assert first.stdout.count("== ") == 8
+    found = json.loads(second.stdout.splitlines()[-1])
+    for title, suffix in (("score", ""), ("on other", "_also")):
+        scores = {
+            name: [
+                runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb
+                for seed in (1, 2)
+            ]
+            for name in ("base", "still")
+        }
+        base, still = found[title]
+        assert (base["variant"], base["difference"], still["variant"], still["n"]) == (
+            "base",
+            0,
+            "still",
+            2,
+        )
+        assert still["difference"] == pytest.approx(
+            np.mean(scores["still"]) - np.mean(scores["base"])
+        )
+        assert still["difference"] > 0.01
+        welch = scipy.stats.ttest_ind(
+            scores["base"], scores["still"], equal_var=False, alternative="greater"
+        )
+        assert still["p"] > 0.5
+        assert still["p"] == pytest.approx(welch.pvalue)
+        assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
+        assert (still["before"] is None) == (title != "score"), (
+            "an artifact that is only scored has no such weights"
+        )
+    early = {
+        name: [
+            runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt").before_export.bpb
+            for seed in (1, 2)
+        ]
+        for name in ("base", "still")
+    }
+    assert found["score"][1]["before"] == pytest.approx(
+        np.mean(early["still"]) - np.mean(early["base"])
+    )
+    assert found["score"][1]["before"] != found["score"][1]["difference"]
+    assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"])
+    assert found["score"][0] != found["on other"][0]
+
+
+def small_arguments(**changes):
+    """The options of ablate.py for the record in small, and no others."""
+    chosen = dict(
+        steps=0,
+        seconds=0,
+        tokens_per_weight=50,
+        width=16,
+        bytes=0,
+        seeds=[1],
+        jobs=2,
+        also=None,
+    )
+    return argparse.Namespace(**chosen | changes)
+
+
+@pytest.mark.parametrize("width", [32, 48, 64, 96])
+def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
+    """Only size and batch differ from the record; weight decay, average and warm-ups act over the
+    same steps."""
+    for name in runs.KNOBS:
+        monkeypatch.delenv(name, raising=False)
+    environ = ablate.environment(
+        small_arguments(tokens_per_weight=200, width=width), ablate.Variant({})
+    )
+    hp = train_gpt.Hyperparameters.from_env({"RUN_ID": "t", **environ})
+    record = train_gpt.Hyperparameters()
+    parameters = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
+    assert hp.iterations == 7000
+    assert hp.iterations * hp.train_batch_tokens / parameters == pytest.approx(200, rel=0.02)
+    assert hp.target_bytes - (ROOT / "train_gpt.py").stat().st_size == ablate.record_bytes(hp)
+    for ratio in (
+        lambda hp: hp.train_seq_len / hp.model_dim,
+        lambda hp: hp.eval_seq_len / hp.model_dim,
+        lambda hp: hp.num_heads / hp.num_kv_heads,
+        lambda hp: hp.bigram_dim / hp.model_dim,
+        lambda hp: hp.bigram_vocab_size / hp.model_dim,
+    ):
+        assert ratio(hp) == ratio(record)
+    assert record.rope_dims >= hp.rope_dims >= 8, (
+        "with one pair all frequencies are 1, and bits per byte rise by 0.07"
+    )
+    size = {
+        "num_heads",
+        "num_kv_heads",
+        "model_dim",
+        "rope_dims",
+        "bigram_vocab_size",
+        "bigram_dim",
+    }
+    size |= {"train_seq_len", "train_batch_tokens", "run_id"}
+    for name in train_gpt.knobs_with("training", "model"):
+        assert name in size or getattr(hp, name) == getattr(record, name), name
+
+
+def test_an_artifact_at_the_records_steps_has_its_size():
+    """The rule that gives the record in small its bytes gives the record those of the challenge."""
+    assert ablate.record_bytes(train_gpt.Hyperparameters()) == pytest.approx(
+        train_gpt.SUBMISSION_CAP, rel=0.02
+    )
+
+
+def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, capsys):
+    """Two runs of the record in small side by side; the variant costs twice as much, so it does
+    half of the steps."""
+    for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "DEVICE", "COMPILE"):
+        monkeypatch.setenv(name, sweep_knobs[name])
+    monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ablate, "RECORD_STEPS", 6)
+    variants = {"base": ablate.Variant({})} | dict([ablate.variant("dear: QK_GAIN_INIT=4 @2.0")])
+    arguments = small_arguments(tokens_per_weight=0.2)
+    ablate.comparison(variants, arguments)
+    first = capsys.readouterr().out
+    ablate.comparison(variants, arguments)
+    again = capsys.readouterr().out
+    assert first.count("== ") == 2 and "== " not in again
+    report = json.loads(again.splitlines()[-1])["score"]
+    assert [line["steps"] for line in report] == [6, 3]
+    assert re.search(
+        r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix",
+        again,
+        re.M,
+    )
+    assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_speed_of_a_run_counts_the_operations_of_its_lengths(parts):
+    settings = {
+        "SHORT_SEQ_PARTS": str(parts),
+        "TRAIN_SEQ_LEN": "256",
+        "TRAIN_BATCH_TOKENS": "1024",
+        "MODEL_DIM": "128",
+    }
+    hp = train_gpt.Hyperparameters.from_env(settings)
+    line = ablate.speed(SimpleNamespace(settings=settings, step_ms=2.0))
+    rate, speed = (
+        float(word.replace(",", ""))
+        for word in re.match(r"(\S+) tokens/s, (\S+) GFLOP/s", line).groups()
+    )
+    whole, short = (flops.flops_per_token(hp, length) for length in (256, 256 // parts))
+    assert rate == 512_000
+    assert 1e9 * speed == pytest.approx(rate * (0.6 * whole + 0.4 * short), rel=1e-2)
+
+
+def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
+    """The next call finds checkpoints where the interrupted run left them. Other runs of the pool
+    do not start."""
+    monkeypatch.chdir(tmp_path)
+    started = []
+
+    def execute(command, environ, quiet, folder):
+        started.append(environ["RUN_ID"])
+        # The pool's thread may take one more run before it learns of the failure
+        time.sleep(0.2 * (len(started) > 1))
+        Path(folder, "checkpoints").mkdir()
+        return "error: stopped by SIGTERM"
+
+    monkeypatch.setattr(sweep, "execute", execute)
+    variants = {
+        "base": ablate.Variant({}),
+        "x": ablate.Variant({"SEED": "2"}),
+        "y": ablate.Variant({"SEED": "3"}),
+    }
+    with pytest.raises(UserError, match="base_seed1 failed: error: stopped by SIGTERM"):
+        ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
+    assert started[0] == "base_seed1" and "y_seed1" not in started
+    assert Path("work/base_seed1/checkpoints").is_dir()
+
+
+def test_side_by_side_runs_share_the_cores(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(ablate.os, "cpu_count", lambda: 8)
+    for jobs, threads in ((1, None), (2, "4"), (16, "1")):
+        arguments = small_arguments(steps=3, tokens_per_weight=0, jobs=jobs)
+        assert ablate.environment(arguments).get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(
+    "options, part",
+    [
+        (["x: MATRIX_LRR=1"], "is not a variant: write"),
+        ([": SEED=1"], "is not a variant: write"),
+        (["x: MATRIX_LR="], "is not a variant: write"),
+        (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
+        (["base: SEED=1"], 'called "base"'),
+        (["--jobs", "0", "x: SEED=1"], "--jobs: 0 is not a whole number above 0"),
+        (["x: SEED=1 @fast"], "has the price 'fast'"),
+        (["x: SEED=1 @-1"], "has the price '-1'"),
+        (["--seeds", "1", "2", "x: SEED=1"], "write the variants before --seeds"),
+    ],
+)
+def test_ablations_name_a_mistake(tmp_path, options, part):
+    result = run([ABLATE, "--steps", 6, *options], {}, tmp_path)
+    # Argparse exits with 2
+    assert result.returncode == (2 if {"--seeds", "--jobs"} & set(options) else 1)
+    assert part in result.stderr and "Traceback" not in result.stderr

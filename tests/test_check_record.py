@@ -1,0 +1,438 @@
+"""tools/make_record.py and tools/check_record.py: submission folders and their check."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_gpt
+from conftest import ROOT, run
+from sample_logs import LATER, LEGAL, PUBLISHED, counted, logs_of, written
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_record
+import make_record
+import pack_code
+import runs
+from train_gpt import UserError
+
+CHECK = ROOT / "tools" / "check_record.py"
+
+
+@pytest.fixture
+def made(swept, tmp_path):
+    """A function: a submission folder made from the sweep's logs, with its README filled in."""
+
+    def make(*options: str, track: str = "non_record_16mb", change=lambda text: text) -> Path:
+        logs = [
+            written(tmp_path / "logs", change(path.read_text()), path.name)
+            for path in logs_of(swept)
+        ]
+        about = [
+            "--track",
+            track,
+            "--name",
+            "A tiny, first one",
+            "--author",
+            "Ada",
+            "--blurb",
+            "Small.",
+        ]
+        pattern = logs[0].parent / "*.txt"
+        command = [
+            ROOT / "tools" / "make_record.py",
+            *about,
+            "--root",
+            tmp_path / "records",
+            *options,
+            pattern,
+        ]
+        result = run(command, {}, tmp_path)
+        assert result.returncode == 0, result.stderr
+        folder = next((tmp_path / "records" / f"track_{track}").iterdir())
+        (folder / "README.md").write_text(
+            re.sub(r"\(to fill: .*\)", "none", (folder / "README.md").read_text())
+        )
+        return folder
+
+    return make
+
+
+def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
+    """(exit status, lines by verdict) of check_record.py."""
+    result = run([CHECK, folder, *options], {}, folder.parent)
+    assert "Traceback" not in result.stderr, result.stderr
+    lines = {
+        status: [line for line in result.stdout.splitlines() if line.startswith(status)]
+        for status in ("ok", "FAIL", "n/a")
+    }
+    assert sum(map(len, lines.values())) >= 10
+    return result.returncode, lines
+
+
+FILES = [
+    "README.md",
+    "requirements.txt",
+    "submission.json",
+    "train_gpt.py",
+    "train_seed1.log",
+    "train_seed2.log",
+]
+
+
+def test_a_folder_has_everything_from_the_logs(made, swept):
+    folder = made()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_A_tiny_first_one", folder.name)
+    assert sorted(p.name for p in folder.iterdir()) == FILES
+    assert (folder / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    found = [runs.read_run(path) for path in logs_of(swept)]
+    given = json.loads((folder / "submission.json").read_text())
+    assert given["val_bpb"] == pytest.approx(np.mean([r.score.bpb for r in found]), abs=1e-8)
+    assert given["val_loss"] == pytest.approx(np.mean([r.score.loss for r in found]), abs=1e-8)
+    assert given["val_bpb_std"] == pytest.approx(
+        np.std([r.score.bpb for r in found], ddof=1), abs=1e-8
+    )
+    assert given["seeds"] == [1, 2]
+    assert given["bytes_total"] == max(r.total_bytes for r in found)
+    assert given["github_id"] == "Ada"
+    assert given["track"] == "non_record_16mb", "the folder is called track_..., the field is not"
+    assert given["seed_results"]["2"]["val_loss"] == found[1].score.loss
+    assert given["compliance"]["three_seeds"] is False
+    text = (folder / "README.md").read_text()
+    for part in (
+        f"**val_bpb {given['val_bpb']:.5f}**",
+        "This is not a record",
+        "NUM_LAYERS=3",
+        "LATE_QAT=0",
+    ):
+        assert part in text
+    assert (
+        f"torch=={train_gpt.torch.__version__.split('+')[0]}\n"
+        in (folder / "requirements.txt").read_text()
+    )
+
+
+def test_a_good_folder_passes(made, swept, data):
+    folder = made()
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    status, lines = checked(
+        folder,
+        "--legality",
+        "--artifact",
+        artifact,
+        "--data-path",
+        data,
+        "--tokenizer",
+        data / "tokenizer.model",
+    )
+    assert status == 0 and not lines["FAIL"], lines
+    assert len(lines["n/a"]) == 2
+    assert any("8xH100" in line and "a non-record" in line for line in lines["n/a"])
+    assert any("C1 causal" in line for line in lines["ok"])
+    assert any("gives the score again" in line for line in lines["ok"])
+    assert sorted(p.name for p in folder.iterdir()) == FILES, "the check leaves nothing behind"
+
+
+@pytest.mark.parametrize("comments", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_packed_script_that_ran_is_submitted(made, comments):
+    source = (ROOT / "train_gpt.py").read_bytes()
+    source = source if comments else pack_code.without_comments(source)
+    packed = pack_code.pack(source)
+    folder = made(change=counted(len(packed), source))
+    assert (folder / "train_gpt.py").read_bytes() == packed
+    assert (folder / "train_gpt.readable.py").read_bytes() == source
+    assert json.loads((folder / "submission.json").read_text())["bytes_code"] == len(packed)
+    status, lines = checked(folder)
+    assert status == 0, lines
+    assert any(
+        f"is the script that the logs show: packed, {len(packed):,} bytes" in line
+        for line in lines["ok"]
+    )
+
+
+def test_a_packed_script_and_its_source_belong_together(made, tmp_path, monkeypatch):
+    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
+    packed = pack_code.pack(source)
+    folder = made(change=counted(len(packed), source))
+    for name, content, part in (
+        ("train_gpt.readable.py", source + b"x", "train_gpt.readable.py is not its source"),
+        ("train_gpt.py", source, f"it has {len(source)} bytes, the code that ran {len(packed)}"),
+        ("train_gpt.py", pack_code.pack(source + b"#"), "begins with another one"),
+    ):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        line = check_record.same_script(check_record.Folder(folder))
+        assert line.status == "FAIL" and part in line.detail
+        (folder / name).write_bytes(before)
+    assert check_record.same_script(check_record.Folder(folder)).status == "ok"
+    shutil.rmtree(folder)
+    # Another compressor gives another size.
+    monkeypatch.delitem(pack_code.COMPRESS, "bz2")
+    other = pack_code.pack(source)
+    assert len(other) != len(packed)
+    (tmp_path / "other.py").write_bytes(other)
+    with pytest.raises(AssertionError, match="give the file that ran with --script"):
+        made(change=counted(len(other), source))
+    with pytest.raises(AssertionError, match="other.py is not the script that ran"):
+        made("--script", tmp_path / "other.py", change=counted(len(packed), source))
+    folder = made("--script", tmp_path / "other.py", change=counted(len(other), source))
+    assert (folder / "train_gpt.py").read_bytes() == other
+
+
+def as_record(text: str) -> str:
+    """The log as if from the challenge's machine."""
+    return re.sub(
+        r"^runtime: ranks:1 (.*?) device:.*?(?= compute)",
+        r"runtime: ranks:8 \1 device:NVIDIA H100 80GB HBM3",
+        text,
+        flags=re.M,
+    )
+
+
+def test_a_record_needs_its_machine_and_its_significance(made, tmp_path):
+    folder = made(track="10min_16mb", change=as_record)
+    status, lines = checked(folder, "--against", folder)
+    assert status == 1 and len(lines["FAIL"]) == 1, lines
+    assert "0.005 nats" in lines["FAIL"][0]
+    assert "n/a   a record" in "".join(checked(folder)[1]["n/a"])
+
+
+def edit(name: str, old: str, new: str):
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        changed = re.sub(old, new, text, count=1, flags=re.M)
+        assert changed != text
+        (folder / name).write_text(changed)
+
+    return change
+
+
+def remove(name: str):
+    return lambda folder: (folder / name).unlink()
+
+
+def swap_loss(folder: Path) -> None:
+    given = json.loads((folder / "submission.json").read_text())
+    (folder / "submission.json").write_text(json.dumps(given | {"val_loss": given["val_bpb"]}))
+
+
+def fatten(folder: Path) -> None:
+    """Each of code and artifact is under the limit, their sum is over it."""
+    with open(folder / "train_gpt.py", "a") as file:
+        file.write("#" * (15_999_000 - (folder / "train_gpt.py").stat().st_size))
+
+
+def seed_twice(folder: Path) -> None:
+    shutil.copy(folder / "train_seed1.log", folder / "train_seed3.log")
+
+
+def without_logs(folder: Path) -> None:
+    for log in folder.glob("*.log"):
+        log.unlink()
+
+
+def damaged_packing(folder: Path) -> None:
+    (folder / "train_gpt.py").write_bytes(pack_code.pack(b"pass")[:-60])
+
+
+def edit_import(new: str):
+    return edit("train_gpt.py", r"^import argparse$", new)
+
+
+# fmt: off
+BROKEN = {
+    "no readme": (remove("README.md"), "no README.md"),
+    "no json": (remove("submission.json"), "no submission.json"),
+    "bad json": (edit("submission.json", r"\{", "{,"), "is not JSON"),
+    "no script": (remove("train_gpt.py"), "no train_gpt.py"),
+    "no logs": (without_logs, "no log"),
+    "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not finish"),
+    "no author": (edit("submission.json", r'"author": "Ada"', '"author": ""'), "without author"),
+    "unfilled readme": (edit("README.md", "none", "(to fill: x)"), "still to fill"),
+    "a wrong bpb": (edit("submission.json", r'"val_bpb": \d+\.\d', '"val_bpb": 0.9'), "val_bpb is"),
+    "bpb as loss": (swap_loss, "val_loss is nats per token"),
+    "a wrong std": (edit("submission.json", r'"val_bpb_std": [\d.e-]+', '"val_bpb_std": 0.5'), "val_bpb_std is 0.5"),
+    "a seed invented": (edit("submission.json", r'"seeds": \[\n *1', '"seeds": [\n 9'), "seeds are"),
+    "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, which has no log"),
+    "a seed's figure": (
+        edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"
+    ),
+    "bytes wrong": (edit("submission.json", r'"bytes_total": \d+', '"bytes_total": 5'), "bytes_total is 5"),
+    "code bytes wrong": (edit("submission.json", r'"bytes_code": \d+', '"bytes_code": 5'), "bytes_code is 5"),
+    "mixed settings": (
+        edit("train_seed2.log", r"^[* ] MATRIX_LR=0\.025", "* MATRIX_LR=0.03"), "MATRIX_LR=0.025 and 0.03"
+    ),
+    "a seed twice": (seed_twice, "one occurs twice"),
+    "other text": (
+        edit("train_seed2.log", r"(final_int6_sl.*)val_tokens:\d+", r"\1val_tokens:99"), "tokens and bytes are"
+    ),
+    "another script": (edit_import("import argparse  # changed"), "begins with another one"),
+    "too large": (fatten, "too many"),
+    "trained too long": (
+        edit("train_seed1.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 1: 600.00 s"
+    ),
+    "evaluated too long": (
+        edit("train_seed1.log", r"(final_int6_sl.*)eval_time:\d+ms", r"\1eval_time:700000ms"), "seed 1: 700.00 s"
+    ),
+    "damaged packing": (damaged_packing, "train_gpt.py cannot be read: the packed script is incomplete"),
+    "no python": (edit_import("import argparse argparse"), "invalid syntax"),
+    "no help": (edit("train_gpt.py", r"^    main\(\)$", '    sys.exit("error: no")'), "exit status 1: error: no"),
+    "an import": (edit_import("import argparse\nimport pytest"), "pytest is not in requirements.txt"),
+    "a network module": (edit_import("import argparse\nimport urllib.request"), "it imports urllib"),
+    "a secret": (
+        edit("train_seed1.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"),
+        "key or password",
+    ),
+}
+# fmt: on
+
+
+def test_each_breakage_is_found(made, tmp_path, monkeypatch):
+    good = made()
+    starts = check_record.starts
+    for name, (damage, part) in BROKEN.items():
+        # Starting the script takes seconds, so it is left out where it does not matter.
+        skipped = check_record.Verdict("ok", check_record.STARTS, "")
+        monkeypatch.setattr(
+            check_record,
+            "starts",
+            starts if name == "no help" else lambda folder, line=skipped: line,
+        )
+        folder = tmp_path / "broken" / "track_non_record_16mb" / good.name
+        shutil.copytree(good, folder)
+        damage(folder)
+        found = [
+            line
+            for line in check_record.check(check_record.Folder(folder))
+            if line.status == "FAIL"
+        ]
+        assert any(part in line.detail for line in found), (name, found)
+        shutil.rmtree(folder)
+
+
+def test_exit_status_of_a_broken_folder(made):
+    folder = made()
+    remove("submission.json")(folder)
+    status, lines = checked(folder)
+    assert status == 1 and "no submission.json" in lines["FAIL"][0]
+
+
+CHEATS = {
+    "import socket; socket.create_connection(('localhost', 9))": "makes a network call",
+    "open('/nowhere/fineweb_train_000000.bin')": "opens training data",
+}
+
+
+@pytest.mark.parametrize("line", CHEATS)
+def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    folder = made()
+    edit("train_gpt.py", r"^( +)return evaluate_only\(", rf"\1{line}\n\1return evaluate_only(")(
+        folder
+    )
+    status, lines = checked(
+        folder, "--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"
+    )
+    assert any(CHEATS[line] in text for text in lines["FAIL"])
+
+
+def test_make_refuses(made, swept, tmp_path):
+    folder = made()
+    with pytest.raises(AssertionError, match="exists already"):
+        made()
+    assert folder.is_dir()
+    first, second = logs_of(swept)
+    other_rate = logs_of(swept, "0.005")[1]
+    altered, other = (
+        written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt")
+        for n, path in enumerate((first, second))
+    )
+    cases = {
+        (first, first): "each log needs its own seed",
+        (first, other_rate): "MATRIX_LR=0.025 and 0.005",
+        (altered,): "the log was altered",
+        (first, other): "begin with different scripts",
+        (written(tmp_path, PUBLISHED),): "does not begin with the script",
+    }
+    given = dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
+    for logs, part in cases.items():
+        with pytest.raises(UserError, match=part):
+            make_record.make(
+                [runs.read_run(path) for path in logs], given, "t", tmp_path, None, None
+            )
+
+
+AGREES = "ok    submission.json says what the logs say"
+BPB_AS_LOSS = (
+    "FAIL  submission.json says what the logs say: val_loss is 1.1217, which is the bits per byte"
+)
+SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
+
+
+@pytest.mark.parametrize(
+    "log, given, parts",
+    [
+        (PUBLISHED + LEGAL, {"val_bpb": 1.1192, "bytes_total": 15977386, "blurb": "x"}, [AGREES]),
+        (PUBLISHED, {"val_loss": 1.1217, "val_bpb": 1.1217}, [BPB_AS_LOSS]),
+        (
+            LATER,
+            {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42], "seed_results": SEED_42},
+            ["ok    evaluation takes at most 10 minutes: 508.8 s", AGREES],
+        ),
+    ],
+)
+def test_published_folders_get_sane_messages(tmp_path, log, given, parts):
+    """Like merged folders: fewer fields, no requirements.txt, another script, logs without
+    source."""
+    folder = tmp_path / "track_10min_16mb" / "2026-03-23_Someone"
+    written(folder, log)
+    code = runs.read_run(folder / "train_seed42.log").code_bytes
+    script = "import glob\nimport numpy as np\nfrom flash_attn_interface import flash_attn_func\nimport torch\n"
+    written(folder, script + "#" * (code - len(script)), "train_gpt.py")
+    written(folder, "# A published record\n" + "text " * 60, "README.md")
+    about = {"author": "a", "github_id": "a", "name": "n", "date": "2026-03-23", **given}
+    written(folder, json.dumps(about), "submission.json")
+    status, lines = checked(folder)
+    text = "\n".join(line for kind in lines.values() for line in kind)
+    for part in parts:
+        assert part in text, text
+    assert (
+        "n/a   train_gpt.py is the script that the logs show: the logs do not begin with the script"
+        in text
+    )
+    assert "flash_attn_interface is not installed here" in text
+    assert "ok    train_gpt.py imports what requirements.txt lists" in text
+    slow = "FAIL  training takes at most 10 minutes: seed 42: 600.13 s"
+    assert (slow in text) == (log is not LATER), "fault B20: the published system overran its clock"
+    assert status == (1 if lines["FAIL"] else 0)
+
+
+def test_our_own_records_hold():
+    """Every folder under records/ passes the check."""
+    folders = sorted(path.parent for path in (ROOT / "records").glob("*/*/submission.json"))
+    assert folders
+    for path in folders:
+        broken = [
+            line for line in check_record.check(check_record.Folder(path)) if line.status == "FAIL"
+        ]
+        assert not broken, (path, broken)
+
+
+@pytest.mark.parametrize("mode", ["sgd", "lora"])
+def test_the_probes_know_the_scripts_that_they_fit(mode):
+    """Ours of today; our records have older ones."""
+    for path in sorted((ROOT / "records").glob("*/*/submission.json")):
+        folder = check_record.Folder(path.parent)
+        folder.runs[0].settings.update(TTT_ENABLED="True", TTT_MODE=mode)
+        fits = b"def final_passes" in folder.source
+        (probed,) = check_record.probes(folder)
+        assert probed.status == ("ok" if fits else "n/a"), (path, probed)
+        assert fits or "a later version of the script" in probed.detail
+    folder.source = (ROOT / "train_gpt.py").read_bytes()
+    (probed,) = check_record.probes(folder)
+    assert probed.status == "ok", probed

@@ -1,0 +1,158 @@
+"""tools/compare.py: significance."""
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, run
+from sample_logs import PUBLISHED, logs_of, written
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compare
+import runs
+from train_gpt import UserError
+
+
+def group(
+    folder: Path,
+    values: dict[int, float],
+    rate: float = 1.7,
+    step: float = 83.0,
+    text: str = PUBLISHED,
+) -> list:
+    """Logs that look published, with these losses by seed."""
+    for seed, loss in values.items():
+        log = text.replace("seed:42", f"seed:{seed}").replace(
+            "600128", f"{step * 7179 + 99 * seed:.0f}"
+        )
+        log = log.replace("1.89385556 val_bpb:1.12165091", f"{loss:.8f} val_bpb:{loss / rate:.8f}")
+        written(folder, log, f"train_seed{seed}.log")
+    return runs.read_group(str(folder))
+
+
+def test_welch_is_the_textbook_one(tmp_path):
+    a, b = [1.90, 1.91, 1.92, 1.905], [1.88, 1.882, 1.885]
+    test = compare.welch(a, b, 0.005)
+    variance = [np.var(side, ddof=1) / len(side) for side in (a, b)]
+    assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
+    assert test.df == pytest.approx(
+        sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
+    )
+    least = compare.smallest(a, b, 0.005)
+    shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
+    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), (
+        "the smallest gain is just significant"
+    )
+    cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
+    assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
+    assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
+
+
+@pytest.mark.parametrize(
+    "losses, counts, part",
+    [
+        ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
+        ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
+        ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "run more seeds"),
+        ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
+    ],
+)
+def test_the_rule_for_records(tmp_path, losses, counts, part):
+    a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
+    assert compare.verdict(a, b, speed=False)[0] is counts
+    result = run([ROOT / "tools" / "compare.py", tmp_path / "a", tmp_path / "b"], {}, tmp_path)
+    assert result.returncode == (0 if counts else 3) and part in result.stdout
+    assert ("paired by seed (1 2 3)" in result.stdout) == (len(losses) == 3)
+
+
+def test_the_rule_for_speed(tmp_path):
+    a = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999})
+    faster = group(tmp_path / "b", {1: 1.9, 2: 1.9002, 3: 1.9}, step=80.0)
+    counts, why = compare.verdict(a, faster, speed=True)
+    assert counts and "waived" in why
+    assert not compare.verdict(a, faster, speed=False)[0]
+    assert not compare.verdict(faster, a, speed=True)[0]
+    worse = group(tmp_path / "c", {1: 1.91, 2: 1.9102, 3: 1.9101}, step=80.0)
+    assert "the loss is worse by 0.0101" in compare.verdict(a, worse, speed=True)[1]
+
+
+def test_other_tokenizers_are_compared_by_bits(tmp_path):
+    a, b = (
+        group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7),
+        group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2),
+    )
+    of_a, of_b, note = compare.losses(a, b)
+    assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
+    assert of_b == [2.4, 2.41]
+    assert "tokenizers differ" in note
+
+
+def test_groups_that_cannot_be_compared(tmp_path, swept):
+    first = logs_of(swept)[0]
+    mixed = ",".join(str(logs_of(swept, rate)[0]) for rate in ("0.005", "0.025"))
+    with pytest.raises(UserError, match=r"MATRIX_LR=0.005 and 0.025"):
+        runs.read_group(mixed)
+    with pytest.raises(UserError, match="seed 1 more than once"):
+        runs.read_group(f"{first},{first}")
+    with pytest.raises(UserError, match="there are no logs in"):
+        runs.read_group(str(tmp_path / "no*"))
+    unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
+    with pytest.raises(UserError, match="did not finish"):
+        runs.read_group(str(unfinished))
+    other = written(
+        tmp_path,
+        re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()),
+        "other.txt",
+    )
+    with pytest.raises(UserError, match="were scored on 77 and"):
+        compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
+
+
+def test_a_failed_run_is_left_out(tmp_path, capsys):
+    """A run without a score, and one that ended before its first step."""
+    group(tmp_path / "a", {1: 1.9, 2: 1.91})
+    cut = PUBLISHED.replace("seed:42", "seed:3")
+    failed = written(tmp_path / "a", cut[: cut.index("DIAG")], "train_seed3.log")
+    dead = written(tmp_path / "a", cut[: cut.index("step:0")], "train_seed4.log")
+    assert [found.seed for found in runs.read_group(str(tmp_path / "a"))] == [1, 2]
+    assert capsys.readouterr().err.splitlines() == [
+        f"left out: {failed} has no final score: the run did not finish; run it again or leave it out",
+        f"left out: {dead} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log",
+    ]
+    with pytest.raises(UserError, match="cannot read"):
+        runs.read_group(f"{tmp_path / 'a'},nothing.log")
+
+
+def test_the_same_runs_are_equal(tmp_path):
+    group(tmp_path / "a", {1: 1.9, 2: 1.91, 3: 1.92})
+    one = tmp_path / "a" / "train_seed1.log"
+    for a, b, status, part in (
+        (tmp_path / "a", f"{tmp_path}/a/*.log", 3, "B is equal to A: both are the same runs"),
+        (tmp_path / "a", one, 1, f"error: {one} is on both sides: leave it out of one of them"),
+    ):
+        result = run([ROOT / "tools" / "compare.py", a, b], {}, tmp_path)
+        assert result.returncode == status and part in result.stdout + result.stderr
+        assert "Welch" not in result.stdout
+
+
+def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
+    names = [
+        written(tmp_path, PUBLISHED, name)
+        for name in ("a1.txt", "a2.txt", "a[1].txt", "b,1.txt", "c.log")
+    ]
+    for text, expected in (
+        (f"{tmp_path}/a?.txt", names[:2]),
+        (f"{tmp_path}", names),
+        (f"{tmp_path}/c.log,{tmp_path}/a?.txt", [names[4], *names[:2]]),
+        (f"{tmp_path}/a[1].txt", [names[2]]),
+        (f"{tmp_path}/b,1.txt", [names[3]]),
+        ("nothing.txt", [Path("nothing.txt")]),
+    ):
+        assert runs.find_logs(text) == expected
+    with pytest.raises(UserError, match="there are no logs in"):
+        runs.find_logs(f"{tmp_path}/x*.txt")

@@ -1,0 +1,117 @@
+"""tools/plot.py: curves, scaling, bytes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, run
+from sample_logs import LATER, PUBLISHED, logs_of, written
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import plot
+import runs
+from train_gpt import UserError
+
+
+def test_runs_of_one_configuration_are_one_curve(swept):
+    members = [runs.read_run(path) for rate in ("0.005", "0.025") for path in logs_of(swept, rate)]
+    found = plot.groups(members)
+    assert {name: len(group) for name, group in found.items()} == {
+        "t_MATRIX_LR=0.005 (2 seeds)": 2,
+        "t_MATRIX_LR=0.025 (2 seeds)": 2,
+    }
+    x, y = plot.together(
+        [
+            (np.array([0.0, 10.0]), np.array([0.0, 1.0])),
+            (np.array([5.0, 20.0]), np.array([2.0, 5.0])),
+        ]
+    )
+    assert x.tolist() == [5.0, 10.0] and y.tolist() == [[0.5, 1.0], [2.0, 3.0]]
+    steps, ms = plot.step_times(members[0].train)
+    a, b = members[0].train[-2:]
+    assert steps[-1] == 12 and ms[-1] == pytest.approx(1000 * (b.seconds - a.seconds) / 2)
+
+
+def test_plots_are_drawn(swept, tmp_path):
+    published = written(tmp_path, PUBLISHED)
+    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    for name, options in (
+        ("runs", [swept[0] / "logs" / "*seed?.txt", published]),
+        ("bytes", ["--artifact", artifact]),
+    ):
+        result = run(
+            [ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path
+        )
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
+
+
+@pytest.mark.parametrize("validations", [2, 3, 21])
+def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
+    """A short curve is drawn whole; the first 5 % of a long one, which would flatten the rest, are
+    not drawn."""
+    steps = range(101)
+    lines = [
+        f"step:{step}/100 train_loss:{7 - step / 100} train_time:{step}00ms" for step in steps[1:]
+    ]
+    lines += [
+        f"step:{step}/100 val_loss:2 val_bpb:{4 - step / 100} train_time:{step}00ms"
+        for step in steps[:: 100 // (validations - 1)]
+    ]
+    figures = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    log = written(
+        tmp_path, "\n".join(sorted(lines, key=lambda line: int(line[5 : line.index("/")])))
+    )
+    plot.draw_runs([runs.read_run(log)], tmp_path / "x.png")
+    for axis, points in zip(figures[0].axes, (96, 96, *[min(validations, 20)] * 2), strict=False):
+        (line,) = axis.lines
+        x, y = line.get_data()
+        assert len(x) == points
+        for values, (low, high) in ((x, axis.get_xlim()), (y, axis.get_ylim())):
+            assert low <= values.min() and values.max() <= high
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git repository")
+def test_plots_at_the_top_are_ignored_by_git():
+    """And those of the documents are not."""
+    for name, status in (("runs.png", 0), ("bench/scaling.png", 1)):
+        assert (
+            subprocess.run(
+                ["git", "check-ignore", "--quiet", "--no-index", name], cwd=ROOT
+            ).returncode
+            == status
+        )
+
+
+def test_scaling_is_drawn_for_different_ranks(swept, tmp_path):
+    path = logs_of(swept)[0]
+    two = written(
+        tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt"
+    )
+    plot.draw_scaling([runs.read_run(path), runs.read_run(two)], tmp_path / "s.png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+    for members, part in (
+        ([runs.read_run(path)], "with different numbers of ranks"),
+        ([runs.read_run(written(tmp_path, LATER))], "lacks ranks"),
+    ):
+        with pytest.raises(UserError, match=part):
+            plot.draw_scaling(members, tmp_path / "s.png")
+
+
+def test_plot_errors(tmp_path):
+    for options, part in (
+        (["x.txt"], "cannot read x.txt"),
+        (["--artifact", "x.xz"], "x.xz"),
+        ([], "give either logs or --artifact"),
+        (["x*.txt"], "there are no logs in x*.txt"),
+        (["x.txt", "-o", "x.xyz"], "x.xyz has no known format: end it in one of ."),
+        (["x.txt", "-o", "x"], "x has no known format: end it in one of ."),
+        (["x.txt", "-o", "nowhere/x.png"], "nowhere/x.png is in no folder: make nowhere first"),
+    ):
+        result = run([ROOT / "tools" / "plot.py", *options], {}, tmp_path)
+        assert result.returncode and part in result.stderr and "Traceback" not in result.stderr

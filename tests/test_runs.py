@@ -1,0 +1,119 @@
+"""tools/runs.py: logs in both formats."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from conftest import ROOT
+from sample_logs import LATER, LEGAL, PUBLISHED, logs_of, written
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import runs
+from train_gpt import UserError
+
+
+def test_published_logs_are_read(tmp_path):
+    found = runs.read_run(written(tmp_path, PUBLISHED))
+    assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 7179, 600.128)
+    assert found.score == runs.Score(1.89385556, 1.12165091, 74.066, None, None)
+    assert found.score_name == "final_int6_sliding_window"
+    assert (found.before_export.bpb, found.after_export.bpb) == (1.1369, 1.14518023)
+    assert (found.code_bytes, found.model_bytes, found.total_bytes) == (89458, 15887928, 15977386)
+    assert found.train[-1].seconds == pytest.approx(584.853)
+    assert found.val[0].fields["val_bpb"] == 4.1046
+    assert found.configuration["ITERATIONS"] == "9000"
+    learning = runs.read_run(written(tmp_path, PUBLISHED + LEGAL))
+    assert learning.score == runs.Score(1.88976776, 1.11922988, 410.268, None, None)
+
+
+@pytest.mark.parametrize("names", [("roundtrip", "banded"), ("roundtrip", "banded", "ttt_sgd")])
+def test_a_banded_pass_is_the_score_without_test_time_training(tmp_path, names):
+    lines = [
+        f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}"
+        for place, name in enumerate(names)
+    ]
+    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n" + "\n".join(lines) + "\n"
+    found = runs.read_run(written(tmp_path, text))
+    assert (
+        found.score_name == f"final_int6_{names[-1]}"
+        and found.score.bpb == 1 + (len(names) - 1) / 10
+    )
+
+
+def test_later_published_logs_are_read(tmp_path):
+    found = runs.read_run(written(tmp_path, LATER))
+    assert (found.seed, found.ranks, found.steps, found.train_seconds) == (42, 8, 4945, 599.592)
+    assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
+    bits = (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"])
+    assert bits == (1.06395844, 1.07254371, 1.0756)
+    assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (
+        31999,
+        15897259,
+        540.0,
+    )
+    assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
+
+
+def test_scores_of_baselines_with_their_stride_in_the_middle(tmp_path):
+    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\nfinal_quant_roundtrip_exact val_loss:2.01 val_bpb:1.195\n"
+    sliding = "final_sliding_window_exact stride:64 val_loss:1.96172269 val_bpb:1.16184369\n"
+    found = runs.read_run(written(tmp_path, text + sliding))
+    assert found.score.bpb == 1.16184369
+    assert found.after_export.bpb == 1.195
+
+
+def test_our_log_is_read_whole(swept):
+    path = logs_of(swept)[0]
+    found = runs.read_run(path)
+    events = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    last, artifact = events[-2], next(event for event in events if event["event"] == "artifact")
+    assert found.source == (ROOT / "train_gpt.py").read_bytes()
+    assert found.ranks == 1
+    assert found.device.startswith("CPU")
+    assert found.started == events[0]["started"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
+    names = ("val_loss", "val_bpb", "eval_seconds", "val_tokens", "val_bytes")
+    assert found.score == pytest.approx(tuple(last[name] for name in names), abs=1e-3)
+    assert (found.model_bytes, found.code_bytes) == (
+        artifact["model_bytes"],
+        artifact["code_bytes"],
+    )
+    assert found.settings["NUM_LAYERS"] == "3"
+    assert "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
+    assert [point.step for point in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]
+    assert [point.step for point in found.val] == [0, 4, 8, 12]
+    assert found.versions["torch"] == events[0]["versions"].split("torch ")[1].split(",")[0]
+    assert "constriction" in found.versions
+
+
+def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
+    losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}
+    lines = [
+        f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()
+    ]
+    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.safetensors")
+    lines.append("step:2/9 train_loss:4.5 train_time:210ms")
+    found = runs.read_run(written(tmp_path, "\n".join(lines)))
+    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [
+        (1, 5.0),
+        (2, 4.5),
+    ]
+    assert (found.steps, found.resumed) == (2, 1)
+
+
+def test_what_is_not_a_single_run_is_refused(tmp_path):
+    for text, part in (
+        (PUBLISHED + PUBLISHED, "holds several runs"),
+        ("hello\n", "neither steps nor scores"),
+    ):
+        with pytest.raises(UserError, match=part):
+            runs.read_run(written(tmp_path, text))
+    with pytest.raises(UserError, match="did not finish"):
+        _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
+    (tmp_path / "x.jsonl").write_text("{}")
+    for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
+        with pytest.raises(UserError, match=part):
+            runs.read_run(tmp_path / name)

@@ -1,0 +1,157 @@
+"""tools/sweep.py: a run per seed and combination."""
+
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, run, start
+from sample_logs import SWEEP, copy_of, counted, logs_of
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import pack_code
+import runs
+import sweep
+from train_gpt import UserError
+
+
+def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
+    folder, output = swept
+    names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
+    expected = sorted(
+        f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz")
+    )
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == expected
+    table = output[output.index("\nMATRIX_LR=0.025\n") :]
+    found = [runs.read_run(path) for path in logs_of(swept)]
+    for row in found:
+        line = next(line for line in table.splitlines() if line.startswith(f"seed {row.seed} "))
+        assert f"{row.score.bpb:.5f}" in line
+        assert f"{row.total_bytes:,}" in line
+        assert f"{row.step_ms:.2f}" in line
+    mean, std = np.mean([r.score.bpb for r in found]), np.std([r.score.bpb for r in found], ddof=1)
+    assert re.search(rf"^mean .* {mean:.5f} ", table, re.M)
+    assert re.search(rf"^std .* {std:.5f} ", table, re.M)
+    assert re.search(r"^n +2$", table, re.M)
+
+
+def test_an_artifact_is_kept_for_each_run(swept):
+    sizes = {path.stem: runs.read_run(path).model_bytes for path in logs_of(swept)}
+    assert {name: (swept[0] / "logs" / f"{name}.int6.xz").stat().st_size for name in sizes} == sizes
+    last = (swept[0] / "logs" / "t_MATRIX_LR=0.025_seed2.int6.xz").read_bytes()
+    assert (swept[0] / "final_model.int6.xz").read_bytes() == last, "the sweep moved it away"
+
+
+def test_sweep_does_not_repeat_what_is_done(swept, sweep_knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    cut = folder / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
+    whole = cut.read_text()
+    cut.write_text(whole[: whole.index("final_average_exact")])  # as if the run had been killed
+    cut.with_suffix(".jsonl").write_text("")
+    others = {p: p.stat().st_mtime_ns for p in folder.glob("logs/*.txt") if p != cut}
+    result = run(SWEEP, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("is done already") == 3
+    assert {p: p.stat().st_mtime_ns for p in others} == others
+    assert "final_int6_sliding_window_exact" in cut.read_text()
+
+
+def test_sweep_refuses_a_log_of_another_experiment(swept, sweep_knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    result = run(
+        SWEEP,
+        {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "10"},
+        folder,
+    )
+    assert result.returncode == 1
+    assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
+    assert "RUN_ID" in result.stderr
+    changed = logs_of((folder, ""))[0]
+    changed.write_text("# changed\n" + changed.read_text())
+    assert (
+        "another train_gpt.py"
+        in run(SWEEP, {**sweep_knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}, folder).stderr
+    )
+
+
+def test_a_run_of_the_packed_script_is_done(swept, sweep_knobs, tmp_path, monkeypatch):
+    folder = copy_of(swept, tmp_path)
+    log = logs_of((folder, ""))[0]
+    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
+    log.write_text(counted(1000, source)(log.read_text()))
+    variables = {**sweep_knobs, "MATRIX_LR": "0.025", "SEED": "1", "RUN_ID": log.stem}
+    monkeypatch.chdir(folder)
+    assert sweep.finished(variables, log.stem).source == source
+
+
+def test_an_oversized_run_is_not_done(swept, sweep_knobs, monkeypatch):
+    """It ended with an error after its scores, so a sweep must not count it as a result."""
+    monkeypatch.chdir(swept[0])
+    variables = {
+        **sweep_knobs,
+        "MATRIX_LR": "0.025",
+        "SEED": "1",
+        "RUN_ID": "t_MATRIX_LR=0.025_seed1",
+    }
+    assert sweep.finished(variables, variables["RUN_ID"]).seed == 1
+    monkeypatch.setattr(sweep, "SUBMISSION_CAP", 50_000)
+    assert sweep.finished(variables, variables["RUN_ID"]) is None
+
+
+def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
+    result = run(SWEEP, {**sweep_knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}, tmp_path)
+    assert result.returncode == 1
+    assert re.search(
+        r"failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=\S+ has 400 pieces", result.stdout
+    )
+    assert re.search(
+        r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 ", result.stdout
+    )
+
+
+def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, sweep_knobs, tmp_path):
+    folder = copy_of(swept, tmp_path)
+    for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
+        path.unlink()
+    endless = [
+        *SWEEP[:2],
+        sys.executable,
+        "-c",
+        "import time; print('it runs', flush=True); time.sleep(60)",
+    ]
+    process = start(
+        endless,
+        {**sweep_knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025", "ITERATIONS": "12"},
+        folder,
+        fresh=True,
+    )
+    said = ""
+    while "it runs" not in said:
+        said += process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    # A terminal sends it to both
+    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "seed 1 " in out and re.search(
+        r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out
+    )
+
+
+@pytest.mark.parametrize(
+    "variables, part",
+    [
+        ({"GRID": "MATRIX_LRR=1"}, "GRID has 'MATRIX_LRR=1'"),
+        ({"GRID": "matrix_lr=1"}, "GRID has 'matrix_lr=1'"),
+        ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
+        ({"SEEDS": "1 1"}, "names a seed twice"),
+        ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple"),
+    ],
+)
+def test_sweep_errors(env, variables, part):
+    with pytest.raises(UserError, match=re.escape(part)):
+        sweep.plan({**env(), **variables})
