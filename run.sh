@@ -44,6 +44,7 @@ quietly() {
 # NAME==VERSION" as pinned. Fails if $PYTHON has no supported torch.
 packages() {
     "$PYTHON" - "$1" 2>/dev/null <<'PYTHON_CODE'
+import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -51,10 +52,11 @@ import torch
 
 def pins(path):
     for line in open(path):
-        words = line.partition("#")[0].split()
+        requirement, _, marker = line.partition("#")[0].partition(";")
+        words = requirement.split()
         if words[:1] == ["-r"]:
             yield from pins(words[1])
-        elif words:
+        elif words and (not marker or platform.system() in marker):  # platform_system == "Linux"
             yield words[0]
 
 assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]

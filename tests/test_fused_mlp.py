@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ def start(python, *arguments, **variables) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed: pip install triton")
+@pytest.mark.skipif(sys.platform != "linux", reason="there are wheels of Triton for Linux only")
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_equals_the_plain_form(packed, tmp_path):
     """Output and all gradients, for sizes that no tile divides. Errors are relative to float64. In

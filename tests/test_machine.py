@@ -137,7 +137,7 @@ def pins(name):
     """The NAME==VERSION of a requirements file, by NAME."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
-        words = line.partition("#")[0].split()
+        words = line.partition("#")[0].partition(";")[0].split()  # without a marker
         found |= (
             pins(words[1])
             if words[:1] == ["-r"]
