@@ -3814,7 +3814,7 @@ def load_fa3() -> Callable[..., Tensor]:
 def mlp_kernel() -> Callable:
     """The Triton kernel behind `load_mlp_product`. TMA reads and writes its tiles and cuts them at
     the edges."""
-    # Triton reads a file
+    # Triton reads a kernel's source from a file, which a packed script has not got.
     linecache.cache[__file__] = (len(SOURCE), None, SOURCE.decode().splitlines(True), __file__)
     import triton
     import triton.language as tl
@@ -3833,10 +3833,9 @@ def mlp_kernel() -> Callable:
             column = tile % across * columns
             total = tl.zeros((rows, columns), tl.float32)
             for k in range(0, a.shape[1], a.block_shape[1]):
-                total = tl.dot(
-                    a.load([row, k]), b.load([column, k]).T, total, input_precision="ieee"
-                )
-            # To need less shared memory
+                left, right = a.load([row, k]), b.load([column, k])
+                total = tl.dot(left, right.T, total, input_precision="ieee")
+            # Two halves need less shared memory than the whole.
             halves = total.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()
             for half in tl.static_range(2):
                 value = halves[half]
@@ -3860,11 +3859,9 @@ def load_mlp_product(slope: float, device: torch.device) -> Callable:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kernel = mlp_kernel()
-    programs = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    programs = 1
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
 
     def product(
         a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None, keep: bool = False
@@ -3875,17 +3872,12 @@ def load_mlp_product(slope: float, device: torch.device) -> Callable:
         forward = slopes is None
         if forward:
             slopes = torch.empty_like(out) if keep else out
-        # 64 numbers in bf16: three stages of both blocks fill 144 KiB
+        # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
         depth = 128 // a.element_size()
-        tensors = (
-            (a, [128, depth]),
-            (b, [256, depth]),
-            (scale, None),
-            (out, [128, 128]),
-            (slopes, [128, 128]),
-        )
-        ends = [TensorDescriptor.from_tensor(t, block) if block else t for t, block in tensors]
-        kernel[(programs,)](*ends, slope, forward, keep, num_warps=8, num_stages=3)
+        tiled = TensorDescriptor.from_tensor
+        inputs = (tiled(a, [128, depth]), tiled(b, [256, depth]), scale)
+        outputs = (tiled(out, [128, 128]), tiled(slopes, [128, 128]))
+        kernel[(programs,)](*inputs, *outputs, slope, forward, keep, num_warps=8, num_stages=3)
         return out, slopes
 
     return product
@@ -3907,7 +3899,7 @@ class FusedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, up, down, hidden, slopes = ctx.saved_tensors
-        # The gradient of x @ up^T
+        # `inner` is the gradient of x @ up^T.
         inner, _ = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes)
         dx = inner @ up
         # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum
@@ -3925,33 +3917,28 @@ def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dty
         return None, []
 
     def plain(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(
-            (F.leaky_relu(F.linear(x, up), hp.mlp_slope).square() * scale).to(dtype), down
-        )
+        hidden = F.leaky_relu(F.linear(x, up), hp.mlp_slope).square() * scale
+        return F.linear(hidden.to(dtype), down)
 
     def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = (x.flatten(0, -2), scale.flatten(0, -2))
         return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
 
     try:
-        require(
-            device.type == "cpu" or dtype == torch.bfloat16,
-            "on a GPU it needs COMPUTE_DTYPE=bfloat16",
-        )
+        fits = device.type == "cpu" or dtype == torch.bfloat16
+        require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
         product = load_mlp_product(hp.mlp_slope, device)
         _, m, d = bank_shape("mlp_bank", hp)
         sizes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
         kinds = (dtype, torch.float32, dtype, dtype)
-        inputs = [
-            torch.randn(s, device=device, dtype=k, requires_grad=True)
-            for s, k in zip(sizes, kinds, strict=True)
-        ]
+        inputs = []
+        for size, kind in zip(sizes, kinds, strict=True):
+            inputs.append(torch.randn(size, device=device, dtype=kind, requires_grad=True))
         outputs = [mlp(*inputs) for mlp in (plain, compile_whole(fused, compiled))]
         results = [(y, *torch.autograd.grad(y.float().square().sum(), inputs)) for y in outputs]
-        close = [
-            (a - b).float().norm() <= 0.02 * a.float().norm() for a, b in zip(*results, strict=True)
-        ]
-        require(all(close), "its results differ from the plain form's")
+        for a, b in zip(*results, strict=True):
+            close = (a - b).float().norm() <= 0.02 * a.float().norm()
+            require(close, "its results differ from the plain form's")
         return fused, []
     except Exception as error:  # a missing or unfit kernel can raise anything
         return None, [f"FUSED_MLP=1 has no effect, the plain form runs: {reason(error)}"]
