@@ -1,0 +1,3999 @@
+"""Train, export and score a small language model for the Parameter Golf challenge, in one file.
+
+The challenge: the fewest bits per byte on FineWeb validation text, by a model whose code plus
+compressed weights fit in 16,000,000 bytes and which trains in 600 seconds on 8 x H100. This script
+trains a transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon
+(arXiv:2511.07464), and scores its entropy-coded artifact.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    # the record run: all knobs at defaults
+    python train_gpt.py                                      # the same mathematics, one GPU or CPU
+    python train_gpt.py --help                               # every knob, an environment variable
+
+The file has the method first: knobs, model, optimizer, schedules, training, evaluation, test-time
+training, quantisation and artifact, the whole run. The machinery comes after it: data, coders, log,
+checkpoints, ranks and devices, kernels. `main` is last.
+
+Data flow:
+
+    shards (n,) uint16 -> loader x, y (B, T) -> GPT -> loss () -> backward -> local gradients
+      banks (R, a, b), padded to S*r rows: reduce-scatter in the node -> (r, a, b) ->
+      all-reduce over the nodes -> momentum -> Newton-Schulz -> fp32 master rows ->
+      all-gather in the node, in the compute dtype
+      other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
+    EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
+    artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
+
+Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary,
+L layers, W ranks, S ranks of a node, R rows of a bank, r rows of a bank that one rank owns. "#399"
+is pull request 399 of the challenge's repository."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import fcntl
+import functools
+import gc
+import hashlib
+import json
+import linecache
+import lzma
+import math
+import os
+import platform
+import re
+import resource
+import shlex
+import shutil
+import signal
+import struct
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+
+def complain(sentence: str) -> None:
+    """Print an error. A mistake usually fails all ranks of a node: the first prints, and its
+    launcher ends the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(5)  # if no launcher has ended this rank by then, no other rank has failed
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def importing(requirements: str) -> Iterator[None]:
+    """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
+    try:
+        yield
+    except ImportError as error:
+        activate = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
+        complain(f"{error}: run {activate}`pip install -r {requirements}`")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        complain("interrupted by Ctrl-C")
+        sys.exit(130)
+
+
+with importing("requirements.txt"):
+    import numpy as np
+    import sentencepiece
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+
+SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
+TRAINING_CAP = 600.0  # seconds, by the same rules
+# This script as people read it. A self-extracting copy (tools/pack_code.py) sets the global.
+SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
+
+
+class UserError(ValueError):
+    """An error the user can fix: the variable or file, what was found, and what to do."""
+
+
+def require(condition: object, sentence: str) -> None:
+    """Raise UserError(sentence) unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an exception's message; its type comes first unless the message says it."""
+    # The text of an OSError also has its number and its file.
+    message = str(getattr(error, "strerror", None) or error)
+    line = next(iter(message.strip().splitlines()), "")[:300]
+    return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
+
+
+@contextlib.contextmanager
+def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+    """Turn these errors into a UserError: what failed, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{what}: {reason(error)}; {advice}") from error
+
+
+def writing(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn a failed write (folder not writable, disk full) into a UserError."""
+    advice = "free space or choose a writable folder"
+    return explaining(f"cannot write {path}", OSError, advice=advice)
+
+
+def run_program(main: Callable[[], object]) -> None:
+    """Call a program's `main`. A user's mistake, a missing package or Ctrl-C is one sentence."""
+    try:
+        with importing("requirements-dev.txt"):
+            main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:  # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        sys.exit(f"error: cannot use {error.filename or 'a file'}: {reason(error)}; check the path")
+
+
+# ---- Hyperparameters: each knob is declared once -------------------------------------------------
+# The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
+# change on resume.
+ROLES = ("training", "model", "evaluation", "run")
+LIMITS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
+COMPILE = ("auto", "0", "1", "train")
+# Of attention, in the order in which a GPU tries them.
+KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
+
+
+def knob(default, text: str, role="training", **limits):
+    """An environment variable. Limits: `low`, `high` (inclusive), `choices`, or another knob."""
+    assert role in ROLES and limits.keys() <= LIMITS
+    return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """All knobs: #399's run, and what measured better since (records/published.env). Raises
+    UserError for impossible values."""
+
+    # fmt: off
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
+    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
+    vocab_size: int = knob(1024, "pieces of the tokenizer", "model", low=4, high=65536)
+    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: shard order (#399)", low=0)
+
+    num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
+    model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
+    num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
+    num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
+    mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
+    mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
+    skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
+    loop_visits: int = knob(1, "visits of the layers of the loop; 1: no depth recurrence", "model", low=1, high=16)
+    loop_first: int = knob(3, "first layer of the loop", "model", low=0)
+    loop_layers: int = knob(3, "layers of the loop", "model", low=0)
+    lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", low=0, at_most="num_layers")
+    attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
+    doc_attention: bool = knob(False, "attention sees only the position's own document", "model")
+    tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
+    tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding", low=0)
+    logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
+    qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
+    rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
+    rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
+    ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
+    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", low=0, at_most="num_layers")
+    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
+    bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
+
+    train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
+    train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
+    short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
+    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
+
+    iterations: int = knob(9000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training, GPTQ included; 0: none", "run", low=0)
+    warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
+    warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
+    warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", low=0, high=1)
+    min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", low=0, high=1)
+    loop_start: float = knob(0.35, "fraction of the run after which the loop is visited repeatedly", low=0, high=1)
+
+    matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
+    scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection", low=0)
+    tied_embed_lr: float = knob(0.035, "Adam learning rate of the token and bigram embeddings", low=0)
+    muon_momentum: float = knob(0.99, "Nesterov momentum", low=0, high=1)
+    muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", low=0, high=1)
+    muon_momentum_warmup_steps: int = knob(1500, "steps until MUON_MOMENTUM; at most half of the run", low=0)
+    muon_backend_steps: int = knob(5, "Newton-Schulz iterations", low=1, high=50)
+    muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients", choices=("quintic", "polar-express"))
+    muon_eq: bool = knob(True, "normalise rows before Newton-Schulz (MuonEq-R); 0: as #399")
+    muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
+    adam_wd: float = knob(0.04, "decoupled weight decay of embeddings and the bigram projection", low=0)
+    scalar_wd: float = knob(0.0, "decoupled weight decay of gains, gates and scales; #399: 0.04", low=0)
+    beta1: float = knob(0.9, "decay of Adam's first moment", low=0, high=1)
+    beta2: float = knob(0.95, "decay of Adam's second moment", low=0, high=1)
+    adam_eps: float = knob(1e-8, "added to Adam's denominator", low=0)
+    grad_clip_norm: float = knob(0.3, "maximum norm of the reduced gradient; 0: no clipping", low=0)
+
+    ema_enabled: bool = knob(True, "export an EMA of the weights", section="Averaging and quantisation")
+    ema_decay: float = knob(0.997, "EMA decay per step", low=0, high=1)
+    swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
+    swa_every: int = knob(50, "steps between two samples of that average", low=1)
+    late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
+    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak learning rate", low=0, high=1)
+    row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
+    gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
+    target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)
+    compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma"))
+
+    eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
+    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
+    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
+    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
+    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
+    eval_max_seconds: float = knob(0.0, "limit of test-time training; then weights stay fixed; 0: none", "run", low=0)
+    ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
+    ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
+    ttt_epochs: int = knob(3, "SGD steps per chunk", "run", low=1)
+    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run", low=0)
+    ttt_momentum: float = knob(0.9, "SGD momentum", "run", low=0, high=1)
+    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
+    ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run", low=0)
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 until 256 and 24 until 2,000", "run", low=1)
+    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run", low=0)
+    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run", low=0)
+    eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
+
+    run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
+    seed: int = knob(1337, "initialisation and data order", low=0)
+    train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
+    checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
+    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; or a checkpoint file", "run")
+    shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
+    profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
+    deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
+    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
+    device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
+    attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
+    compile: str = knob("auto", "auto: on a CPU with g++ and enough text; train: no scores", "run", choices=COMPILE)
+    fused_mlp: bool = knob(False, "the MLP's activation inside its matrix products, by a Triton kernel", "run")
+    # fmt: on
+
+    @classmethod
+    def from_env(cls, environ: dict[str, str]) -> Hyperparameters:
+        """The knobs set in `environ`, all others at their defaults. Raises UserError naming the
+        variable."""
+        wrong = misspelt(environ, [field.name.upper() for field in KNOBS])
+        require(not wrong, wrong)
+        return cls(**{field.name: parse(field, environ) for field in KNOBS})
+
+    def __post_init__(self) -> None:
+        for field in KNOBS:
+            self._require_bounds(field)
+        for field in KNOBS:  # after all bounds, as a divisor must not be 0
+            self._require_relations(field)
+        self._require_model()
+        self._require_run()
+
+    def _require_bounds(self, field: dataclasses.Field) -> None:
+        name, value = field.name.upper(), getattr(self, field.name)
+        low, high, choices = map(field.metadata.get, ("low", "high", "choices"))
+        finite = not isinstance(value, float) or math.isfinite(value)
+        require(finite, f"{name}={value} is not a finite number")
+        require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
+        require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
+        allowed = f"{name}={value!r} is not one of {', '.join(choices or ())}"
+        require(choices is None or value in choices, allowed)
+
+    def _require_relations(self, field: dataclasses.Field) -> None:
+        name, value = field.name.upper(), getattr(self, field.name)
+        if other := field.metadata.get("multiple_of"):
+            divisor = getattr(self, other)
+            wrong = f"{name}={value} is not a multiple of {other.upper()}={divisor}"
+            require(value % divisor == 0, wrong)
+        if other := field.metadata.get("at_most"):
+            limit = getattr(self, other)
+            require(value <= limit, f"{name}={value} exceeds {other.upper()}={limit}")
+
+    def _require_model(self) -> None:
+        width = f"MODEL_DIM / NUM_HEADS = {self.head_dim}"
+        require(self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs")
+        rotary_fits = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
+        require(rotary_fits, f"ROPE_DIMS={self.rope_dims} must be even and at most {width}")
+        untied = "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it"
+        require(self.tie_embeddings, untied)
+        no_bucket = "BIGRAM_VOCAB_SIZE=1 has only the bucket for starts: set 0 or at least 2"
+        require(self.bigram_vocab_size != 1, no_bucket)
+        loop_end = self.loop_first + self.loop_layers
+        loop_fits = self.loop_visits == 1 or loop_end <= self.num_layers - self.lanes_last_n
+        overlap = "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N"
+        require(loop_fits, f"{overlap}: the loop must end before the lanes")
+
+    def _require_run(self) -> None:
+        chunk_fits = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
+        chunk = f"TTT_LORA_CHUNK={self.ttt_lora_chunk}"
+        require(chunk_fits, f"{chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
+        every = f"CHECKPOINT_EVERY={self.checkpoint_every!r}"
+        interval = re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every)
+        require(interval, f"{every} is neither a number of steps (500) nor of seconds (60s)")
+        is_name = "/" not in self.run_id and not self.run_id.startswith(".")
+        bad_name = f"RUN_ID={self.run_id} is no file name: it must not have a slash"
+        require(is_name, f"{bad_name} or begin with a dot")
+        resumable = self.resume in ("", "auto") or self.resume.endswith(".safetensors")
+        what = f"RESUME={self.resume} is neither auto nor a checkpoint, step_<N>.safetensors"
+        require(resumable, f"{what}: set RESUME=auto")
+        named = self.run_id or not (self.checkpoint_every or self.resume)
+        unnamed = "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one"
+        require(named, unnamed)
+        one_average = not (self.ema_enabled and self.swa_enabled)
+        two = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights"
+        require(one_average, f"{two}: set one of them to 0")
+
+    @property
+    def head_dim(self) -> int:
+        return self.model_dim // self.num_heads
+
+    def visits(self, looping: bool = True) -> tuple[int, ...]:
+        """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times
+        (#1517)."""
+        layers = tuple(range(self.num_layers))
+        end = self.loop_first + self.loop_layers
+        again = layers[self.loop_first : end] * (self.loop_visits - 1) if looping else ()
+        return layers[:end] + again + layers[end:]
+
+    def describe(self) -> str:
+        """One `name=value` per line for the log; a leading * marks a value that differs from the
+        default."""
+        lines = []
+        for field in KNOBS:
+            value = getattr(self, field.name)
+            lines.append(f"{' ' if value == field.default else '*'} {field.name.upper()}={value}")
+        return "\n".join(lines)
+
+
+KNOBS = dataclasses.fields(Hyperparameters)
+SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True)
+SWITCH |= dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
+    """The value of one knob. Raises UserError."""
+    name, kind = field.name.upper(), type(field.default)
+    text = environ.get(name, str(field.default)).strip()
+    try:
+        return SWITCH[text.lower()] if kind is bool else kind(text)
+    except (ValueError, KeyError):
+        wanted = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[kind]
+        example = f"set for example {name}={field.default}"
+        raise UserError(f"{name}={text!r} is not {wanted}: {example}") from None
+
+
+def misspelt(environ: Iterable[str], known: list[str]) -> str:
+    """A sentence about the first variable that is nearly one of the known ones, or "".
+
+    Machines set MODEL_DIR, DEVICES and the like. So a short name with another letter is not near,
+    nor is one word with more letters."""
+    for name in sorted(set(environ) - set(known)):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.905)
+        near = [other for other in near if "_" in name or not name.startswith(other)]
+        near += [other for other in known if sorted(other) == sorted(name)]  # letters swapped
+        near += [other for other in known if "_" in name and other.startswith(f"{name}_")]
+        if near:
+            wrong = f"{name} is set but is not a knob; did you mean {near[0]}?"
+            return f"{wrong} If it is not for this program, unset it"
+    return ""
+
+
+def knobs_with(*roles: str) -> tuple[str, ...]:
+    """Names of the knobs that have one of these roles, in their order."""
+    return tuple(field.name for field in KNOBS if field.metadata["role"] in roles)
+
+
+def knob_help() -> str:
+    """The table of --help: every knob with default, meaning and bounds."""
+    signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
+    lines = []
+    for field in KNOBS:
+        meta = field.metadata
+        default = int(field.default) if isinstance(field.default, bool) else field.default
+        bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
+        limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
+        if "section" in meta:
+            lines.append(f"\n{meta['section']}")
+        lines.append(f"  {field.name.upper()}={default}")
+        lines.append(f"      {meta['text']}{f'  [{limits}]' if limits else ''}")
+    return "\n".join(lines)
+
+
+# ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
+class Matrix(NamedTuple):
+    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16.
+
+    `bits` limits the range of the codes. After entropy coding a code takes about 4.6 bits, set by
+    the step size, which is clip / (2^(bits-1) - 1) standard deviations of the row."""
+
+    name: str  # in the forward and in the artifact
+    bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
+    reads: str  # the first matrix that reads the same input, for one Hessian; "" for a lookup
+    bits: int = 8
+    clip: float = 20.0
+    out: str = "dim"  # outputs: "dim", "kv" or "mlp"
+    into: str = "dim"  # inputs
+    transposed: bool = False  # stored as (in, out)
+    zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
+    gain: str = ""  # name of the learned gain (L, out) of its outputs
+    normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
+
+    def shape(self, hp: Hyperparameters) -> tuple[int, int]:
+        """(out, in)."""
+        kv, mlp = hp.num_kv_heads * hp.head_dim, int(hp.mlp_mult * hp.model_dim)
+        size = {"dim": hp.model_dim, "kv": kv, "mlp": mlp}
+        return size[self.out], size[self.into]
+
+    def stored_shape(self, hp: Hyperparameters) -> tuple[int, int]:
+        """The shape of its rows in the bank."""
+        out, into = self.shape(hp)
+        return (into, out) if self.transposed else (out, into)
+
+
+# Three banks of 2L rows: 8 ranks pad 22 rows to 24. The down projection is stored transposed, so
+# that it has the shape of the up projection.
+MATRICES = (
+    Matrix("q", "qo_bank", reads="q", normed=True),
+    Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", reads="q", out="kv", normed=True),
+    Matrix("v", "kv_bank", reads="q", out="kv", normed=True),
+    Matrix("up", "mlp_bank", reads="up", out="mlp", normed=True),
+    Matrix("down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
+)
+# Rounding the token embedding, a fiftieth of the weights, costs as much as rounding all others at
+# ten times the step.
+TABLES = (
+    Matrix("tok_emb", "", "tok_emb", bits=10, clip=8.0),
+    Matrix("bigram_emb", "", "", bits=8, clip=16.0),
+    Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
+)
+BANK_NAMES = dict.fromkeys(kind.bank for kind in MATRICES)
+BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in BANK_NAMES}
+
+
+def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
+    """(R, a, b)."""
+    shapes = {kind.stored_shape(hp) for kind in BANKS[bank]}
+    assert len(shapes) == 1, f"the matrices of {bank} differ in shape"
+    return len(BANKS[bank]) * hp.num_layers, *shapes.pop()
+
+
+def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
+    """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
+    kinds = BANKS[kind.bank]
+    matrices = bank.unflatten(0, (len(kinds), -1)).unbind(0)[kinds.index(kind)]
+    return matrices.mT if kind.transposed else matrices
+
+
+# ---- Model ---------------------------------------------------------------------------------------
+GATE_INPUTS = 12  # first dimensions of the stream, which attention's output gate reads
+# Low-rank changes by NAME.a (B, L, rank, in) and NAME.b (B, L, out, rank); L is 1 for the head.
+Adapter = dict[str, Tensor]
+Observer = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
+
+
+class Pass(NamedTuple):
+    """How a forward runs. A compiled model has one graph per value and set of shapes."""
+
+    visits: tuple[int, ...]  # layers, in order; depth recurrence visits some repeatedly
+    qat: bool = False  # round the banks as a plain export does
+    band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
+
+
+class View(NamedTuple):
+    """Which positions attention computes, and what they see."""
+
+    first: int  # outputs begin at this position
+    band: int
+    document: Tensor | None  # (B, T), numbered: a position sees only its own
+
+
+class Weights(NamedTuple):
+    """What a forward needs of one layer, or of embeddings and head, in the compute dtype."""
+
+    layer: int
+    matrices: dict[str, Tensor]  # (out, in); gains and layer scale are folded in
+    factors: dict[str, tuple[Tensor, Tensor]]  # an adapter's a (B, rank, in) and b (B, out, rank)
+    observe: Observer | None
+
+    def linear(self, x: Tensor, *names: str) -> Tensor:
+        """x (B, T, in) -> (B, T, out) by these matrices, joined. One alone gets its low-rank
+        product."""
+        if self.observe:
+            self.observe(names[0], self.layer, x)
+        matrices = [self.matrices[name] for name in names]
+        if len(names) > 1:
+            return F.linear(x, torch.cat(matrices))
+        return self.adapt(F.linear(x, matrices[0]), x, names[0])
+
+    def adapt(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """y (B, T, out), plus the low-rank product of x (B, T, in) if the adapter has this name."""
+        if name not in self.factors:
+            return y
+        a, b = self.factors[name]
+        return y + x @ a.mT @ b.mT
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
+    return F.rms_norm(x, (x.size(-1),), eps=1e-6)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
+    half = cos.size(-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+
+
+class NormRotate(torch.autograd.Function):
+    """rms_norm of each head of x (B, T, H, E), times gain (H or 1, 1), rotated.
+
+    The backward is written out. The gain's gradient is a sum that the norm's gradient needs, while
+    autograd would keep and read another tensor like x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gain, cos, sin)
+        scale = (x.float().square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        return (rotate(x.float(), cos, sin) * (gain * scale)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, gain, cos, sin = ctx.saved_tensors
+        scale = (x.float().square().mean(dim=-1, keepdim=True) + 1e-6).rsqrt()
+        back = rotate(grad.float(), cos, -sin)
+        along = (back * x.float()).sum(dim=-1, keepdim=True) * scale  # (B, T, H, 1)
+        dx = gain * scale * (back - x.float() * (scale * along / x.size(-1)))
+        dgain = along.sum((0, 1)) if ctx.needs_input_grad[1] else None
+        return dx.to(x.dtype), dgain, None, None
+
+
+def xsa(y: Tensor, v: Tensor) -> Tensor:
+    """Exclusive self-attention (#265): remove from y (B, T, H, E) its part along the own value in
+    v (B, T, K, E)."""
+    grouped = y.unflatten(2, (v.size(2), -1)).float()  # (B, T, K, H/K, E)
+    v = v.unsqueeze(3)
+    square = v.float().square().sum(dim=-1, keepdim=True).clamp(min=1e-24)
+    along = (grouped * v).sum(dim=-1, keepdim=True) / square
+    return (grouped - along * v).to(y.dtype).flatten(2, 3)
+
+
+class GPT(nn.Module):
+    """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and
+    the loss are fp32.
+
+    The first half of the visits feeds the second half through U-Net skips (NanoGPT speedrun). Each
+    layer mixes the embedding stream back in. In layers with two lanes (#1204, #1529) attention
+    reads one, the MLP reads the other, and both add to both."""
+
+    def __init__(
+        self,
+        hp: Hyperparameters,
+        attend: Callable,
+        dtype: torch.dtype,
+        fused_mlp: Callable | None = None,
+    ):
+        super().__init__()
+        self.hp, self.attend, self.dtype, self.fused_mlp = hp, attend, dtype, fused_mlp
+        layers, dim = hp.num_layers, hp.model_dim
+        for bank in BANKS:
+            empty = torch.zeros(bank_shape(bank, hp), dtype=dtype)
+            self.register_parameter(bank, nn.Parameter(empty))
+        self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
+        if hp.bigram_vocab_size:
+            self.bigram_emb = nn.Parameter(torch.zeros(hp.bigram_vocab_size, hp.bigram_dim))
+            self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
+            self.bigram_scale = nn.Parameter(torch.tensor(0.05))
+        self.smear_gate = nn.Parameter(torch.zeros(dim))
+        skips = len(hp.visits()) // 2
+        self.skip_scale = nn.Parameter(torch.full((skips, dim), -1.5 if hp.skip_gates else 1.0))
+        mix = torch.tensor([1.0, 0.0])[None, :, None]  # of the stream and the embedding
+        self.resid_mix = nn.Parameter(mix.repeat(layers, 1, dim))  # (L, 2, D)
+        self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
+        self.attn_scale = nn.Parameter(torch.ones(layers, dim))
+        self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
+        if hp.attn_gate:
+            inputs = min(GATE_INPUTS, dim)
+            self.attn_gate = nn.Parameter(torch.zeros(layers, hp.num_heads, inputs))
+        if hp.lanes_last_n:  # (layer, lane, what it is the sum of: lane, attention, MLP)
+            mix = torch.tensor([1.1, 1.0, 1.0])
+            self.lane_mix = nn.Parameter(mix.repeat(hp.lanes_last_n, 2, 1))
+        self.add_constants()
+
+    def add_constants(self) -> None:
+        """The rotary factors, (T, 1, rotated/2) of any T, and the layer scales (L, 1, 1)."""
+        hp = self.hp
+        rotated = hp.rope_dims or hp.head_dim
+        frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        longest = max(hp.train_seq_len, hp.eval_seq_len)
+        if hp.eval_mode == "banded":
+            longest = max(longest, sum(band_block(hp)))
+        angle = torch.arange(longest, dtype=torch.float64)[:, None, None] * frequency
+        self.register_buffer("cos", angle.cos().float(), persistent=False)
+        self.register_buffer("sin", angle.sin().float(), persistent=False)
+        depth = torch.arange(1, hp.num_layers + 1).float()
+        scale = depth.rsqrt() if hp.ln_scale else torch.ones(hp.num_layers)
+        self.register_buffer("layer_scale", scale[:, None, None], persistent=False)
+
+    def initialise(self, seed: int) -> dict[str, Tensor]:
+        """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns
+        them in fp32."""
+        weights = {
+            name: parameter.detach().to("cpu", torch.float32, copy=True)
+            for name, parameter in self.named_parameters()
+        }
+        generator = torch.Generator().manual_seed(seed)
+        for kind in MATRICES:
+            for matrix in bank_part(weights[kind.bank], kind) if not kind.zero else ():
+                nn.init.orthogonal_(matrix, generator=generator)
+        weights["tok_emb"].normal_(std=self.hp.tied_embed_init_std, generator=generator)
+        if self.hp.bigram_vocab_size:
+            nn.init.orthogonal_(weights["bigram_proj"], generator=generator)
+        self.load_state_dict(weights)
+        return weights
+
+    def forward(
+        self,
+        ids: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        how: Pass | None = None,
+        adapter: Adapter | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats:
+        their mean () or, with "none", each (B, n). `how` is by default a plain pass.
+
+        With targets only these n positions pass through the head and the last layer, apart from
+        keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds low-rank
+        products. `observe`, eagerly, is called with what the matrices multiply."""
+        hp = self.hp
+        how = how or Pass(hp.visits())
+        ends, layers = self.weights(how.qat, adapter, observe)
+        x = x0 = self.embed(ids, ends)  # (B, T, D)
+        document = (ids == BOS).cumsum(dim=1) if hp.doc_attention else None
+        lane = None  # the second one, (B, T, D)
+        skips = []
+        half = len(how.visits) // 2
+        gates = self.skip_scale.sigmoid() if hp.skip_gates else self.skip_scale
+        for visit, layer in enumerate(how.visits):
+            if visit >= half and skips:
+                x = (x + gates[visit - half] * skips.pop()).to(self.dtype)
+            last = targets is not None and visit == len(how.visits) - 1
+            first = ids.size(1) - targets.size(1) if last else 0
+            x, lane = self.block(x, lane, x0, layers[layer], View(first, how.band, document))
+            if visit < half:
+                skips.append(x)
+        x = x if lane is None else x + lane
+        logits = ends.linear(rms_norm(x), "tok_emb").float()
+        logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
+        if targets is None:
+            return logits
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return nats if reduction == "mean" else nats.view_as(targets)
+
+    def block(
+        self, x: Tensor, lane: Tensor | None, x0: Tensor, w: Weights, view: View
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer of the stream x and, in layers with lanes, of the second lane, (B, n, D)."""
+        hp = self.hp
+        mixed = self.resid_mix[w.layer, 0] * x + self.resid_mix[w.layer, 1] * x0
+        mixed = mixed.to(self.dtype)
+        attended = self.attention(rms_norm(mixed), w, view)
+        if w.layer < hp.num_layers - hp.lanes_last_n:
+            x = mixed[:, view.first :] + attended
+            return x + self.mlp(x, w), None
+        lanes = [old[:, view.first :] for old in (x, x if lane is None else lane)]
+        change = self.mlp(lanes[1], w)
+        mix = self.lane_mix[w.layer - hp.num_layers]  # (2, 3)
+        x, lane = (
+            (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
+            for m, old in zip(mix, lanes, strict=True)
+        )
+        return x, lane
+
+    def attention(self, x: Tensor, w: Weights, view: View) -> Tensor:
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE:
+        (B, n, D)."""
+        hp, first = self.hp, view.first
+        heads = (-1, hp.head_dim)
+        if first:
+            q = w.linear(x[:, first:], "q").unflatten(-1, heads)  # (B, n, H, E)
+            k, v = w.linear(x, "k", "v").unflatten(-1, heads).chunk(2, dim=2)  # (B, T, K, E)
+        else:  # the gradient of one split is one concatenation, filled without a copy
+            sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
+            q, k, v = w.linear(x, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
+        k = w.adapt(k.flatten(2), x, "k").unflatten(-1, heads)
+        cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
+        q = NormRotate.apply(q, self.q_gain[w.layer][:, None], cos[first:], sin[first:])
+        k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
+        attend = attend_last if first and not view.band else self.attend
+        y = attend(q, k, v, view.band, view.document)
+        if w.layer >= hp.num_layers - hp.xsa_last_n:
+            y = xsa(y, v[:, first:])
+        if hp.attn_gate:  # (#1667); initially 1/2
+            gate = F.linear(x[:, first:, :GATE_INPUTS], self.attn_gate[w.layer].to(x.dtype))
+            y = y * torch.sigmoid(0.5 * gate)[..., None]  # gate: (B, n, H)
+        return w.linear(y.flatten(2), "out")
+
+    def mlp(self, x: Tensor, w: Weights) -> Tensor:
+        """The MLP of rms_norm(x), (B, n, D), with a squared leaky ReLU (#1948). Up projection and
+        activation together are homogeneous of degree 2, so one factor normalises."""
+        scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + 1e-6)
+        if self.fused_mlp and not (w.observe or "mlp" in w.factors):
+            return self.fused_mlp(x, scale, w.matrices["up"], w.matrices["down"])
+        hidden = F.leaky_relu(w.linear(x, "up"), self.hp.mlp_slope).square() * scale
+        y = w.linear(hidden.to(self.dtype), "down")
+        return w.adapt(y, rms_norm(x), "mlp") if "mlp" in w.factors else y
+
+    def embed(self, ids: Tensor, ends: Weights) -> Tensor:
+        """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash),
+        normalised, mixed with the previous position (SmearGate).
+
+        Nothing crosses a BOS: a document must not depend on the previous one."""
+        starts = F.pad(ids[:, 1:] == BOS, (1, 0), value=True)
+        x = F.embedding(ids, self.tok_emb)
+        if self.hp.bigram_vocab_size:
+            buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
+            hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
+            hashed = hashed.masked_fill(starts, buckets)
+            pair = F.embedding(hashed, self.bigram_emb).to(self.dtype)
+            x = x + self.bigram_scale * ends.linear(pair, "bigram_proj")
+        x = rms_norm(x)
+        gate = torch.sigmoid(self.smear_gate)
+        previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
+        return ((1 - gate) * x + gate * previous).to(self.dtype)
+
+    def weights(
+        self, qat: bool, adapter: Adapter | None, observe: Observer | None
+    ) -> tuple[Weights, list[Weights]]:
+        """(of embeddings and head, of each layer)."""
+        matrices = self.matrices(qat)
+        factors = self.low_rank_factors(adapter) if adapter else {}
+        tables = [kind.name for kind in TABLES if kind.name in matrices]
+
+        def select(layer: int, names: Iterable[str], adapted: Iterable[str]) -> Weights:
+            chosen = {name: matrices[name][layer] for name in names}
+            low_rank = {name: tuple(factor[layer] for factor in factors[name]) for name in adapted}
+            return Weights(layer, chosen, low_rank, observe)
+
+        kinds = [kind.name for kind in MATRICES]
+        inner = [name for name in factors if name not in tables]
+        layers = [select(layer, kinds, inner) for layer in range(self.hp.num_layers)]
+        return select(0, tables, [name for name in factors if name in tables]), layers
+
+    def matrices(self, qat: bool = False) -> dict[str, tuple[Tensor, ...]]:
+        """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer
+        scales are folded in; `qat` rounds the banks, with a straight-through gradient."""
+        found = {}
+        for kind in MATRICES:
+            bank = bank_part(getattr(self, kind.bank), kind)
+            if qat:
+                rows = bank.detach().float()
+                bits, clip = code_range(kind, self.hp)
+                scale = row_scales(rows, bits, clip)
+                bank = bank + (to_codes(rows, scale, bits) * scale - bank).detach()
+            if kind.gain:
+                bank = bank * getattr(self, kind.gain)[..., None]
+            if kind.normed:
+                bank = bank * self.layer_scale
+            found[kind.name] = bank.to(self.dtype).unbind(0)
+        for kind in TABLES:
+            if kind.reads and hasattr(self, kind.name):
+                found[kind.name] = (getattr(self, kind.name).to(self.dtype),)
+        return found
+
+    def low_rank_factors(self, adapter: Adapter) -> dict[str, tuple[tuple[Tensor, ...], ...]]:
+        """(a, b) by name, each one (B, ., .) per layer, in the compute dtype."""
+        scale = self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank
+        scaled = {
+            name: factor * (scale if name.endswith(".b") else 1.0)
+            for name, factor in adapter.items()
+        }
+        by_layer = {name: factor.to(self.dtype).unbind(1) for name, factor in scaled.items()}
+        names = [name.removesuffix(".a") for name in adapter if name.endswith(".a")]
+        return {name: (by_layer[f"{name}.a"], by_layer[f"{name}.b"]) for name in names}
+
+
+# ---- Optimizer: Parallel Muon for the banks, Adam for the rest -----------------------------------
+# One (a, b, c) per iteration. The quintic's slope at 0 is steep and it never converges: singular
+# values end up in about 0.7 .. 1.2. Polar Express (arXiv:2505.16932) uses the best polynomial for
+# what the previous one left.
+# fmt: off
+NEWTON_SCHULZ = {
+    "quintic": ((3.4445, -4.7750, 2.0315),),
+    "polar-express": ((8.1566, -22.4833, 15.8788), (4.0429, -2.8089, 0.5000), (3.8917, -2.7725, 0.5061),
+                      (3.2858, -2.3681, 0.4645), (2.3465, -1.7098, 0.4232)),
+}
+# fmt: on
+
+
+def newton_schulz(
+    g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic"
+) -> Tensor:
+    """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon,
+    Keller Jordan 2024), by iterations X <- aX + (bA + cA^2)X with A = XX^T, for tall X mirrored.
+    Zero matrices stay zero."""
+    x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
+    table = NEWTON_SCHULZ[coefficients]
+    tall = x.size(-2) > x.size(-1)
+    for step in range(steps):
+        a, b, c = table[min(step, len(table) - 1)]
+        gram = x.mT @ x if tall else x @ x.mT
+        poly = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, poly, beta=a) if tall else torch.baddbmm(x, poly, x, beta=a)
+    return x
+
+
+def muon_update(
+    shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters
+) -> None:
+    """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip,
+    momentum, rate: ()."""
+    grad = shard.grad_shard.float() * clip
+    shard.momentum.mul_(momentum).add_(grad)
+    update = grad + momentum * shard.momentum
+    if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
+        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True)
+        if shard.transposed is not None:
+            of_columns = torch.linalg.vector_norm(update, dim=-2, keepdim=True)
+            norm = torch.where(shard.transposed, of_columns, norm)
+        update = update / norm.clamp(min=1e-7)
+    update = newton_schulz(update, shard.owned_rows.dtype, hp.muon_backend_steps, hp.muon_coeffs)
+    shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
+    shard.owned_rows.copy_(shard.master)
+
+
+class BankShard:
+    """One bank under Parallel Muon. Every rank holds the whole bank and its gradient in the compute
+    dtype, padded to S*r rows. The owner of r rows also holds their fp32 weights and momentum.
+
+        padded       (S*r, a, b)  the bank; the model's parameter is a view of its first R rows
+        owned_rows   (r, a, b)    view of `padded`
+        master       (r, a, b)    fp32 weights of the owned rows
+        momentum     (r, a, b)    fp32
+        grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
+        grad_sum     (S*r, a, b)  of all micro-batches: fp32 if there are several, else `grad`
+        comm_buffer  (S*r, a, b)  what is reduced: `grad_sum`, or a copy in the compute dtype
+        grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
+    """
+
+    def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
+        bank = getattr(model, name)
+        self.rows = bank.size(0)  # R
+        owned = math.ceil(self.rows / comm.size)  # r
+        self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
+        full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
+        full[: self.rows] = weights
+        self.padded = full.to(bank.dtype, copy=True)
+        bank.data = self.padded[: self.rows]
+        self.owned_rows = self.padded[self.mine]
+        self.master = full[self.mine].clone()
+        self.momentum = torch.zeros_like(self.master)
+        self.grad = torch.zeros_like(self.padded)
+        bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
+        self.grad_sum = self.grad.float() if accumulate else self.grad
+        same_dtype = self.grad_sum.dtype == bank.dtype
+        direct = comm.size == 1 or same_dtype
+        self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
+        shard = self.comm_buffer[self.mine]
+        self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
+        self.add_traits(name, model.hp, len(full))
+
+    def add_traits(self, name: str, hp: Hyperparameters, padded_rows: int) -> None:
+        """`scale` (r, 1, 1) of the updates, and `transposed` (r, 1, 1), None if no row is."""
+        kinds = BANKS[name]
+        traits = torch.zeros(padded_rows, 2, device=self.master.device)
+        for kind, rows in zip(kinds, traits[: self.rows].chunk(len(kinds)), strict=True):
+            out, into = kind.shape(hp)
+            scale = max(1.0, out / into) ** 0.5  # tall: larger updates, as in #399
+            rows[:] = torch.tensor([kind.transposed, scale])
+        transposed, self.scale = traits[self.mine, :, None, None].unbind(1)
+        mixed = any(kind.transposed for kind in kinds)
+        self.transposed = transposed.bool() if mixed else None
+
+
+class Report(NamedTuple):
+    """What travels with the small gradients of a step, summed over the ranks."""
+
+    loss: float  # mean; nan if a gradient is not finite
+    seconds: float  # rank 0's clock when it queued the update
+    stop: float  # ranks that were asked to stop
+
+
+class ParallelMuon:
+    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for any
+    number of ranks."""
+
+    def __init__(
+        self,
+        model: GPT,
+        weights: dict[str, Tensor],
+        hp: Hyperparameters,
+        comm: Comm,
+        accumulate: bool = False,
+        compiled: bool = False,
+    ):
+        self.hp, self.comm = hp, comm
+        parameters = dict(model.named_parameters())
+        self.banks = {}
+        for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel()):  # largest first
+            self.banks[bank] = BankShard(bank, model, weights[bank], comm.shard, accumulate)
+        self.small = {name: p for name, p in parameters.items() if name not in BANKS}
+        complete = not any(name.endswith("_bank") for name in self.small)
+        assert complete, "a bank is missing in the table of matrices"
+        # The fp32 weights that this rank updates.
+        self.owned = {name: shard.master for name, shard in self.banks.items()}
+        self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
+        self.add_flat_gradients()
+        self.add_adam()
+        self.muon_update = compile_whole(muon_update, compiled)
+        self.gathers: list[Callable[[], None]] = []
+
+    def add_flat_gradients(self) -> None:
+        """One buffer for the small gradients and the report, so one all-reduce is enough."""
+        sizes = [parameter.numel() for parameter in self.small.values()]
+        fields = len(Report._fields)
+        self.flat = torch.zeros(sum(sizes) + fields, device=next(iter(self.small.values())).device)
+        self.flat_grad, tail = self.flat.split([sum(sizes), fields])
+        # Views () by name, to be filled before `step`.
+        self.to_report = dict(zip(Report._fields, tail.unbind(), strict=True))
+        for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
+            parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
+
+    def add_adam(self) -> None:
+        """AdamW over the small parameters, with the state that it would create at its first step,
+        so that a checkpoint can restore it."""
+        hp = self.hp
+        decaying = [kind.name for kind in TABLES]
+        groups = {}
+        for name, parameter in self.small.items():
+            rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
+            decay = hp.adam_wd if name in decaying else hp.scalar_wd
+            group = {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": decay}
+            groups.setdefault((rate, decay), group)["params"].append(parameter)
+        betas = (hp.beta1, hp.beta2)
+        self.adam = torch.optim.AdamW(
+            list(groups.values()), betas=betas, eps=hp.adam_eps, fused=True
+        )
+        for parameter in self.small.values():
+            self.adam.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def accumulate(self) -> None:
+        """Add the gradients of one micro-batch to the sum."""
+        for shard in self.banks.values():
+            if shard.grad_sum is not shard.grad:
+                shard.grad_sum.add_(shard.grad)
+                shard.grad.zero_()
+
+    @torch.no_grad()
+    def step(self, lr_scale: float, momentum: float) -> Tensor:
+        """One update from the gradients, which are zero afterwards. Returns the summed Report as
+        (3,). Do not read the banks before `finish`."""
+        self.reduce_gradients()
+        norm = self.gradient_norm()
+        self.to_report["loss"].add_(0 * norm)  # nan if a gradient is not finite
+        clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+        # Filled on the device, as a copy from the host would wait.
+        momentum, rate = (
+            torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)
+        )
+        for shard in self.banks.values():
+            self.update_bank(shard, clip, momentum, rate)
+        self.update_small(clip, lr_scale)
+        report = torch.stack(list(self.to_report.values()))
+        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
+        return report
+
+    def reduce_gradients(self) -> None:
+        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by a
+        reduce-scatter in the node and an all-reduce of the owned rows over the replicas, which
+        overlaps with the next bank's reduce-scatter."""
+        node = self.comm.shard
+        arrivals = [self.comm.all_reduce(self.flat)]
+        scattered = []
+        for shard in self.banks.values():
+            if shard.comm_buffer is not shard.grad_sum:
+                shard.comm_buffer.copy_(shard.grad_sum)
+            arrived = node.reduce_scatter(shard.grad_shard, shard.comm_buffer)
+            scattered.append((shard, arrived))
+        for shard, arrived in scattered:
+            # NCCL orders a collective of another group after what this stream has waited for.
+            arrived()
+            arrivals.append(self.comm.replicate.all_reduce(shard.grad_shard))
+        for arrived in arrivals:
+            arrived()
+
+    def gradient_norm(self) -> Tensor:
+        """Norm () of the reduced gradient. The squares are gathered and not reduced, because
+        reductions in two groups may round differently, and replicas would drift apart."""
+        gradients = [shard.grad_shard for shard in self.banks.values()]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+        mine = torch.stack([norm.square() for norm in norms])
+        squares = mine.new_empty(self.comm.shard.size * len(mine))
+        self.comm.shard.all_gather(squares, mine)()
+        return (squares.sum() + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
+
+    def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
+        """Muon on the owned rows; starts the all-gather of everyone's."""
+        self.muon_update(shard, clip, momentum, rate, self.hp)
+        self.gathers.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
+
+    def update_small(self, clip: Tensor, lr_scale: float) -> None:
+        """Adam on the small parameters while the all-gathers are in flight. All ranks compute the
+        same update."""
+        self.flat_grad.mul_(clip)
+        for group in self.adam.param_groups:
+            group["lr"] = group["peak_lr"] * lr_scale
+        self.adam.step()
+
+    def finish(self) -> None:
+        """Wait until the banks hold the new weights, as late as possible: the next forward needs
+        them."""
+        while self.gathers:
+            self.gathers.pop()()
+
+    def sync_replicas(self) -> None:
+        """Give every rank the owners' bank rows after a change outside `step`."""
+        for shard in self.banks.values():
+            shard.owned_rows.copy_(shard.master)
+            self.comm.shard.all_gather(shard.padded, shard.owned_rows)()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights in fp32, collected from their owners."""
+        return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows.
+        `sync_replicas` after changes."""
+        found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
+        found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
+        for name, parameter in self.small.items():
+            found |= {f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}
+        return found
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks
+        must call this."""
+        shard = self.banks.get(name.partition(".")[0])
+        if shard is None or self.comm.shard.size == 1:
+            return tensor
+        full = torch.empty_like(shard.padded, dtype=tensor.dtype)
+        self.comm.shard.all_gather(full, tensor)()
+        return full[: shard.rows]
+
+    def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
+        """The inverse of `whole`: copy rank 0's `source` into every rank's `tensor`."""
+        shard = self.banks.get(name.partition(".")[0])
+        full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
+        if self.comm.rank == 0:
+            target = full if shard is None else full[: shard.rows]
+            shape = getattr(source, "shape", None)
+            wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}"
+            require(shape == target.shape, f"{wrong}: it belongs to another model")
+            target.copy_(source)
+        self.comm.all_reduce(full)()  # zero on all other ranks
+        tensor.copy_(full if shard is None else full[shard.mine])
+
+
+# ---- Schedules, clock and averaging --------------------------------------------------------------
+# Warm-ups and warmdowns given in steps take at most this part of a run, or slow machines would
+# never reach the peak.
+PHASE_LIMIT = 0.5
+SHORT_SEQ_FRACTION = 0.4  # of the run that SHORT_SEQ_PARTS cuts sequences for
+SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples (#399)
+
+
+class StepSettings(NamedTuple):
+    """What the schedules prescribe for one step."""
+
+    lr_scale: float  # multiplies every learning rate
+    momentum: float  # Muon's
+    qat: bool  # train through the export's rounding
+    seq_len: int  # tokens T of a training sequence
+    looping: bool = False  # visit the loop's layers repeatedly
+
+
+def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
+    """The settings of step number `step`. `seconds`: elapsed time. `end`: time limit, 0 for none.
+
+    Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
+    MIN_LR."""
+    steps = max(hp.iterations, 1)
+    used = seconds / end if end else 0.0
+    progress = max(step / steps, used)
+    steps = min(steps, step / used) if used else steps
+    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / steps, PHASE_LIMIT)
+    lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
+    qat = hp.late_qat and lr_scale < hp.qat_threshold
+    warmed = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
+    start = hp.muon_momentum_warmup_start
+    momentum = start + min(1.0, warmed) * (hp.muon_momentum - start)
+    short = progress < SHORT_SEQ_FRACTION and not qat  # both would be one more graph
+    seq_len = hp.train_seq_len // (hp.short_seq_parts if short else 1)
+    looping = hp.loop_visits > 1 and progress >= hp.loop_start
+    return StepSettings(max(hp.min_lr, lr_scale), momentum, qat, seq_len, looping)
+
+
+def phases(hp: Hyperparameters) -> list[StepSettings]:
+    """A step of each kind in a run's schedule, in order, at the peak learning rate. Each kind is a
+    graph."""
+    kinds = {}
+    for place in range(1001):
+        settings = schedule(hp, max(hp.iterations, 1) * place / 1000, 0.0, 0.0)
+        momentum = hp.muon_momentum_warmup_start
+        kinds[settings._replace(lr_scale=1.0, momentum=momentum)] = None
+    return list(kinds)
+
+
+class Clock:
+    """Training time: a timer that validation pauses, and rank 0's reading of it, from which all
+    ranks decide."""
+
+    def __init__(self, cap: float, in_flight: int):
+        self.cap = cap or math.inf
+        self.reserve = 0.0  # seconds of it for GPTQ
+        self.in_flight = in_flight  # steps that the host may queue ahead of the device
+        self.reset(0, 0.0, [])
+
+    def start(self) -> None:
+        self.started = self.started or time.perf_counter()
+
+    def pause(self) -> None:
+        self.paused_at = self.elapsed()
+        self.started = None
+
+    def elapsed(self) -> float:
+        """Seconds on this rank's timer."""
+        return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
+
+    def agree(self, step: int, seconds: float) -> None:
+        """Rank 0 queued the update of `step` after `seconds` of training."""
+        self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
+        self.step = step
+        self.seconds = seconds
+
+    def reset(self, step: int, seconds: float, recent: list[float]) -> None:
+        """Continue before `step`, `seconds` into the run."""
+        self.step = step - 1  # the last step whose time is known
+        self.seconds = seconds  # that time
+        self.paused_at = seconds
+        self.recent = recent or [0.0]  # seconds of recent steps
+        self.started = None
+
+    def begins(self, step: int) -> float:
+        """When `step` is expected to begin, in seconds, at the average pace of the run."""
+        return self.seconds * step / max(self.step + 1, 1)
+
+    def end(self, step: int) -> float:
+        """Latest start at which `step` still fits before the cap, assuming the slowest recent step
+        time. Schedules end there."""
+        slowest = max(self.recent)
+        not_measured = step - self.step  # steps up to this one whose time is not known
+        margin = (not_measured + self.in_flight + 1) * slowest
+        latest_now = self.cap - self.reserve - margin  # for a step that begins now
+        return latest_now + self.begins(step) - self.seconds
+
+
+class WeightAverage:
+    """The weights to export: an EMA, or a plain average of late samples (SWA), in fp32. A rank
+    averages what it owns."""
+
+    def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
+        self.hp = hp
+        self.weights = weights
+        self.samples = 0
+        averaging = hp.ema_enabled or hp.swa_enabled
+        self.mean = {name: w.clone() for name, w in weights.items()} if averaging else {}
+
+    def update(self, step: int, lr_scale: float) -> None:
+        """Add the weights after `step`."""
+        hp = self.hp
+        late = lr_scale < SWA_START and (step + 1) % hp.swa_every == 0
+        if hp.ema_enabled or (hp.swa_enabled and late):
+            self.samples += 1
+            weight = 1 - hp.ema_decay if hp.ema_enabled else 1 / self.samples
+            torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
+
+    def apply(self) -> str:
+        """Replace the weights by the average. Returns what they are now, for the log."""
+        if not self.samples:
+            return "the last weights"
+        torch._foreach_copy_(list(self.weights.values()), list(self.mean.values()))
+        samples = self.samples
+        return f"EMA of {samples} steps" if self.hp.ema_enabled else f"SWA of {samples} samples"
+
+
+# ---- Training: the mathematics, then the loop ----------------------------------------------------
+class Trainer:
+    """What learns: model, optimizer and average. It knows no clock, file or signal."""
+
+    def __init__(self, hp: Hyperparameters, runtime: Runtime, rows: int):
+        """`rows`: sequences of a step on this rank."""
+        self.hp, self.comm = hp, runtime.comm
+        fitting = max(1, runtime.micro_batch_tokens // hp.train_seq_len)
+        parts = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
+        self.accumulation = next(parts)  # micro-batches of a step
+        self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
+        # Shared, because another node's CPU may round differently.
+        weights = self.comm.share(self.model.initialise(hp.seed))
+        self.model.load_state_dict(weights)
+        self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
+        several = self.accumulation > 1
+        compiled = runtime.compiled
+        self.optimizer = ParallelMuon(self.model, weights, hp, self.comm, several, compiled)
+        self.average = WeightAverage(self.optimizer.owned, hp)
+
+    def backward(self, batch: Tensor, settings: StepSettings) -> None:
+        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
+        how = Pass(self.hp.visits(settings.looping), settings.qat)
+        for rows in batch.chunk(self.accumulation):
+            ids = rows.to(torch.int64)
+            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
+            loss.backward()
+            self.optimizer.accumulate()
+            self.optimizer.to_report["loss"].add_(loss.detach())
+
+    def update(self, step: int, settings: StepSettings, seconds: float, stop: bool) -> Tensor:
+        """Change the weights and their average. Returns the summed Report as (3,) on the device."""
+        self.optimizer.to_report["seconds"].fill_(seconds)
+        self.optimizer.to_report["stop"].fill_(float(stop))
+        summed = self.optimizer.step(settings.lr_scale, settings.momentum)
+        self.average.update(step, settings.lr_scale)
+        self.optimizer.finish()
+        return summed
+
+    def take_average(self) -> str:
+        """Replace the weights by their average on all ranks. Returns its name."""
+        name = self.average.apply()
+        self.optimizer.sync_replicas()
+        return name
+
+    @torch.no_grad()
+    def hessians(self, batches: Iterable[Tensor]) -> dict[str, Tensor]:
+        """GPTQ's Hessians over these batches of all ranks, by the name of a matrix."""
+        collected = Hessians(self.model)
+        for batch in batches:
+            for rows in batch.chunk(self.accumulation):
+                self.model(rows[:, :-1].to(torch.int64), observe=collected)
+        for arrived in [self.comm.all_reduce(total) for total in collected.sums.values()]:
+            arrived()
+        return collected.sums
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
+        PARAMETER.average."""
+        averages = {f"{name}.average": mean for name, mean in self.average.mean.items()}
+        return self.optimizer.tensors() | averages
+
+    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, collected from their owners. All ranks must iterate."""
+        for name, tensor in self.tensors().items():
+            yield name, self.optimizer.whole(name, tensor)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """The inverse, on any number of ranks; rank 0 has the tensors."""
+        for name, tensor in self.tensors().items():
+            self.optimizer.distribute(name, tensor, tensors.pop(name, None))
+        self.optimizer.sync_replicas()
+
+
+class InFlight(NamedTuple):
+    """A step that the host has queued and whose report it has not read."""
+
+    step: int
+    settings: StepSettings
+    report: Tensor  # (3,) in pinned host memory
+    copied: torch.cuda.Event | None  # when it is there
+
+
+class Run:
+    """The loop: data, clock, signals, reports, validations and checkpoints around a Trainer."""
+
+    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None):
+        self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
+        self.on_gpu = runtime.device.type == "cuda"
+        self.loader = TrainingLoader(hp, runtime)
+        self.trainer = Trainer(hp, runtime, self.loader.rows)
+        compiled_scores = hp.compile != "train"
+        self.eval_forward = self.trainer.forward if compiled_scores else self.trainer.model
+        self.scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
+        self.checkpoints = Checkpoints(hp, runtime.comm, log)
+        self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
+        self.in_flight: list[InFlight] = []
+        self.signals = []  # that this rank has received
+        self.stopping = False  # whether any rank has received one
+        self.bpb = ""  # of the last validation, for the progress bar
+
+    def train(self) -> None:
+        """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
+        step = first = self.clock.step + 1
+        gc.collect()
+        gc.freeze()  # long-lived objects would make the collector's full passes stall a step
+        with stop_signals() as self.signals, self.profiler() as profile:
+            while not self.stopping:
+                ended = self.has_ended(step)
+                if ended or self.validation_due(step):
+                    self.validate(step, ended)
+                if ended:
+                    break
+                self.queue(step)
+                # Queue ahead once the time of a step is known.
+                self.read_reports(self.clock.in_flight if step > first + 1 else 0)
+                step += 1
+                if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
+                    self.save(step)
+                profile.step()
+        self.save(step)
+        self.raise_if_stopped(step)
+        if step < self.hp.iterations:
+            seconds = self.clock.elapsed()
+            done = f"train_time:{1000 * seconds:.0f}ms step:{step}/{self.hp.iterations}"
+            line = f"stopping_early: wallclock_cap {done}"
+            self.log(line, event="stopping_early", step=step, train_seconds=seconds)
+
+    def has_ended(self, step: int) -> bool:
+        """Whether the run ends before `step`; the same on all ranks."""
+        if self.validation_due(step) or self.clock.begins(step) >= self.clock.end(step):
+            # Decide from what a checkpoint holds, so that a resumed run decides the same.
+            self.read_reports()
+        out_of_time = self.clock.begins(step) >= self.clock.end(step)
+        return step >= self.hp.iterations or out_of_time
+
+    def validation_due(self, step: int) -> bool:
+        every = self.hp.val_loss_every
+        return every > 0 and step % every == 0
+
+    def settings(self, step: int) -> StepSettings:
+        """What the schedules prescribe for `step`, by the clock that all ranks share."""
+        return schedule(self.hp, step, self.clock.begins(step), self.clock.end(step))
+
+    def queue(self, step: int) -> None:
+        """Queue one step on the device."""
+        settings = self.settings(step)
+        self.clock.start()
+        report = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
+        copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
+        self.in_flight.append(InFlight(step, settings, report, copied))
+
+    def train_step(self, step: int, settings: StepSettings) -> Tensor:
+        """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
+        device."""
+        self.trainer.backward(self.loader.batch(step), settings)
+        seconds = self.clock.elapsed() if self.runtime.comm.rank == 0 else 0.0
+        return self.trainer.update(step, settings, seconds, stop=bool(self.signals))
+
+    def read_reports(self, keep: int = 0) -> None:
+        """Wait for the reports of all steps in flight but the last `keep`, and act on them."""
+        while len(self.in_flight) > keep:
+            step, settings, values, copied = self.in_flight.pop(0)
+            if copied is not None:
+                copied.synchronize()
+            report = Report(*values.tolist())
+            self.clock.agree(step, report.seconds)
+            self.stopping |= report.stop > 0
+            done = step + 1
+            if not math.isfinite(report.loss):
+                raise UserError(self.not_finite(done, report.loss))
+            if done <= 10 or done % self.hp.train_log_every == 0:
+                self.log_step(done, settings, report.loss)
+
+    def log_step(self, step: int, settings: StepSettings, loss: float) -> None:
+        """The line of a training step, after `step` steps."""
+        hp = self.hp
+        seconds = self.clock.elapsed()
+        rate = step * hp.train_batch_tokens / seconds
+        until_last_step = (hp.iterations - step) * seconds / step
+        eta = min(until_last_step, self.clock.cap - self.clock.reserve - seconds)
+        more = (
+            f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f} "
+            f"qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
+        )
+        text = f"training: step {step}, loss {loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, "
+        done = min(1, max(step / hp.iterations, seconds / self.clock.cap))
+        fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
+        fields["bar"] = (f"{text}{eta:.0f} s left", done)
+        self.log_progress("train", step, f"train_loss:{loss:.4f}", more, **fields)
+
+    def log_progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
+        """A line of step, result and training time, in the order that tools look for."""
+        seconds = self.clock.elapsed()
+        used = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
+        line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
+        self.log(line, event=event, step=step, train_seconds=seconds, **fields)
+
+    def not_finite(self, step: int, loss: float) -> str:
+        owned = self.trainer.optimizer.owned.items()
+        norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
+        self.checkpoints.written.result()
+        newest = self.checkpoints.newest
+        kept = f"; the last good checkpoint is {newest}" if newest else ""
+        advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or check the data of that step"
+        what = f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms})"
+        return f"{what}{kept}: {advice}"
+
+    def validate(self, step: int, ended: bool) -> None:
+        """Log the score before `step`. The clock pauses."""
+        self.read_reports()
+        self.clock.pause()
+        self.log.stage("validation")
+        how, stride = validation_pass(self.hp, ended or self.settings(step).looping)
+        score = self.scorer(how, stride, self.log, "validation").score_all()
+        self.bpb = f"bpb {score.bits_per_byte:.4f}, "
+        result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
+        more = f"eval_time:{1000 * score.seconds:.0f}ms"
+        fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
+        self.log_progress("val", step, result, more, **fields)
+
+    def score_average(self) -> Score:
+        """The score of the averaged weights, before the export."""
+        self.log.stage("averaged weights")
+        how, stride = final_passes(self.hp)["roundtrip"]
+        return self.scorer(how, stride, self.log, "averaged weights").score_all()
+
+    def save(self, step: int) -> None:
+        """Checkpoint the state before `step`, if checkpoints are enabled and this one does not
+        exist yet."""
+        self.read_reports()
+        if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
+            clock = self.clock
+            state = {"step": step, "samples": self.trainer.average.samples}
+            state |= {"seconds": clock.seconds, "recent": clock.recent, "reserve": clock.reserve}
+            self.checkpoints.save(self.trainer.whole_tensors(), state)
+
+    def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
+        """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
+        self.trainer.load(tensors)
+        step, seconds = state["step"], state["seconds"]
+        self.trainer.average.samples = state["samples"]
+        self.clock.reset(step, seconds, state["recent"])
+        # With a smaller reserve, a finished run would take another step.
+        self.clock.reserve = max(self.clock.reserve, state["reserve"])
+        self.checkpoints.continue_from(path, state)
+        line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
+        self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
+
+    def raise_if_stopped(self, step: int) -> None:
+        """Raise Stopped, on all ranks, if any has received a signal: one of the last validation is
+        in no step's report."""
+        kinds = (signal.SIGINT, signal.SIGTERM)
+        received = torch.tensor([kind in self.signals for kind in kinds], dtype=torch.float32)
+        received = received.to(self.runtime.device)
+        self.runtime.comm.all_reduce(received)()
+        if received.any():
+            number = signal.SIGINT if received[0] else signal.SIGTERM
+            self.checkpoints.written.result()  # so that rank 0 knows the newest
+            raise Stopped(number, step, self.runtime.comm.share(self.checkpoints.newest))
+
+    def finish(self) -> tuple[str, dict[str, Tensor]]:
+        """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the
+        average, Hessians)."""
+        batches = self.hp.gptq_batches
+        self.log.stage("GPTQ" if batches else "averaging")
+        self.clock.start()
+        averaged = self.trainer.take_average()
+        first = self.clock.step + 1
+        hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
+        self.clock.pause()
+        if batches:
+            tokens = batches * self.hp.train_batch_tokens
+            seconds = self.clock.elapsed()
+            line = f"gptq: Hessians of {tokens} training tokens took {1000 * took:.0f}ms"
+            fields = {"batches": batches, "train_seconds": seconds, "wall_seconds": took}
+            self.log(f"{line} train_time:{1000 * seconds:.0f}ms", event="gptq", **fields)
+        return averaged, hessians
+
+    def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
+        """(GPTQ's Hessians over the batches of these steps; the seconds that they took)."""
+        started = time.perf_counter()
+        hessians = self.trainer.hessians(self.loader.batch(step) for step in steps)
+        self.runtime.synchronize()
+        return hessians, time.perf_counter() - started
+
+    def warm_up(self) -> None:
+        """Run the graphs and collectives of the run before its clock starts, then restore all
+        state."""
+        started = time.perf_counter()
+        if self.hp.gptq_batches and self.hp.max_wallclock_seconds:
+            self.reserve_for_gptq()
+        if not self.hp.warmup_steps:
+            return
+        before = {name: tensor.clone() for name, tensor in self.trainer.tensors().items()}
+        step_time = self.warm_up_steps(started)
+        self.warm_up_scores()
+        torch._foreach_copy_(list(self.trainer.tensors().values()), list(before.values()))
+        self.trainer.optimizer.sync_replicas()
+        self.trainer.average.samples = 0
+        self.runtime.synchronize()
+        self.clock.reset(0, 0.0, step_time)
+        elapsed = time.perf_counter() - started
+        self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
+
+    def reserve_for_gptq(self) -> None:
+        """Take time for GPTQ off the wall clock, as rank 0 measures it."""
+        cap = self.hp.max_wallclock_seconds
+        self.calibrate(range(1))  # loads kernels
+        seconds = self.runtime.comm.share(self.calibrate(range(1))[1])
+        reserve = 1.1 * self.hp.gptq_batches * seconds
+        short = f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ"
+        require(reserve < cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
+        self.clock.reserve = reserve
+        self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
+
+    def warm_up_steps(self, started: float) -> list[float]:
+        """WARMUP_STEPS ordinary steps, then one of each other kind. Returns the seconds of the last
+        ordinary one, compiled before, if there are two."""
+        ordinary, *others = self.warm_up_kinds()
+        kinds = [ordinary] * self.hp.warmup_steps + others
+        what = "compiling" if self.runtime.compiled else "warm-up"
+        queued = []  # when each step was
+        self.clock.start()
+        for step, settings in enumerate(kinds):
+            # Compiling takes minutes the first time, so every kind has a line.
+            if step in (0, self.hp.warmup_steps - 1) or settings is not ordinary:
+                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
+                place = (
+                    f"warmup_step:{step + 1}/{len(kinds)} {kind} looping:{int(settings.looping)}"
+                )
+                seconds = time.perf_counter() - started
+                self.log(f"{place} seconds:{seconds:.1f}", bar=(what, step / len(kinds)))
+            report = Report(*self.train_step(step, settings).tolist())
+            queued.append(report.seconds)
+        return np.diff(queued[: self.hp.warmup_steps])[-1:].tolist()
+
+    def warm_up_kinds(self) -> list[StepSettings]:
+        """The kinds of steps of the run; the first has whole sequences."""
+        kinds = phases(self.hp)
+        whole = next(kind for kind in kinds if kind.seq_len == self.hp.train_seq_len)
+        return [whole, *(kind for kind in kinds if kind is not whole)]
+
+    def warm_up_scores(self) -> None:
+        """Every shape of the evaluations, so that nothing compiles while one is timed."""
+        hp = self.hp
+        if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
+            self.scorer(*validation_pass(hp, looping=False)).warm_up()
+        warm_up_evaluation(self.eval_forward, self.val, hp, self.runtime)
+
+    def profiler(self) -> contextlib.AbstractContextManager:
+        """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
+        (ui.perfetto.dev)."""
+        if not self.hp.profile:
+            return contextlib.nullcontext(SimpleNamespace(step=lambda: None))
+        rank = f"rank{self.runtime.comm.rank}"
+        handler = torch.profiler.tensorboard_trace_handler(self.hp.profile, rank)
+        window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
+        return torch.profiler.profile(schedule=window, on_trace_ready=handler)
+
+
+class Stopped(Exception):
+    """The run ends early, because a signal asked for it."""
+
+    def __init__(self, number: signal.Signals, step: int, checkpoint: Path | None):
+        self.number, self.step, self.checkpoint = number, step, checkpoint
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[signal.Signals]]:
+    """The signals received so far. SIGTERM and the first Ctrl-C are only noted; a second one ends
+    the run at once."""
+    received = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: object) -> None:
+        signal.signal(number, before[number])
+        received.append(signal.Signals(number))
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- Evaluation: windows and the banded pass, by one evaluator -----------------------------------
+BAND_TARGETS = 64  # a block of a banded pass scores at most this many EVAL_SEQ_LEN
+
+
+class Score(NamedTuple):
+    """A result over the validation stream, or over the scored part of it."""
+
+    nats: float  # mean per token
+    bits_per_byte: float
+    targets: int
+    nbytes: int
+    seconds: float
+
+    def log(self, log: Callable, name: str) -> None:
+        """The line that tools look for."""
+        result = f"val_loss:{self.nats:.8f} val_bpb:{self.bits_per_byte:.8f}"
+        counts = f"val_tokens:{self.targets} val_bytes:{self.nbytes}"
+        fields = {"val_loss": self.nats, "val_bpb": self.bits_per_byte}
+        fields |= {"eval_seconds": self.seconds}
+        fields |= {"val_tokens": self.targets, "val_bytes": self.nbytes}
+        line = f"{name} {result} eval_time:{1000 * self.seconds:.0f}ms {counts}"
+        log(line, event=name, **fields)
+
+
+def validation_pass(hp: Hyperparameters, looping: bool) -> tuple[Pass, int]:
+    """(how a validation during training runs, its stride)."""
+    plain = Pass(hp.visits(looping))
+    if hp.eval_mode == "banded":
+        return plain._replace(band=hp.eval_seq_len), band_block(hp)[1]
+    return plain, hp.eval_seq_len
+
+
+def final_passes(hp: Hyperparameters) -> dict[str, tuple[Pass, int]]:
+    """(pass, stride) of the final scores, by name."""
+    plain = Pass(hp.visits())
+    passes = {"roundtrip": (plain, hp.eval_seq_len)}
+    if hp.eval_mode == "banded":
+        passes["banded"] = validation_pass(hp, looping=True)
+    else:
+        passes["sliding_window"] = (plain, hp.eval_stride)
+    if hp.ttt_enabled:
+        passes[f"ttt_{hp.ttt_mode}"] = (plain, hp.eval_stride)
+    return passes
+
+
+def band_block(hp: Hyperparameters) -> tuple[int, int]:
+    """Positions that a block of a banded pass only reads, and those that it scores.
+
+    Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, so
+    the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no longer than that,
+    unless it would score less than EVAL_SEQ_LEN."""
+    window = hp.eval_seq_len
+    read = window * (len(hp.visits()) + 1)
+    scored = window * BAND_TARGETS
+    if hp.micro_batch_tokens:
+        scored = min(scored, max(window, hp.micro_batch_tokens - read))
+    return read, scored
+
+
+def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
+    """Windows (4, N), in stream order, that score every input of the spans (S, 2) once.
+
+    Each reads `window` inputs from `start` on. Of the losses of its last n, those in [scored, stop)
+    count. A span begins with a window that scores all its targets. The others are `stride` apart
+    and score their last `stride`. Only `stop` depends on the end of the span, so no loss does."""
+    begin, end = spans.T
+    later = np.maximum(0, -(-(end - begin - window) // stride))  # windows after the first
+    count = later + 1
+    span = np.repeat(np.arange(len(spans)), count)
+    number = np.arange(len(span)) - np.repeat(count.cumsum() - count, count)  # in its span
+    start = begin[span] + number * stride
+    n = np.where(number > 0, stride, window)
+    return np.stack((start, start + window - n, np.minimum(start + window, end[span]), n))
+
+
+def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
+    """Windows of `width` tokens that one rank scores per forward."""
+    return max(1, min(hp.val_batch_size // runtime.comm.size, runtime.micro_batch_tokens) // width)
+
+
+class Evaluator:
+    """Scores windows of the validation stream. Each rank takes an equal part, in full batches of
+    few shapes, which are compiled once.
+
+    `nats` (n + 1,) holds the loss of each target that this rank has scored, else NaN; the last is
+    spare. In a banded pass the windows are long blocks, in which each position attends to itself
+    and the EVAL_SEQ_LEN - 1 before it, so every target has that context for about one forward."""
+
+    def __init__(
+        self,
+        forward: Callable,
+        val: Validation,
+        hp: Hyperparameters,
+        runtime: Runtime,
+        how: Pass,
+        stride: int,
+        log: Callable = lambda line, **fields: None,
+        stage: str = "score",
+    ):
+        """`stage` is a name for the progress bar."""
+        self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
+        self.how, self.stride, self.log, self.stage = how, stride, log, stage
+        self.window = sum(band_block(hp)) if how.band else hp.eval_seq_len
+        if hp.doc_attention:
+            for width in {self.window, min(self.window, hp.ttt_chunk_tokens)}:
+                check_documents(val.documents, width, runtime.attention)
+        self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
+        self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
+        self.started = self.reported = time.perf_counter()
+
+    def score_all(self) -> Score:
+        """Score every target of the stream once."""
+        self.score(self.windows())
+        return self.result()
+
+    def windows(self) -> np.ndarray:
+        """The windows (4, N) over the packed stream."""
+        return plan_windows(self.val.spans(documents=False), self.window, self.stride)
+
+    def warm_up(self) -> None:
+        """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
+        timed."""
+        windows = self.windows()
+        firsts = np.unique(windows[3], return_index=True)[1]
+        batch = self.runtime.comm.size * eval_rows(self.hp, self.runtime, self.window)
+        self.score(windows[:, np.repeat(firsts, batch)])
+
+    @torch.no_grad()
+    def score(self, windows: np.ndarray) -> None:
+        """Score these windows, those with most targets first. Batches go round the ranks, so the
+        place of a window in its batch depends on the windows before it."""
+        comm = self.runtime.comm
+        rows = eval_rows(self.hp, self.runtime, self.window)
+        offsets = torch.arange(self.window, device=self.nats.device)
+        for n in np.unique(windows[3])[::-1].tolist():
+            members = windows[:3, windows[3] == n]
+            members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))  # spare: [0, 0)
+            mine = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
+            table = torch.from_numpy(mine.copy())
+            if self.nats.is_cuda:
+                table = table.pin_memory()  # or the host would wait for the copy
+            batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
+            for start, scored, stop in batches:  # (rows, 1) each
+                self.batch(start + offsets, n, scored, stop)
+
+    def batch(
+        self,
+        position: Tensor,
+        n: int,
+        scored: Tensor,
+        stop: Tensor,
+        adapter: Adapter | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One forward of the inputs at `position` (rows, width). A row scores those of its last n
+        positions that are in [scored, stop), (rows, 1) each. Returns (losses, whether they count),
+        (rows, n) each."""
+        target = position[:, -n:]
+        counts = (target >= scored) & (target < stop)
+        place = position.clamp(max=self.val.targets - 1)
+        ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
+        targets = self.val.tokens[place[:, -n:] + 1].long()
+        nats = self.forward(ids, targets, "none", how=self.how, adapter=adapter)
+        self.take(nats.detach(), target, counts)
+        return nats, counts
+
+    def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
+        """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits
+        for the device."""
+        place = target.masked_fill(~counts, self.val.targets)
+        self.nats.scatter_(0, place.flatten(), nats.flatten().float())
+        self.count += counts.sum()
+        interval = 2 if sys.stdout.isatty() else 10
+        if time.perf_counter() - self.reported > interval:
+            self.reported = time.perf_counter()
+            self.log_progress()
+
+    def log_progress(self) -> None:
+        bpb = self.result(complete=False).bits_per_byte
+        done = self.done()
+        eta = (self.reported - self.started) * (1 / done - 1)
+        way = f"band:{self.how.band}" if self.how.band else f"stride:{self.stride}"
+        line = f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
+        self.log(line, bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done))
+
+    def done(self) -> float:
+        """The scored fraction, assuming that all ranks are as fast as this one."""
+        return max(1e-9, min(1.0, int(self.count) * self.runtime.comm.size / self.val.targets))
+
+    def result(self, complete: bool = True) -> Score:
+        """The score over all ranks, or so far on this one. Raises UserError if losses of a complete
+        one are not finite, RuntimeError if it misses a target."""
+        nats = self.nats[:-1]
+        scored = ~nats.isnan()
+        nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
+        sums = [nats.nan_to_num(0).sum(dtype=torch.float64), scored.sum(), nbytes, self.count]
+        totals = torch.stack([value.double() for value in sums])
+        if complete:
+            self.runtime.comm.all_reduce(totals)()
+        total, *counts = totals.tolist()
+        finite, nbytes, visited = map(int, counts)
+        if complete:
+            self.require_complete(finite, nbytes, visited)
+        bits_per_byte = total / math.log(2) / max(nbytes, 1)
+        seconds = time.perf_counter() - self.started
+        return Score(total / max(finite, 1), bits_per_byte, finite, nbytes, seconds)
+
+    def require_complete(self, finite: int, nbytes: int, visited: int) -> None:
+        """Raise UserError or RuntimeError unless each target has one finite loss."""
+        targets = self.val.targets
+        damaged = f"{targets - finite} of {targets} validation losses are not finite"
+        advice = "the weights are damaged; lower the learning rates"
+        require(finite == targets or visited != targets, f"{damaged}: {advice}")
+        found, wanted = [finite, nbytes, visited], [targets, self.val.total_bytes, targets]
+        if found != wanted:
+            raise RuntimeError(f"scored [targets, bytes, scores] {found} instead of {wanted}")
+
+
+def warm_up_evaluation(
+    forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime
+) -> None:
+    """Compile all shapes of the final scores, and the gradients of test-time training."""
+    for name, (how, stride) in final_passes(hp).items():
+        if name != "ttt_lora" or hp.eval_max_seconds:  # it uses windows after the limit
+            Evaluator(forward, val, hp, runtime, how, stride).warm_up()
+    if hp.ttt_enabled:
+        how, stride = final_passes(hp)[f"ttt_{hp.ttt_mode}"]
+        scorer = Evaluator(forward, val, hp, runtime, how, stride)
+        if hp.ttt_mode == "lora":
+            warm_up_lora(scorer)
+        elif val.targets > hp.ttt_chunk_tokens:
+            sgd_gradients(forward, scorer, 0)
+
+
+# ---- Test-time training: score first, then train on what was scored (conditions C1 to C4) --------
+def out_of_time(scorer: Evaluator) -> bool:
+    """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
+    limit = scorer.hp.eval_max_seconds
+    over = limit > 0 and scorer.runtime.comm.share(time.perf_counter() - scorer.started) > limit
+    if over:
+        done = f"{100 * scorer.done():.1f}% of the text"
+        what = f"EVAL_MAX_SECONDS={limit:g} was reached after {done}"
+        scorer.log(f"ttt: {what}; the rest is scored with fixed weights")
+    return over
+
+
+def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
+    """Score the packed stream chunk by chunk with sliding windows. Train all weights of the model
+    on each chunk but the last, after it is scored, by SGD with momentum (#461). Ranks share windows
+    and sequences and take the same steps."""
+    hp, targets = scorer.hp, scorer.val.targets
+    chunk = hp.ttt_chunk_tokens
+    windows = scorer.windows()
+    edges = np.searchsorted(windows[1], range(chunk, targets, chunk))
+    chunks = np.split(windows, edges, axis=1)
+    if len(chunks) == 1:
+        covered = f"TTT_CHUNK_TOKENS={chunk} covers the whole text of {targets} targets"
+        scorer.log(f"note: {covered}, so SGD learns nothing: lower it")
+    training = True
+    # In fp32, as bf16 would lose the steps.
+    weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
+    for number, part in enumerate(chunks):
+        scorer.score(part)
+        for _ in range(hp.ttt_epochs if number < len(chunks) - 1 else 0):
+            training = training and not out_of_time(scorer)
+            if not training:
+                break
+            rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
+            for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
+                momentum[name].mul_(hp.ttt_momentum).add_(gradient)
+                weights[name].sub_(momentum[name], alpha=rate)
+            model.load_state_dict(weights)
+
+
+def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
+    """The chunk's mean gradient over all ranks, clipped to norm 1. A compiled forward meets two
+    shapes at most."""
+    hp, runtime = scorer.hp, scorer.runtime
+    parameters = dict(model.named_parameters())
+    sizes = [p.numel() for p in parameters.values()]
+    length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
+    chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
+    sequences = chunk.unfold(0, length + 1, length)
+    mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
+    total = torch.zeros(sum(sizes), device=runtime.device)
+    for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
+        loss = scorer.forward(rows[:, :-1], rows[:, 1:], how=scorer.how)
+        loss = loss * (len(rows) / len(sequences))
+        # A model of one layer does not use its skips.
+        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+        total += torch.cat([gradient.flatten().float() for gradient in gradients])
+    runtime.comm.all_reduce(total)()
+    total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
+    parts = zip(parameters.items(), total.split(sizes), strict=True)
+    return {name: part.view_as(p) for (name, p), part in parts}
+
+
+LORA_CHUNKS = ((256, 8), (2000, 24))  # (until this position, targets of a chunk); as #2014
+LORA_BATCH = 128  # documents that begin with the same A
+# A batch begins with the A of the batch this many before it. It is fixed, so that all numbers of
+# ranks compute the same.
+LORA_QUEUES = 8
+# Most documents of one forward: at their start, and behind the first window, where few are left.
+LORA_ROWS = (16, 4)
+# Windows are EVAL_SEQ_LEN divided by these, so that few shapes are compiled.
+LORA_PARTS = (8, 4, 2, 1)
+
+
+def ttt_lora(model: GPT, scorer: Evaluator) -> None:
+    """Score documents, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014
+    do. B begins at 0; A begins as the mean of an earlier batch of documents.
+
+    No loss depends on where a later document begins (C1). The batch and the first A of a document
+    depend on documents that end before it begins, its chunks and windows on positions, and its row
+    of a forward on how many documents before it in the batch are as long as that. The number of
+    rows follows from the position, too, and rows do not see each other."""
+    hp, comm = scorer.hp, scorer.runtime.comm
+    spans = scorer.val.spans(documents=True)
+    batches = np.split(spans, range(LORA_BATCH, len(spans), LORA_BATCH))
+    chunks = [len(lora_chunks(hp, np.ptp(batch, axis=1).max())) for batch in batches]
+    shares: list[list[int]] = [[] for _ in range(comm.size)]  # batches of each rank
+    for b in range(len(batches)):
+        shares[b % LORA_QUEUES % comm.size].append(b)
+    reached = np.zeros(len(spans), np.int64)  # targets of each document that this rank has scored
+    work = lora_steps(scorer, batches, shares[comm.rank], reached)
+    longest = max(sum(chunks[b] for b in share) for share in shares)
+    for _ in range(longest):  # all ranks ask for the time equally often
+        if out_of_time(scorer):
+            score_rest(scorer, spans, reached)
+            return
+        next(work, None)
+
+
+def score_rest(scorer: Evaluator, spans: np.ndarray, reached: np.ndarray) -> None:
+    """Score what no rank has reached of the documents (S, 2), with the model as it is."""
+    total = torch.from_numpy(reached).to(scorer.runtime.device)
+    scorer.runtime.comm.all_reduce(total)()
+    windows = plan_windows(spans, scorer.window, scorer.stride)
+    document = np.searchsorted(spans[:, 0], windows[1], side="right") - 1
+    windows[1] = np.maximum(windows[1], (spans[:, 0] + total.cpu().numpy())[document])
+    scorer.score(windows[:, windows[1] < windows[2]])
+
+
+def lora_steps(
+    scorer: Evaluator, batches: list[np.ndarray], share: list[int], reached: np.ndarray
+) -> Iterator[None]:
+    """Score a `share` of the batches of documents, chunk by chunk, and pause after each chunk.
+    `reached` is kept."""
+    hp = scorer.hp
+    first = lora_adapter(hp, scorer.runtime.device)
+    after: dict[int, Adapter] = {}
+    for b in share:
+        lengths = np.ptp(batches[b], axis=1)
+        documents, adam = lora_begin(hp, after.pop(b - LORA_QUEUES, first), len(lengths))
+        for begin, stop in lora_chunks(hp, lengths.max()):
+            rows = lora_shape(scorer, begin, stop)[0]
+            present = np.flatnonzero(lengths > begin)
+            for group in np.split(present, range(rows, len(present), rows)):
+                adapters = [documents[i] for i in group]
+                learning = [documents[i] for i in group if lengths[i] > stop]
+                lora_step(scorer, batches[b][group], adapters, begin, stop, learning, adam)
+            reached[b * LORA_BATCH :][: len(lengths)] = lengths.clip(max=stop)
+            yield
+        after[b] = first | mean_a(documents)
+
+
+@torch.no_grad()
+def mean_a(documents: list[Adapter]) -> Adapter:
+    """The mean of the documents' A."""
+    names = [name for name in documents[0] if name.endswith(".a")]
+    return {n: sum(document[n] for document in documents) / len(documents) for n in names}
+
+
+def lora_chunks(hp: Hyperparameters, length: int) -> list[tuple[int, int]]:
+    """[begin, stop) of the chunks of a document, until all its targets are in one; the last may
+    reach over its end."""
+    chunks = []
+    begin = 0
+    while begin < length:
+        sizes = [targets for until, targets in LORA_CHUNKS if begin < until]
+        stop = begin + min([hp.ttt_lora_chunk, *sizes])
+        chunks.append((begin, stop))
+        begin = stop
+    return chunks
+
+
+def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]:
+    """(documents of a forward, width of the window that scores a chunk, positions whose losses it
+    computes)."""
+    window = scorer.hp.eval_seq_len
+    width = min(window // part for part in LORA_PARTS if window // part >= min(stop, window))
+    rows = min(LORA_ROWS[stop > window], scorer.runtime.micro_batch_tokens // window)
+    # Within the first window all positions have losses, for few shapes.
+    return max(1, rows), width, stop - begin if stop > window else width
+
+
+def lora_begin(
+    hp: Hyperparameters, first: Adapter, count: int
+) -> tuple[list[Adapter], torch.optim.Optimizer]:
+    """(a copy of the adapter for each of `count` documents, their optimizer)."""
+    documents, factors = [], []
+    for _ in range(count):
+        documents.append({name: factor.clone().requires_grad_() for name, factor in first.items()})
+        factors += documents[-1].values()
+    betas, decay = (0.0, 0.99), hp.ttt_lora_wd
+    adam = torch.optim.AdamW(factors, hp.ttt_lora_lr, betas, weight_decay=decay, fused=True)
+    return documents, adam
+
+
+def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
+    """Initial LoRA factors of one document (random A, zero B). "mlp" is a bypass around the MLP."""
+    adapter: Adapter = {}
+    generator = torch.Generator().manual_seed(0)
+    outputs = {"k": hp.num_kv_heads * hp.head_dim, "out": hp.model_dim, "mlp": hp.model_dim}
+    for name, out in (outputs | {"tok_emb": hp.vocab_size}).items():
+        layers = 1 if name == "tok_emb" else hp.num_layers
+        a = torch.rand(1, layers, hp.ttt_lora_rank, hp.model_dim, generator=generator)
+        adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
+        adapter[f"{name}.b"] = torch.zeros(1, layers, out, hp.ttt_lora_rank, device=device)
+    return adapter
+
+
+def lora_step(
+    scorer: Evaluator,
+    spans: np.ndarray,
+    adapters: list[Adapter],
+    begin: int,
+    stop: int,
+    learning: list[Adapter],
+    adam: torch.optim.Optimizer,
+) -> None:
+    """Score the targets [begin, stop) of documents (S, 2) side by side, each with its adapter. An
+    AdamW step changes the adapters in `learning`."""
+    rows, width, n = lora_shape(scorer, begin, stop)
+    spare = rows - len(spans)
+    spans = np.pad(spans, ((0, spare), (0, 0)))  # spare rows score [0, 0)
+    start, end = torch.from_numpy(spans.T.copy())[..., None].to(scorer.runtime.device)  # (rows, 1)
+    unused = {name: factor.detach() for name, factor in adapters[-1].items()}
+    adapters = [*adapters, *[unused] * spare]
+    adapter = {name: torch.cat([document[name] for document in adapters]) for name in unused}
+    position = start + max(0, stop - width) + torch.arange(width, device=start.device)
+    scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
+    try:
+        last = end.minimum(start + stop)
+        nats, counts = scorer.batch(position, n, start + begin, last, adapter)
+    finally:
+        scorer.forward.requires_grad_(True)
+    if learning:
+        loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
+        loss.backward(inputs=[factor for document in learning for factor in document.values()])
+        adam.step()
+        adam.zero_grad()
+
+
+def warm_up_lora(scorer: Evaluator) -> None:
+    """A step of each shape, on a document without targets."""
+    hp = scorer.hp
+    chunks = lora_chunks(hp, np.ptp(scorer.val.spans(documents=True), axis=1).max())
+    documents, adam = lora_begin(hp, lora_adapter(hp, scorer.runtime.device), 1)
+    none = np.zeros((1, 2), np.int64)
+    for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks}.values():
+        lora_step(scorer, none, documents, *chunk, documents, adam)
+
+
+# ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
+def code_range(
+    kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0
+) -> tuple[int, float | None]:
+    """(bits, range of the codes in standard deviations of a row). #399's rule: int6 for the blocks,
+    int8 for the rest, and None."""
+    if hp.row_range == "published":
+        return (6 if kind.bank else 8), None
+    return kind.bits, kind.clip * step_scale
+
+
+def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
+    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). Their range is `clip`
+    standard deviations (SDClip, #1394) or, for None, the largest weight, at least 1 (#399).
+
+    Steps keep four significant bits. Those of #399 have fp16's eleven, because a coarser step would
+    cut the largest weight."""
+    if clip is None:
+        reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
+        dropped = 13  # of the 23 bits of fp32's mantissa
+    else:
+        reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
+        dropped = 20
+    scale = reach / (2 ** (bits - 1) - 1)
+    # Rounded as an integer, as a compiler could drop two casts.
+    rounded = (scale.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
+    return rounded.view(torch.float32)
+
+
+def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """The nearest integer codes within +-(2^(bits-1) - 1), as fp32; 0 where the scale is 0."""
+    top = 2 ** (bits - 1) - 1
+    return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
+
+
+class Hessians:
+    """Observes a forward: sums of x^T x (L or 1, in, in) over the inputs x of each matrix."""
+
+    def __init__(self, model: GPT):
+        self.sums: dict[str, Tensor] = {}
+        matrices = model.matrices()
+        for kind in (*MATRICES, *TABLES):
+            if kind.reads in matrices and kind.reads not in self.sums:
+                layers = matrices[kind.reads]
+                width = layers[0].size(1)
+                empty = torch.zeros(len(layers), width, width, device=layers[0].device)
+                self.sums[kind.reads] = empty
+
+    def __call__(self, name: str, layer: int, x: Tensor) -> None:
+        # The MLP normalises behind its first matrix, so x is not normalised yet.
+        rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        # For tensor cores: products of bf16 numbers stay exact, and sums are fp32.
+        matmul.fp32_precision = "tf32"
+        try:
+            self.sums[name][layer].addmm_(rows.mT, rows)
+        finally:
+            matmul.fp32_precision = before
+
+
+def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
+    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
+    Hessian (L, in, in).
+
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
+    ones compensate each error along the inverse Hessian. The diagonal is raised by 1 % of its mean,
+    also for inputs that are all 0."""
+    width = weights.size(-1)
+    power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
+    order = power.argsort(dim=-1, descending=True)
+    factor = inverse_factor(hessian, power, order)
+    remaining = torch.take_along_dim(weights, order[:, None, :], 2)
+    codes = torch.empty_like(weights)
+    for first in range(0, width, block):
+        end = min(first + block, width)
+        rows = factor[:, first:end]
+        inner = remaining[:, :, first:end].clone()
+        errors = []
+        for i in range(end - first):
+            column = inner[:, :, i : i + 1]
+            code = to_codes(column, scale, bits)
+            codes[:, :, first + i : first + i + 1] = code
+            errors.append((column - code * scale) / rows[:, i, first + i, None, None])
+            along = rows[:, i : i + 1, first + i + 1 : end]
+            inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
+        remaining[:, :, end:].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, end:], alpha=-1)
+    return torch.empty_like(codes).scatter_(2, order[:, None, :].expand_as(codes), codes)
+
+
+def inverse_factor(hessian: Tensor, power: Tensor, order: Tensor) -> Tensor:
+    """The upper Cholesky factor (L, in, in) of the inverse of the damped Hessian, in this order."""
+    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
+    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
+    hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
+    hessian = torch.take_along_dim(hessian, order[:, None, :], 2).double()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+# ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
+ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
+ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 9
+# Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
+# some 20 bytes of memory each.
+MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
+MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
+# These hold the steps of ROW_RANGE exactly.
+STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
+
+
+def outline(hp: Hyperparameters) -> dict[str, Tensor]:
+    """The model's parameters by name, without memory. Raises UserError if it is too large for an
+    artifact."""
+    with torch.device("meta"):
+        model = GPT(hp, None, torch.float32)
+    weights = dict(model.named_parameters())
+    count = sum(tensor.numel() for tensor in (*weights.values(), model.cos))
+    found = f"{count} weights and rotary factors exceed the limit of {MAX_WEIGHTS} of an artifact"
+    advice = "lower MODEL_DIM, NUM_LAYERS, ROPE_DIMS or EVAL_SEQ_LEN"
+    require(count <= MAX_WEIGHTS, f"{found}: {advice}")
+    return weights
+
+
+def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
+    """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
+    (L, out, in)."""
+    for kind in MATRICES:
+        yield kind, kind.name, bank_part(weights[kind.bank], kind)
+    tables = {kind.name: kind for kind in TABLES}
+    for name, tensor in weights.items():
+        if name not in BANKS:
+            yield tables.get(name), name, tensor[None] if name in tables else tensor
+
+
+def quantise(
+    tensor: Tensor, kind: Matrix, hp: Hyperparameters, hessian: Tensor | None, step_scale: float
+) -> tuple[np.ndarray, Tensor]:
+    """(codes (L, out, in) int16, steps (L, out, 1)), by GPTQ if there is a Hessian."""
+    bits, clip = code_range(kind, hp, step_scale)
+    scale = row_scales(tensor, bits, clip)
+    plain = hessian is None
+    codes = to_codes(tensor, scale, bits) if plain else gptq(tensor, hessian, scale, bits)
+    return codes.to(torch.int16).cpu().numpy(), scale
+
+
+def pack_artifact(
+    weights: dict[str, Tensor],
+    hp: Hyperparameters,
+    hessians: dict[str, Tensor] | None = None,
+    metadata: dict | None = None,
+    step_scale: float = 1.0,
+) -> bytes:
+    """The artifact's bytes (docs/formats.md), with steps `step_scale` times as wide."""
+    encode, _ = CODERS[hp.compressor]
+    streams, plain = [], []
+    for kind, _, tensor in export_views(weights):
+        if kind is None:
+            values = tensor.half()
+        else:
+            hessian = (hessians or {}).get(kind.reads)
+            codes, scale = quantise(tensor, kind, hp, hessian, step_scale)
+            streams.append(encode(codes))
+            values = scale.to(STEP_TYPES[hp.row_range])
+        plain.append(values.view(torch.int16).cpu().numpy().ravel())
+    fields: dict[str, object] = {}
+    for role in ("model", "evaluation"):
+        fields[role] = {name: getattr(hp, name) for name in knobs_with(role)}
+    fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor}
+    fields |= {**(metadata or {}), "code_bytes": [len(stream) for stream in streams]}
+    header = json.dumps(fields).encode()
+    numbers = struct.pack("<HI", ARTIFACT_VERSION, len(header))
+    packed = lzma_pack(to_planes(np.concatenate(plain)))
+    body = b"".join((ARTIFACT_MAGIC, numbers, header, *streams, packed))
+    return body + hashlib.sha256(body).digest()
+
+
+def fit_artifact(
+    weights: dict[str, Tensor],
+    hp: Hyperparameters,
+    hessians: dict[str, Tensor] | None,
+    metadata: dict,
+    max_bytes: float,
+    log: Callable,
+) -> bytes:
+    """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
+    tables'. Raises UserError if none fits.
+
+    An octave of wider steps saves about a bit per weight, a good guess that bisection bounds."""
+    pack = functools.partial(pack_artifact, weights, hp, hessians, metadata)
+    blob = pack()
+    if len(blob) <= max_bytes or hp.row_range == "published":
+        return blob
+    best = pack(2**MAX_OCTAVES)
+    widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes"
+    failed = f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; {max_bytes} are available"
+    require(len(best) <= max_bytes, f"{failed}; make the model smaller")
+    coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
+    slack = max_bytes / 1000
+    octaves, low, high = 0.0, 0.0, MAX_OCTAVES
+    for _ in range(12):
+        octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
+        if not low < octaves < high:
+            octaves = (low + high) / 2
+        blob = pack(2**octaves)
+        found = f"steps {2**octaves:.3f} times wider give {len(blob)} bytes"
+        log(f"export: {found}; {max_bytes} are available")
+        if len(blob) > max_bytes:
+            low = octaves
+            continue
+        best, high = blob, octaves
+        if max_bytes - len(best) <= slack:
+            break
+    return best
+
+
+class Entry(NamedTuple):
+    """A tensor of an artifact."""
+
+    kind: Matrix | None  # None if it is stored as fp16
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int  # of its codes
+
+
+def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], int]:
+    """(header, the model's knobs, its tensors, offset of the codes). Raises an error if the file is
+    invalid.
+
+    Everything is checked before memory is allocated for it, and nothing is executed."""
+    start = len(ARTIFACT_MAGIC) + 6
+    is_ours = blob.startswith(ARTIFACT_MAGIC) and len(blob) >= start + 32
+    require(is_ours, "it is not an artifact of this script")
+    version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
+    differs = f"its format has version {version}, not {ARTIFACT_VERSION}"
+    require(version == ARTIFACT_VERSION, f"{differs}: score it with the script that made it")
+    require(hashlib.sha256(blob[:-32]).digest() == blob[-32:], "its checksum is wrong")
+    longest = min(MAX_HEADER_BYTES, len(blob) - start - 32)
+    require(length <= longest, f"its header claims {length} bytes")
+    header = json.loads(blob[start : start + length])
+    knobs = {"ROW_RANGE": str(header["row_range"])}
+    for role in ("model", "evaluation"):
+        knobs |= {name.upper(): str(header[role][name]) for name in knobs_with(role)}
+    hp = Hyperparameters.from_env(knobs)
+    require(header["coder"] in CODERS, "its coder is unknown")
+    views = list(export_views(outline(hp)))
+    sizes = list(header["code_bytes"])
+    coded = [kind for kind, *_ in views if kind is not None]
+    valid = len(sizes) == len(coded) and all(type(n) is int and n >= 0 for n in sizes)
+    require(valid, "its tensors are not those of its model")
+    require(sum(sizes) <= len(blob) - start - length - 32, "it is shorter than its tensors")
+    nbytes = iter(sizes)
+    entries = [Entry(k, name, tuple(v.shape), next(nbytes) if k else 0) for k, name, v in views]
+    return header, hp, entries, start + length
+
+
+def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tensor]]:
+    """(name, codes (L, out, in) int16 or None, fp32 values) of each tensor. Raises an error like
+    `open_artifact`."""
+    header, _, entries, offset = open_artifact(blob)
+    _, decode = CODERS[header["coder"]]
+    counts = [math.prod(entry.shape[:2] if entry.kind else entry.shape) for entry in entries]
+    packed = blob[offset + sum(entry.nbytes for entry in entries) : -32]
+    plain = torch.from_numpy(from_planes(lzma_unpack(packed, 2 * sum(counts))))
+    for entry, values in zip(entries, plain.split(counts), strict=True):
+        if entry.kind is None:
+            yield entry.name, None, values.view(torch.float16).float().view(entry.shape)
+            continue
+        codes = decode(blob[offset : offset + entry.nbytes], entry.shape)
+        scale = values.view(STEP_TYPES[header["row_range"]]).float().view(*entry.shape[:2], 1)
+        yield entry.name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
+        offset += entry.nbytes
+
+
+def load_artifact(blob: bytes) -> dict[str, Tensor]:
+    """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
+    shapes = outline(open_artifact(blob)[1])
+    weights = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
+    decoded = decode_artifact(blob)
+    for (_, name, view), (_, _, values) in zip(export_views(weights), decoded, strict=True):
+        require(values.isfinite().all(), f"{name} has values that are not finite")
+        view.copy_(values)
+    return weights
+
+
+def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
+    """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and
+    its windows unless `environ` sets others. Raises UserError if it is invalid or model or
+    tokenizer differ from the artifact's."""
+    missing = f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz"
+    require(Path(path).is_file(), missing)
+    with reading_artifact(path):
+        blob = read_small(Path(path))
+        header, made, _, _ = open_artifact(blob)
+    roles = knobs_with("model", "evaluation")
+    stored = {name.upper(): str(getattr(made, name)) for name in roles}
+    hp = Hyperparameters.from_env(stored | environ)
+    for name in knobs_with("model"):
+        here, there = getattr(hp, name), getattr(made, name)
+        differs = f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}"
+        require(here == there, f"{differs}: unset it")
+    outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
+    decodable = header["coder"] != "ans" or find_spec("constriction")
+    require(decodable, f"{path} needs a package: pip install constriction")
+    digest = header.get("tokenizer_sha256")
+    tokenizer = Path(hp.tokenizer_path)
+    same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
+    other = f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256"
+    require(same, f"{other}: set it to that")
+    return blob, hp
+
+
+def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn every error of reading an artifact into a UserError that names it. Hostile content can
+    cause any."""
+    advice = "if truncated or altered, copy it again"
+    return explaining(f"artifact {path} cannot be used", Exception, advice=advice)
+
+
+# ---- The whole run -------------------------------------------------------------------------------
+# Targets times weights from which a CPU compiles; two cores score fewer before they have compiled.
+WORTH_COMPILING = 1e12
+
+
+def train_and_score(hp: Hyperparameters) -> None:
+    """The whole run: train, average, export, reload, score."""
+    require_packages(hp)
+    outline(hp)  # an artifact that nothing can load is refused before the training
+    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+        run, checkpoint = prepare(hp, runtime, log)
+        with contextlib.closing(run.loader):
+            run.warm_up()
+            if checkpoint:
+                run.restore(*checkpoint)
+            run.train()
+            averaged, hessians = run.finish()
+        log(f"peak_memory: {peak_memory(runtime)}\nexporting {averaged}")
+        before = run.score_average()
+        before.log(log, "final_average_exact")
+        seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail
+        training = {
+            "steps": run.clock.step + 1,
+            "train_seconds": seconds,
+            "tokens_per_step": hp.train_batch_tokens,
+            "ranks": runtime.comm.size,
+            "seed": hp.seed,
+            "weights": averaged,
+            "val_bpb": before.bits_per_byte,
+        }
+        blob, total = export(run, hessians, training)
+        run.trainer.model.load_state_dict(load_artifact(blob))
+        score = score_artifact(run.trainer.model, run.eval_forward, run.val, hp, runtime, log)
+        run.checkpoints.written.result()
+        made = f"{log.artifact} (copy: {ARTIFACT}), "
+        log.finish(runtime.comm, score, total, evaluation_command(hp, log), made)
+        check_limits(total, seconds, hp)
+
+
+def evaluate_only(environ: dict[str, str], path: str) -> None:
+    """Load the artifact at `path` and score it."""
+    blob, hp = read_artifact(path, environ)
+    with reading_artifact(path):
+        weights = load_artifact(blob)
+    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+        log.require_unused(hp, runtime.comm)
+        log.header(hp, runtime)
+        val = Validation(hp, runtime.device)
+        log.note(val.note)
+        model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
+        model.load_state_dict(weights)
+        forward = compile_for_evaluation(model.to(runtime.device), val, runtime, log)
+        warm_up_evaluation(forward, val, hp, runtime)
+        score = score_artifact(model, forward, val, hp, runtime, log)
+        total = len(blob) + code_size()
+        log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
+
+
+def require_packages(hp: Hyperparameters) -> None:
+    """Raise UserError if a package is missing that the run would need after its training."""
+    checkpoints = hp.checkpoint_every or hp.resume
+    needs = {"constriction": hp.compressor == "ans", "safetensors": checkpoints}
+    missing = [package for package, needed in needs.items() if needed and not find_spec(package)]
+    names = " ".join(missing)
+    what = f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {names}"
+    require(not missing, f"{what}: pip install {names}")
+
+
+def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple | None]:
+    """(the run, the checkpoint to continue from as arguments of `Run.restore`). Whatever could lose
+    the run later is an error here."""
+    log.require_unused(hp, runtime.comm)
+    path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
+    require_space(hp, runtime.comm, log)
+    log.header(hp, runtime, notes, resumed=path is not None)
+    val = Validation(hp, runtime.device)
+    log.note(val.note)
+    run = Run(hp, runtime, log, val)
+    parameters = sum(p.numel() for p in run.trainer.model.parameters())
+    shards = len(run.loader.stream.paths)
+    data = f"val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
+    accumulation = run.trainer.accumulation
+    work = f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
+    log(f"model_params:{parameters} {data} {work}")
+    return run, (path, state, tensors) if path else None
+
+
+def peak_memory(runtime: Runtime) -> str:
+    if runtime.device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB resident"
+
+
+def code_size() -> int:
+    """Bytes of the script that runs."""
+    return Path(__file__).stat().st_size
+
+
+def evaluation_command(hp: Hyperparameters, log: Log) -> str:
+    """The command that scores the artifact again."""
+    names = {"DATA_PATH": hp.data_path, "TOKENIZER_PATH": hp.tokenizer_path}
+    names["EVAL_ONLY"] = str(log.artifact)
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
+    return f"{settings} python train_gpt.py"
+
+
+def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes, int]:
+    """Rank 0 quantises, packs and writes the artifact, with facts about the training. Returns its
+    bytes, on all ranks, and the submission's size."""
+    hp, log, comm = run.hp, run.log, run.runtime.comm
+    started = time.perf_counter()
+    code_bytes = code_size()
+    weights = run.trainer.optimizer.weights()
+    blob, path = b"", None
+    log.stage("export")
+    if comm.rank == 0:
+        count = sum(w.numel() for w in weights.values())
+        log(f"export: coding {count:,} weights, {'GPTQ' if hessians else 'plain'}")
+        metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
+        max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
+        blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
+        path = keep_artifact(blob, log)
+    blob = comm.share(blob)
+    total = len(blob) + code_bytes
+    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    line = f"Total submission size int6+{hp.compressor}: {total} bytes"
+    fields = {"path": str(path), "model_bytes": len(blob), "code_bytes": code_bytes}
+    log(line, event="artifact", **fields, wall_seconds=time.perf_counter() - started)
+    return blob, total
+
+
+def keep_artifact(blob: bytes, log: Log) -> Path:
+    """Write the artifact beside the log, with a copy as ARTIFACT, or else to the temporary folder.
+    Returns its path."""
+    path = log.artifact
+    try:
+        for name in (path, ARTIFACT):
+            with replacing(name) as partial:
+                partial.write_bytes(blob)
+    except UserError as error:
+        with writing("to the temporary folder"):
+            path = Path(tempfile.mkdtemp(), log.artifact.name)
+            path.write_bytes(blob)
+        log.failure = f"{error}; the artifact is {path}"
+        log.note(log.failure)
+    return path
+
+
+def score_artifact(
+    model: GPT, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log
+) -> str:
+    """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
+    training; on Ctrl-C, what was scored until then. Returns the last one, for the end of the
+    log."""
+    for name, (how, stride) in final_passes(hp).items():
+        log.stage(name)
+        scorer = Evaluator(forward, val, hp, runtime, how, stride, log, name)
+        try:
+            if name == "ttt_sgd":
+                ttt_sgd(model, scorer)
+            elif name == "ttt_lora":
+                ttt_lora(model, scorer)
+            else:
+                scorer.score(scorer.windows())
+            score = scorer.result()
+        except KeyboardInterrupt:
+            scored = scorer.result(complete=False)
+            if scored.targets:
+                scored.log(log, f"final_int6_{name}_partial")
+            raise
+        score.log(log, f"final_int6_{name}_exact")
+    return f"{score.bits_per_byte:.4f} bits per byte ({name})"
+
+
+def compile_for_evaluation(
+    model: GPT, val: Validation, runtime: Runtime, log: Log
+) -> Callable[..., Tensor]:
+    """The forward of EVAL_ONLY. On a CPU a small text would be scored before its forward is
+    compiled."""
+    wanted, on_cpu = model.hp.compile, runtime.device.type == "cpu"
+    compiled = runtime.compiled and wanted != "train"
+    if compiled and on_cpu and wanted == "auto":
+        weights = sum(p.numel() for p in model.parameters())
+        compiled = val.targets * weights >= WORTH_COMPILING
+        if not compiled:
+            log.note("the text is too small to compile for on a CPU; COMPILE=1 compiles")
+    if compiled:
+        way = "; COMPILE=0 begins at once" if on_cpu else ""
+        line = f"compiling the evaluation, which takes minutes the first time{way}"
+        log(line, bar=("compiling", 0))
+    return compile_whole(model, compiled)
+
+
+def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
+    """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may
+    raise the first."""
+    cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
+    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}"
+    invalid = "this run is not a valid submission"
+    require(seconds <= cap, f"{slow}: {invalid}; lower MAX_WALLCLOCK_SECONDS")
+    over = f"{total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
+    advice = f"set TARGET_BYTES={SUBMISSION_CAP} or a smaller model"
+    large = f"code and artifact are {total} bytes, {over}: not a valid run; {advice}"
+    require(total <= SUBMISSION_CAP, large)
+
+
+# ---- Data: shards, the training loader, the validation stream with its byte counts ---------------
+SHARD_MAGIC, SHARD_VERSION = 20240520, 1
+SHARD_HEADER_INTS = 256  # int32: magic, version, number of tokens, zeros
+SHARD_HEADER_BYTES = 4 * SHARD_HEADER_INTS
+BOS = 1  # starts every document of the challenge's data
+MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
+MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if its header and its
+    length disagree."""
+    shard, again = f"shard {path}", "download it again"
+    with explaining(f"cannot read {shard}", OSError, advice="check the file and DATA_PATH"):
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
+    complete = len(header) == SHARD_HEADER_INTS
+    require(complete, f"{shard} has {size} bytes, less than a header: {again}")
+    magic, version, count = header[:3].tolist()
+    foreign = f"{shard} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard"
+    require(magic == SHARD_MAGIC, foreign)
+    other = f"{shard} has format version {version}, not {SHARD_VERSION}: convert it"
+    require(version == SHARD_VERSION, other)
+    length = SHARD_HEADER_BYTES + 2 * count
+    wrong = f"{shard} has {size} bytes, but its header promises {count} tokens in {length}"
+    require(count > 0 and size == length, f"{wrong}: {again}")
+    offset = SHARD_HEADER_BYTES
+    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,)))
+
+
+def shard_paths(folder: str | Path, split: str) -> list[Path]:
+    """The shards of a split, fineweb_SPLIT_NNNNNN.bin, in order. Validation may have a sidecar,
+    split "val_bytes"."""
+    numbered = re.compile(rf"fineweb_{split}_\d+\.bin")
+    return sorted(path for path in Path(folder).glob("*.bin") if numbered.fullmatch(path.name))
+
+
+class TokenStream:
+    """All shards of a split, concatenated. All are opened at the start, so crossing a shard
+    boundary costs nothing."""
+
+    def __init__(self, folder: str, split: str, vocab_size: int):
+        self.vocab_size = vocab_size
+        where, get = f"DATA_PATH={folder}", "run data/download_fineweb.py"
+        absent = f"{where} does not exist: set the folder of your shards, or {get}"
+        require(Path(folder).is_dir(), absent)
+        self.paths = shard_paths(folder, split)
+        require(self.paths, f"{where} has no fineweb_{split}_NNNNNN.bin; {get}")
+        self.shards = [read_shard(path) for path in self.paths]
+        self.files = [path.open("rb", buffering=0) for path in self.paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as (count,) uint16. Raises UserError for a token outside
+        the vocabulary or a truncated shard.
+
+        Reads the file, not its mapping: after a truncation that would kill the process."""
+        pieces = []
+        while count:
+            shard = int(np.searchsorted(self.ends, start, side="right"))
+            length = len(self.shards[shard])
+            offset = start - int(self.ends[shard]) + length  # of the token in its shard
+            wanted = min(count, length - offset)
+            pieces.append(self.read_piece(shard, offset, wanted))
+            start += wanted
+            count -= wanted
+        return np.concatenate(pieces)
+
+    def read_piece(self, shard: int, offset: int, count: int) -> np.ndarray:
+        file, path = self.files[shard], self.paths[shard]
+        raw = os.pread(file.fileno(), 2 * count, SHARD_HEADER_BYTES + 2 * offset)
+        if len(raw) != 2 * count:
+            raise UserError(f"shard {path} was truncated during the run: restore it, start again")
+        tokens = np.frombuffer(raw, dtype="<u2")
+        if tokens.max() >= self.vocab_size:
+            found = f"shard {path} holds token {tokens.max()}, but VOCAB_SIZE={self.vocab_size}"
+            raise UserError(f"{found}: set the data's")
+        return tokens
+
+
+def require_documents(hp: Hyperparameters, path: Path, tokens: np.ndarray) -> None:
+    """Raise UserError if a run that needs documents has none in these tokens of a shard."""
+    lora = hp.ttt_enabled and hp.ttt_mode == "lora"
+    for name, needed in {"DOC_ATTENTION=1": hp.doc_attention, "TTT_MODE=lora": lora}.items():
+        found = f"{name} needs documents, but {path} does not mark where they begin (token {BOS})"
+        require(not needed or BOS in tokens, f"{found}: tokenize the text again")
+
+
+class TrainingLoader:
+    """Batch number s of the run, for any s.
+
+    Block k of the data is tokens [k*T, k*T + T]. Step s takes the next TRAIN_BATCH_TOKENS / T
+    blocks as its rows, and rank i the i-th part of them: the data depend on nothing but s. The
+    order is a permutation of all blocks per epoch, so a batch is not a few documents (see also
+    #1060 and #1394)."""
+
+    def __init__(self, hp: Hyperparameters, runtime: Runtime):
+        self.stream = TokenStream(hp.data_path, "train", hp.vocab_size)
+        require_documents(hp, self.stream.paths[0], self.stream.shards[0][: 1 << 20])
+        self.seq_len = hp.train_seq_len
+        self.shortest = hp.train_seq_len // hp.short_seq_parts
+        self.doc_attention, self.attention = hp.doc_attention, runtime.attention
+        self.shuffle, self.seeds = hp.shuffle_seed != 0, (hp.shuffle_seed, hp.seed)
+        self.device = runtime.device
+        self.blocks = (len(self.stream) - 1) // self.seq_len
+        found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
+        require(self.blocks > 0, f"{found}, too few for TRAIN_SEQ_LEN={self.seq_len}: lower it")
+        ranks = runtime.comm.size
+        self.step_rows = hp.train_batch_tokens // self.seq_len
+        self.rows, rest = divmod(self.step_rows, ranks)
+        batch = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
+        uneven = f"{batch} is not a multiple of {ranks * self.seq_len}"
+        require(rest == 0, f"{uneven}, so {ranks} ranks cannot share its sequences evenly")
+        self.first_row = runtime.comm.rank * self.rows
+        self.epoch = -1  # of self.order
+        self.on_gpu = self.device.type == "cuda"
+        # Pinning uses the thread's current GPU.
+        bind = torch.cuda.set_device if self.on_gpu else None
+        self.reader = ThreadPoolExecutor(1, initializer=bind, initargs=(self.device,))
+        self.pending = {}  # futures of the next batches, by step
+
+    def close(self) -> None:
+        self.reader.shutdown(cancel_futures=True)
+
+    def batch(self, step: int) -> Tensor:
+        """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads those of the
+        next steps."""
+        steps = range(step, step + 4)  # three batches ahead, so a slow read does not stall a step
+        self.pending = {s: self.pending.get(s) or self.reader.submit(self.read, s) for s in steps}
+        return self.pending.pop(step).result().to(self.device, non_blocking=True)
+
+    def read(self, step: int) -> Tensor:
+        shape = (self.rows, self.seq_len + 1)
+        batch = torch.empty(shape, dtype=torch.uint16, pin_memory=self.on_gpu)
+        for row in range(self.rows):
+            number = step * self.step_rows + self.first_row + row
+            tokens = self.stream.read(self.seq_len * self.block(number), self.seq_len + 1)
+            if self.doc_attention:
+                check_documents(np.flatnonzero(tokens == BOS), self.shortest, self.attention)
+            batch.numpy()[row] = tokens
+        return batch
+
+    def block(self, number: int) -> int:
+        """The block of row `number` of the run."""
+        epoch, place = divmod(number, self.blocks)
+        if epoch != self.epoch:
+            generator = np.random.default_rng((*self.seeds, epoch))
+            in_order = np.arange(self.blocks)
+            self.order = generator.permutation(self.blocks) if self.shuffle else in_order
+            self.epoch = epoch
+        return int(self.order[place])
+
+
+# TITLE, ALLCAPS, CAPNEXT, ESC: pieces 4 to 7 of a CaseOps tokenizer.
+CASE_OPERATORS = "\ue001\ue002\ue003\ue004"
+
+
+class ByteCounter:
+    """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text with
+    U+2581 as a space, at the start only if the previous token is not a boundary (control, unknown
+    or unused, such as BOS).
+
+    The operators of CaseOps (data/README.md) have none: a lower-case letter has as many bytes as
+    the capital that it stands for."""
+
+    def __init__(self, tokenizer_path: str, vocab_size: int):
+        setting = f"TOKENIZER_PATH={tokenizer_path}"
+        exists = Path(tokenizer_path).is_file()
+        require(exists, f"{setting} is not a file: set it to the shards' SentencePiece model")
+        wrong, advice = f"{setting} is not a SentencePiece model", "set it to the shards' model"
+        with explaining(wrong, RuntimeError, advice=advice):
+            model = read_small(Path(tokenizer_path))
+            pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        found = pieces.vocab_size()
+        differs = f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal"
+        require(found == vocab_size, differs)
+        has_space = pieces.piece_to_id("\u2581") != pieces.unk_id()
+        no_space = f"{setting} has no piece for U+2581, so a space could become 3 byte pieces"
+        require(has_space, f"{no_space}: use another one")
+        ids = list(range(vocab_size))
+        texts = pieces.id_to_piece(ids)
+        kinds = [pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)]
+        self.boundary = np.any(kinds, axis=0)
+        self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
+        sizes = [len(text.removeprefix("\u2581").replace("\u2581", " ").encode()) for text in texts]
+        sizes = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16)
+        self.length = sizes * ~self.boundary  # without a space at the start
+        self.caseops = texts[4:8] == list(CASE_OPERATORS)
+        if self.caseops:
+            self.length[4:8] = 0
+
+    def count(self, tokens: np.ndarray) -> np.ndarray:
+        """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
+        before, after = tokens[:-1], tokens[1:]
+        return self.length[after] + (self.spaced[after] & ~self.boundary[before])
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
+    the memory."""
+    size = path.stat().st_size
+    over = f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file"
+    require(size <= MAX_FILE, over)
+    return path.read_bytes()
+
+
+def sha256_of(path: str | Path) -> str:
+    """The sha256 of a tokenizer, in hexadecimal."""
+    return hashlib.sha256(read_small(Path(path))).hexdigest()
+
+
+def check_manifest(data_path: str, tokenizer_path: str) -> bool:
+    """Whether DATA_PATH/manifest.json says that the text is in our grammar of CaseOps. Raises
+    UserError if it names another tokenizer. data/inspect_shards.py checks the files it lists."""
+    path = Path(data_path, "manifest.json")
+    if not path.is_file():
+        return False
+    invalid = f"{path} is not a valid manifest"
+    with explaining(invalid, Exception, advice="make or download the data again"):
+        tokenizer = json.loads(read_small(path))["tokenizer"]
+        digest, caseops = str(tokenizer["sha256"]), tokenizer.get("caseops") is True
+    other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards"
+    require(sha256_of(tokenizer_path) == digest, f"{other}, by its sha256 in {path}")
+    return caseops
+
+
+def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
+    """The exact bytes of each of the `count` validation tokens, uint16, from
+    fineweb_val_bytes_NNNNNN.bin beside the shards; None without such files. Raises UserError if
+    they hold another number."""
+    if not shard_paths(data_path, "val_bytes"):
+        return None
+    stream = TokenStream(data_path, "val_bytes", 1 << 16)
+    held = f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens"
+    differs = f"{held}, but the shards hold {count}: download both again"
+    require(len(stream) == count, differs)
+    nbytes = stream.read(0, count)
+    most = nbytes.max()
+    require(0 < most < 1 << 15, f"{stream.paths[0]}: {most} bytes for a token are impossible")
+    return nbytes
+
+
+def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> tuple[np.ndarray, str]:
+    """Bytes (n,) int16 of each of tokens[1:], given tokens (n + 1,), and a note for the log. A
+    sidecar is the truth; without one the tokenizer counts. Raises UserError if neither can know the
+    bytes."""
+    counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
+    our_grammar = check_manifest(hp.data_path, hp.tokenizer_path)
+    counted = counter.count(tokens)
+    exact = read_sidecar(hp.data_path, len(tokens))
+    if exact is None:
+        operators = f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators"
+        files = "neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py"
+        unknown = f"{operators}, but DATA_PATH={hp.data_path} has {files}"
+        known = our_grammar or not counter.caseops
+        require(known, f"{unknown}, so the bytes are unknown: get one of them")
+        return counted, ""
+    nbytes = exact[1:].astype(np.int16)
+    total, other = int(nbytes.sum(dtype=np.int64)), int(counted.sum(dtype=np.int64))
+    if total == other:
+        return nbytes, ""
+    says = f"fineweb_val_bytes_*.bin says {total} bytes, which the score uses"
+    return nbytes, f"{says}; the tokenizer counts {other}"
+
+
+class Validation:
+    """The validation stream on the device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
+    targets."""
+
+    def __init__(self, hp: Hyperparameters, device: torch.device):
+        stream = TokenStream(hp.data_path, "val", hp.vocab_size)
+        count = len(stream)
+        found = f"DATA_PATH={hp.data_path} holds {count} validation tokens"
+        require(count <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
+        few = f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it"
+        require(count > hp.eval_seq_len, few)
+        tokens = stream.read(0, count)
+        require_documents(hp, stream.paths[0], tokens)
+        nbytes, self.note = count_bytes(hp, tokens)
+        self.fill(tokens, nbytes, device)
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device) -> Validation:
+        """The stream of these tokens (n + 1,) with these bytes (n,), without files."""
+        found = cls.__new__(cls)
+        found.fill(tokens, nbytes, device)
+        return found
+
+    def fill(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device) -> None:
+        self.targets = len(tokens) - 1
+        self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        self.nbytes = torch.from_numpy(nbytes.astype(np.int16)).to(device)
+        self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
+        self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))  # where they begin
+
+    def spans(self, documents: bool) -> np.ndarray:
+        """[begin, end) (S, 2) of the inputs that may see each other: all, or each document with its
+        BOS."""
+        begins = self.documents if documents else np.array([0])
+        return np.stack((begins, np.append(begins[1:], self.targets)), axis=1)
+
+
+# ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
+MAX_BITS = 12  # of a code
+ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
+ANS_BUCKETS = 3  # classes per octave of code size
+# Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
+LZMA = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}
+LZMA_FILTERS = [LZMA | {"lc": 0, "lp": 0, "pb": 0}]
+
+
+def lzma_pack(raw: bytes) -> bytes:
+    return lzma.compress(raw, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+
+
+def lzma_unpack(blob: bytes, size: int) -> bytes:
+    """The inverse of `lzma_pack` for `size` bytes; uses memory for `size` bytes. Raises an error if
+    damaged."""
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+    raw = decoder.decompress(blob, max_length=size + 1)
+    whole = len(raw) == size and decoder.eof and not decoder.unused_data
+    require(whole, f"a packed part does not hold {size} bytes")
+    return raw
+
+
+def to_planes(values: np.ndarray) -> bytes:
+    """16-bit values as all low bytes, then all high bytes, which compresses better."""
+    return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
+
+
+def from_planes(raw: bytes) -> np.ndarray:
+    """The values (n,) int16 of `to_planes`."""
+    return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
+
+
+def encode_lzma(codes: np.ndarray) -> bytes:
+    """Codes (L, out, in) int16 by LZMA2, along columns of like codes (1.5 % fewer bytes), with zero
+    high bytes."""
+    return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
+
+
+def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of
+    another shape."""
+    layers, out, width = shape
+    codes = from_planes(lzma_unpack(blob, 2 * math.prod(shape))) - np.int16(128)
+    return codes.reshape(layers, width, out).transpose(0, 2, 1)
+
+
+def encode_ans(codes: np.ndarray) -> bytes:
+    """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of
+    columns: those whose codes have the same mean size, in thirds of an octave (docs/formats.md).
+    Exact on every machine."""
+    import constriction
+
+    mean = np.abs(codes).astype(np.float32).mean(axis=1)  # (L, in)
+    bucket = np.rint(ANS_BUCKETS * np.log2(np.maximum(mean, 1 / 64)))
+    classes = (bucket - bucket.min()).astype(np.uint8)
+    least = int(codes.min())
+    symbols = codes.astype(np.int32) - least
+    parts = [symbols.ravel()[places] for places in places_of(classes, codes.shape)]
+    count = int(symbols.max()) + 1
+    tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
+    coder = constriction.stream.stack.AnsCoder()
+    for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
+        if np.count_nonzero(table) > 1:
+            coder.encode_reverse(part, distribution(table))
+    head = struct.pack("<3h", least, *tables.shape)
+    side = lzma_pack(head + classes.tobytes() + tables.astype("<u2").tobytes())
+    return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
+
+
+def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
+    another shape."""
+    import constriction
+
+    layers, _, width = shape
+    (length,) = struct.unpack_from("<I", blob)
+    side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
+    opened = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+    least, number, count = struct.unpack("<3h", opened.decompress(side, max_length=6))
+    possible = 0 < number <= 256 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
+    require(possible, f"{number} tables of {count} codes from {least} are impossible")
+    raw = lzma_unpack(side, 6 + layers * width + 2 * number * count)
+    classes = np.frombuffer(raw, np.uint8, layers * width, offset=6).reshape(layers, width)
+    tables = np.frombuffer(raw, "<u2", offset=6 + layers * width).reshape(number, count)
+    positions = places_of(classes, shape)
+    require(len(positions) == number, "its tables of frequencies do not fit")
+    coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
+    codes = np.empty(math.prod(shape), dtype=np.int16)
+    for table, places in zip(tables, positions, strict=True):
+        fits = not len(places) or table.sum() == ANS_TOTAL
+        require(fits, "its tables of frequencies do not fit")
+        found = table.argmax()  # all there is if one symbol has all the weight
+        if np.count_nonzero(table) > 1:
+            found = coder.decode(distribution(table), len(places))
+        codes[places] = least + found
+    require(coder.is_empty(), "its codes do not end where they should")
+    return codes.reshape(shape)
+
+
+def places_of(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
+    """The positions of the codes of each class, given those of the columns (L, in)."""
+    all_codes = np.broadcast_to(classes[:, None, :], shape).ravel()
+    order = all_codes.argsort(kind="stable")
+    return np.split(order, np.bincount(all_codes).cumsum()[:-1])
+
+
+def frequencies(counts: np.ndarray) -> np.ndarray:
+    """Frequencies of the symbols, (classes, symbols) as the counts: 1 for each that occurs, the
+    rest in proportion. They sum to ANS_TOTAL, or to 0 in an empty class."""
+    present = counts > 0
+    total = counts.sum(axis=1, keepdims=True)
+    spare = ANS_TOTAL - present.sum(axis=1, keepdims=True)
+    up_to = spare * counts.cumsum(axis=1) // np.maximum(1, total)  # exact: rounded down
+    return present + np.diff(up_to, axis=1, prepend=0)
+
+
+def distribution(table: np.ndarray):
+    """The coder's model. Its fixed-point weights are exact for frequencies that sum to a power of
+    two."""
+    import constriction
+
+    return constriction.stream.model.Categorical(table.astype(np.float64), perfect=False)
+
+
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
+
+
+# ---- Log and files -------------------------------------------------------------------------------
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to; then synced and renamed, so a crash leaves the old file or the
+    complete new one."""
+    partial = path.with_name(path.name + ".partial")
+    with writing(path):
+        try:
+            yield partial
+            with open(partial, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+class Log:
+    """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in
+    logs/<RUN_ID>.jsonl. A line that cannot be written does not end the run: `failure` says so at
+    its end."""
+
+    def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
+        self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
+        self.path = folder / self.name  # without suffix
+        self.artifact = folder / f"{self.name}{''.join(ARTIFACT.suffixes)}"
+        self.started = time.perf_counter()
+        self.failure = ""  # what could not be written, and what to do
+        self.files = []
+        self.bar = None
+        if comm.rank == 0:
+            self.open_files(folder)
+            self.open_bar()
+
+    def open_files(self, folder: Path) -> None:
+        paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
+        with writing(paths[0]):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
+        busy = f"RUN_ID={self.name}: another run is writing {paths[0]}"
+        with explaining(busy, BlockingIOError, advice="wait or set another"):
+            # Released when this process ends.
+            fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def open_bar(self) -> None:
+        if sys.stdout.isatty() and find_spec("tqdm"):
+            from tqdm import tqdm
+
+            layout = "{desc} {percentage:.0f}% |{bar}|"
+            options = {"dynamic_ncols": True, "leave": False, "file": sys.stdout}
+            self.bar = tqdm(total=1, bar_format=layout, **options)
+
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
+        if self.bar is not None:
+            self.bar.close()
+
+    def __call__(
+        self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
+    ) -> None:
+        """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
+        **fields}. In a terminal a progress bar replaces a line with a `bar` of (text, fraction
+        done)."""
+        if not self.files:
+            return
+        if bar and self.bar is not None:
+            text, self.bar.n = bar
+            self.bar.set_description_str(text)
+        elif console:
+            write = print if self.bar is None else self.bar.write
+            write(line)
+            sys.stdout.flush()
+        text, events = self.files
+        try:
+            with writing(text.name):
+                text.write(f"{line}\n")
+                if event:
+                    seconds = round(time.perf_counter() - self.started, 3)
+                    found = {"event": event, "seconds": seconds, **fields}
+                    events.write(f"{json.dumps(found)}\n")
+        except UserError as error:
+            self.failure = self.failure or str(error)
+
+    def note(self, text: str) -> None:
+        """Write `text`, unless it is empty, as a note."""
+        if text:
+            self(f"note: {text}")
+
+    def stage(self, name: str) -> None:
+        """Show in the bar what begins."""
+        if self.bar is not None:
+            self.bar.n = 0
+            self.bar.set_description_str(name)
+
+    def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
+        """Raise UserError, on all ranks, if the run would replace the log of a finished run or,
+        with EVAL_ONLY, of a training. Only a run that kept its limits has finished."""
+        kept = {"finished", "train"} if hp.eval_only else {"finished"}
+        used = False
+        if self.files:
+            lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
+            events = re.findall(r'(?m)^\{"event": "(\w+)"', lines)
+            used = not kept.isdisjoint(events)
+        earlier = f"RUN_ID={self.name} is used by an earlier run"
+        advice = f"set another, or delete its log, {self.path}.txt and .jsonl"
+        require(not comm.share(used), f"{earlier}: {advice}")
+
+    def header(
+        self, hp: Hyperparameters, runtime: Runtime, notes: Iterable[str] = (), resumed=False
+    ) -> None:
+        """What is needed to repeat the run: source, versions, machine, every knob. A resumed run
+        appends to its log."""
+        if not resumed:
+            for file in self.files:
+                file.truncate(0)
+            self(SOURCE.decode() + "\n" + "=" * 100, console=False)
+        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        settings = hp.describe()
+        self(f"started: {started}\nhyperparameters (* differs from the default)", console=False)
+        self(settings, console=False)
+        names = [name for name in ("numpy", "sentencepiece", "constriction") if find_spec(name)]
+        packages = ", ".join(f"{name} {version(name)}" for name in names)
+        torches = f"torch {torch.__version__}, {packages}, cuda {torch.version.cuda}"
+        fields = {"versions": f"python {platform.python_version()}, {torches}"}
+        fields["runtime"] = runtime.describe()
+        self("\n".join(fields.values()))
+        changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
+        fields |= {"run_id": self.name, "started": started}
+        fields["hyperparameters"] = dataclasses.asdict(hp)
+        self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
+        for note in (*runtime.notes, *notes):
+            self.note(note)
+        require(not self.failure, self.failure)
+
+    def finish(self, comm: Comm, score: str, total: int, advice: str, made: str = "") -> None:
+        """The end of a run: its score, the `total` bytes of the submission, what it `made`, and
+        what to do next. Raises UserError, on all ranks, if something could not be written."""
+        failure = comm.share(self.failure)
+        require(not failure, failure)
+        line = f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes"
+        self(line, event="finished", bytes=total)
+        self(f"files: {made}{self.path}.txt, {self.path}.jsonl\nnext: {advice}")
+
+
+# ---- Checkpoints: a killed run continues where it was (docs/formats.md) --------------------------
+CHECKPOINTS = Path("checkpoints")
+CHECKPOINT_VERSION = 6
+CHECKPOINT_FILES = "step_*.safetensors"
+
+
+class Checkpoints:
+    """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.safetensors: whole tensors, with everything else
+    as metadata. A step only waits for the copy to host memory; a thread hashes, writes, syncs and
+    renames. The last two are kept."""
+
+    def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
+        self.hp, self.comm, self.log = hp, comm, log
+        self.folder = CHECKPOINTS / hp.run_id
+        self.copies: dict[str, Tensor] = {}  # in host memory
+        self.writer = ThreadPoolExecutor(1)
+        self.written = self.writer.submit(lambda: None)  # future of the newest checkpoint
+        self.newest: Path | None = None
+        self.last = {"step": 0, "seconds": 0.0}  # its state, from which intervals count
+        if hp.checkpoint_every and comm.rank == 0:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                # A killed run leaves what `replacing` and safetensors' save_file write to first.
+                for unfinished in (*self.folder.glob("*.partial"), *self.folder.glob(".tmp*")):
+                    unfinished.unlink()
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether to save before `step`, which begins `seconds` into the run; the same on all
+        ranks."""
+        every = self.hp.checkpoint_every
+        if not every:
+            return False
+        if every.endswith("s"):
+            return seconds - self.last["seconds"] >= int(every.rstrip("s"))
+        return step - self.last["step"] >= int(every)
+
+    def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
+        """Copy the whole tensors and start writing them, with this metadata. All ranks must call
+        this."""
+        self.written.result()
+        self.last = state
+        self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
+        for name, tensor in tensors:  # collected from the owners, so every rank iterates
+            if self.comm.rank == 0:
+                copy = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+                self.copies[name] = copy
+        if self.comm.rank == 0:
+            copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
+            knobs = dataclasses.asdict(self.hp)
+            metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": knobs, **state}
+            metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
+            self.written = self.writer.submit(self.write, self.newest, metadata, copied)
+
+    def write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
+        """In the writer's thread. After an error, such as a full disk, the run continues."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file  # unlike `save`, it releases the interpreter lock
+
+        started = time.perf_counter()
+        step = metadata["step"]
+        if copied is not None:
+            copied.synchronize()
+        try:
+            norms = [torch.linalg.vector_norm(tensor) for tensor in self.copies.values()]
+            finite = all(norm.isfinite() for norm in norms)
+            require(finite, "it has values that are not finite")
+            text = {"checkpoint": json.dumps(metadata)}
+            text["sha256"] = checkpoint_digest(metadata, self.copies)
+            with replacing(path) as partial:
+                save_file(self.copies, partial, metadata=text)
+            for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
+                older.unlink(missing_ok=True)
+            fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
+            self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
+        except (UserError, SafetensorError, OSError) as error:
+            self.log.note(f"there is no checkpoint of step {step}: {error}")
+            self.newest = max(self.folder.glob(CHECKPOINT_FILES), default=None)
+
+    def continue_from(self, path: Path, state: dict) -> None:
+        """Delete later checkpoints: they are damaged, or of a branch that this run leaves."""
+        self.newest, self.last = path, state
+        if self.comm.rank == 0:
+            for later in self.folder.glob(CHECKPOINT_FILES):
+                if later.name > path.name:
+                    later.unlink()
+
+
+def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
+    """The sha256 over metadata and tensors, in hexadecimal."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+    """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is
+    executed."""
+    from safetensors import safe_open
+
+    advice = "copy or delete it"
+    with explaining("it is truncated or not a checkpoint", Exception, advice=advice):
+        with safe_open(path, framework="pt") as file:
+            text = file.metadata() or {}
+            names = file.keys()  # the file is no dict
+            tensors = {name: file.get_tensor(name) for name in names}
+        metadata = json.loads(text["checkpoint"])
+        stated, version = text["sha256"], metadata["version"]
+    differs = f"its format has version {version}, not {CHECKPOINT_VERSION}"
+    require(version == CHECKPOINT_VERSION, differs)
+    with explaining("its metadata is invalid", Exception, advice=advice):
+        numbers = [metadata[key] for key in ("step", "seconds", "samples", "reserve")]
+        numbers += metadata["recent"]
+        valid = all(isinstance(n, int | float) and n >= 0 for n in numbers)
+        valid = valid and len(metadata["hyperparameters"].keys()) > 0
+    require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
+    require(valid, "its metadata is invalid")
+    return metadata, tensors
+
+
+def find_checkpoint(
+    hp: Hyperparameters, comm: Comm
+) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
+    """(path, metadata, tensors, notes for the log) of RESUME's checkpoint; only rank 0 has
+    tensors."""
+    found: Path | None = None
+    metadata, tensors, notes = {}, {}, []
+    for path in checkpoints_to_try(hp) if comm.rank == 0 else ():
+        try:
+            metadata, tensors = read_checkpoint(path)
+        except ValueError as error:
+            notes.append(f"checkpoint {path} skipped: {reason(error)}")
+            continue
+        require_same_run(hp, path, metadata)
+        if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
+            notes.append("train_gpt.py has changed since this checkpoint")
+        found = path
+        break
+    damaged = f"RESUME={hp.resume}: {'; '.join(notes)}"
+    advice = f"delete {CHECKPOINTS / hp.run_id} to start over"
+    require(found or not notes, f"{damaged}; {advice}")
+    found, metadata, notes = comm.share((found, metadata, notes))
+    return found, metadata, tensors, notes
+
+
+def checkpoints_to_try(hp: Hyperparameters) -> list[Path]:
+    """RESUME's file, or with RESUME=auto those of RUN_ID, newest first. Raises UserError if the run
+    would mix with another one."""
+    folder = CHECKPOINTS / hp.run_id
+    own = sorted(folder.glob(CHECKPOINT_FILES), reverse=True)
+    if hp.resume == "auto":
+        return own
+    if not hp.resume:
+        earlier = f"{folder} holds an earlier run: set RESUME=auto to continue it"
+        require(not own or not hp.checkpoint_every, f"{earlier}, or another RUN_ID")
+        return []
+    inside = Path(hp.resume).resolve().parent == folder.resolve()
+    mixed = f"RESUME={hp.resume}, but RUN_ID={hp.run_id} has checkpoints of its own in {folder}"
+    advice = "set RESUME=auto to continue from the newest of those, or another RUN_ID"
+    require(not own or inside, f"{mixed}: {advice}")
+    return [Path(hp.resume)]
+
+
+def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
+    """Raise UserError if knobs differ that must not."""
+    before = metadata["hyperparameters"]
+    unlike = []
+    for name in knobs_with("training", "model"):
+        now, then = getattr(hp, name), before.get(name)
+        if now != then:
+            unlike.append(f"{name.upper()}={now} instead of {then}")
+    other = f"RESUME={hp.resume}: {path} is of another run, with {', '.join(unlike)}"
+    free = " ".join(knobs_with("evaluation", "run")).upper()
+    advice = f"set the same, or another RUN_ID; only these may change: {free}"
+    require(not unlike, f"{other}: {advice}")
+
+
+def require_space(hp: Hyperparameters, comm: Comm, log: Log) -> None:
+    """Raise UserError, on all ranks, if the disk has no room for log and artifact or for the
+    checkpoints."""
+    weights = sum(tensor.numel() for tensor in outline(hp).values())
+    folder = CHECKPOINTS / hp.run_id
+    needs = {log.artifact.parent: (1 << 25) + 4 * weights}  # artifact and copy, 2 bytes per weight
+    if hp.checkpoint_every:
+        # Up to four fp32 numbers per weight; two are kept while a third is written.
+        missing = max(1, 3 - len(list(folder.glob(CHECKPOINT_FILES))))
+        needs[folder] = missing * ((1 << 20) + 16 * weights)
+    need = sum(needs.values())  # all are on one disk, usually
+    full = ""
+    for place in needs if comm.rank == 0 else ():
+        existing = next(path for path in (place, *place.parents) if path.exists())
+        free = shutil.disk_usage(existing).free
+        if free < need:
+            full = f"{place} has {free >> 20} MiB of free space, but the run may need {need >> 20}"
+    full = comm.share(full)
+    require(not full, f"{full}: free some, or start it in another folder")
+
+
+# ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
+class Comm:
+    """The collectives of a group of ranks; in a group of one they copy or do nothing.
+
+    Each starts the work and returns the function that waits for it; on a GPU the stream waits, not
+    the host. Reductions are sums: the loss is divided by the global number of micro-batches
+    beforehand."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
+        self.rank, self.size, self.group = rank, size, group
+        self.shard = self  # the ranks that divide the rows of the banks among them
+        self.replicate = self if size == 1 else Comm()  # the ranks that own the same rows
+
+    def split(self, shard_ranks: int, device: torch.device) -> Comm:
+        """All ranks again, on a mesh: `shard_ranks` consecutive ranks, such as a node's, divide the
+        rows of the banks (hybrid sharding, arXiv:2304.11277). Blocks."""
+        replicas, rest = divmod(self.size, shard_ranks)
+        setting = f"SHARD_RANKS={shard_ranks} (default: LOCAL_WORLD_SIZE)"
+        uneven = f"{setting} does not divide the {self.size} ranks"
+        require(rest == 0, f"{uneven}: set a divisor of {self.size}")
+        whole = Comm(self.rank, self.size)
+        if replicas > 1:
+            names, shape = ("replicate", "shard"), (replicas, shard_ranks)
+            mesh = self.named(init_device_mesh, device.type, shape, mesh_dim_names=names)
+            replica, place = divmod(self.rank, shard_ranks)
+            whole.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
+            whole.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
+        return whole
+
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Sum `tensor` over the ranks, in place."""
+        return self.start(dist.all_reduce, tensor)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
+        """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`."""
+        # torch 2.13 has a new name.
+        collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return self.start(collective, shard, full)
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
+        """Collect every rank's `shard` (r, ...) in `full` (S*r, ...)."""
+        collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return self.start(collective, full, shard)
+
+    def share(self, value):
+        """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
+        box = [value]
+        if self.size > 1:
+            self.named(dist.broadcast_object_list, box, src=0)
+        return box[0]
+
+    def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
+        if self.size == 1:
+            if source and source[0].data_ptr() != out.data_ptr():  # shards may be views
+                out.copy_(source[0])
+            return lambda: None
+        work = self.named(collective, out, *source, group=self.group, async_op=True)
+        return lambda: self.named(work.wait)
+
+    def named(self, call: Callable, *arguments, **options):
+        """Call a collective. Raises UserError, with this rank, if another one is lost."""
+        what = f"rank {dist.get_rank()} lost a collective operation"
+        lost = f"{what}: another rank has died or cannot be reached"
+        advice = "look at the first rank that reported an error, then start again"
+        with explaining(lost, RuntimeError, advice=advice):
+            return call(*arguments, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """Where and how this process computes. Made once by `start` and passed on."""
+
+    comm: Comm
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    attention: str
+    attend: Callable[..., Tensor]
+    micro_batch_tokens: int  # tokens of one forward
+    notes: tuple[str, ...]  # for the log: why a choice is not the first one
+    fused_mlp: Callable | None = None  # in place of the plain form
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, hp: Hyperparameters) -> Iterator[Runtime]:
+        """Set up the process group, device, dtype and kernels; shut down cleanly when the body
+        succeeds."""
+        device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
+        on_gpu = device.type == "cuda"
+        choose_deterministic(hp.deterministic or not on_gpu)
+        comm = join_ranks(hp, device)
+        if not on_gpu:
+            keep_freed_memory()
+        dtype = choose_dtype(hp.compute_dtype, device)
+        compiled, missing = choose_compile(hp.compile, device)
+        attention, attend, refused = choose_attention(hp, device, dtype, compiled)
+        fused_mlp, unfit = choose_fused_mlp(hp, device, dtype, compiled)
+        # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a
+        # laptop's memory.
+        micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
+        notes = (*missing, *refused, *unfit)
+        yield cls(comm, device, dtype, compiled, attention, attend, micro, notes, fused_mlp)
+        # Not in a `finally`: a barrier would wait for dead ranks.
+        if comm.size > 1:
+            comm.named(dist.barrier)
+            # A group that is referred to keeps its threads, which can abort the process at exit.
+            comm.shard.group = comm.replicate.group = None
+            dist.destroy_process_group()
+
+    def synchronize(self) -> None:
+        """Wait for queued device work."""
+        (torch.cuda if self.device.type == "cuda" else torch.cpu).synchronize()
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name()
+        else:
+            cpuinfo = Path("/proc/cpuinfo")
+            text = cpuinfo.read_text() if cpuinfo.exists() else ""
+            model = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
+            name = f"CPU {model}, {torch.get_num_threads()} threads"
+        dtype, compiled = str(self.dtype).removeprefix("torch."), int(self.compiled)
+        kernels = f"compute_dtype:{dtype} attention:{self.attention} compile:{compiled}"
+        mesh = f"{self.comm.replicate.size}x{self.comm.shard.size}"
+        return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {kernels}"
+
+
+def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
+    """All ranks that the launcher has started, as torchrun sets the environment. Blocks."""
+    comm = Comm(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    if comm.size > 1:
+        # A restart would share the store with dead ranks (pytorch #135712).
+        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        needed = "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it"
+        require(not (shared and restarts), needed)
+        backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+    return comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory. Else its pages fault again in every step, which cost more than
+    the arithmetic."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        for parameter, value in ((-3, 1 << 30), (-1, -1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """This process's device: GPU number LOCAL_RANK, or the CPU if there is no GPU."""
+    found = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not found):
+        return torch.device("cpu")
+    none = "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
+    require(found, none)
+    gpus = torch.cuda.device_count()
+    few = f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}"
+    require(local_rank < gpus, few)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware has matrix units for it (Ampere and later; AMX or AVX512-BF16),
+    else float32."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+        fast = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+    return torch.bfloat16 if fast else torch.float32
+
+
+def choose_deterministic(wanted: bool) -> None:
+    """Let runs repeat bit for bit. Otherwise threads add an embedding's gradients in the order in
+    which they arrive."""
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a check that costs time
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+
+
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
+    """(compile or not, notes). Without its compilers a CPU runs eagerly; for a GPU, much slower, it
+    is a UserError."""
+    if wanted in ("0", "1"):
+        return wanted == "1", []
+    on_gpu = device.type == "cuda"
+    # Triton's choice, or Inductor's.
+    c, cpp = (os.environ.get("CC", "gcc"), "clang"), (os.environ.get("CXX", "g++"),)
+    compilers = c if on_gpu else cpp
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    needs = {
+        "Linux": sys.platform == "linux",  # else Inductor's C++ needs an OpenMP of its own
+        f"a {'C' if on_gpu else 'C++'} compiler": any(map(shutil.which, compilers)),
+        "Python.h (python3-dev)": header.exists(),
+        "triton": not on_gpu or find_spec("triton") is not None,
+    }
+    missing = ", ".join(name for name, found in needs.items() if not found)
+    advice = "install it, or set COMPILE=0, which is slow"
+    require(not on_gpu or not missing, f"torch.compile needs {missing}: {advice}")
+    if missing:
+        return False, [f"not compiled, which is slower: {missing} is missing"]
+    return True, []
+
+
+def compile_whole(function: Callable, compiled: bool) -> Callable:
+    """`function` (or a module) compiled as one graph per set of shapes and Pass; unchanged if not
+    `compiled`."""
+    if not compiled:
+        return function
+    options = None
+    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+        # From torch 2.10 on; it made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
+        options = {"triton.mix_order_reduction": False}
+    # Training, short sequences, late QAT and the few evaluation shapes.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+
+
+# ---- Attention kernels: FlashAttention 3, torch's operators, plain products ----------------------
+# Up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128.
+PLAIN_ATTENTION = 128
+# Up to this width of a head torch's CPU kernel is twice as fast in fp32 as in bf16 (without AMX).
+SMALL_HEAD = 32
+# The bounds for FlashAttention 3 have room for a document per this many positions of a row.
+DOCUMENT_POSITIONS = 32
+
+
+def visible(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
+    """Whether the last n of T positions see each of the T, (1 or B, 1, n, T): themselves and those
+    before them or, with a band, the band - 1 before them; with documents (B, T), only those of the
+    same one."""
+    n, time = q.size(1), k.size(1)  # torch's kernels align the causal mask with the first position
+    mask = torch.ones(1, 1, n, time, dtype=torch.bool, device=q.device).tril(time - n)
+    if band:
+        mask = mask.triu(time - n - band + 1)
+    if document is not None:
+        mask = mask & (document[:, None, -n:, None] == document[:, None, None])
+    return mask
+
+
+def attend_last(
+    q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
+) -> Tensor:
+    """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v
+    (B, T, K, E)."""
+    grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
+    scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
+    hidden = ~visible(q, k, band, document)[:, None]
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1).to(v.dtype)
+    return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
+
+
+def attend_chunks(
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None
+) -> Tensor:
+    """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the
+    keys that a chunk sees. `attend` gets a band if it needs a mask."""
+    batch, n, time = q.size(0), q.size(1), k.size(1)
+    assert n == time or time - n >= band
+    whole = n if n < time else max(0, n - band)  # queries that see a whole band
+    first = n - whole  # the others, at the start, see all before them
+    y = []
+    if first:
+        seen = document if document is None else document[:, :first]
+        y.append(attend(q[:, :first], k[:, :first], v[:, :first], 0, seen))
+    if whole:
+        chunk = max(1, band // 4)  # the fastest of band/4, band/2 and band on a CPU
+        spare = -whole % chunk
+
+        def of_chunks(t: Tensor) -> Tensor:
+            """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
+            padded = F.pad(t[:, time - whole - band :], (0, 0, 0, spare))
+            return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
+
+        q = F.pad(q[:, first:], (0, 0, 0, 0, 0, spare))
+        q = q.unflatten(1, (-1, chunk)).flatten(0, 1)  # (B * chunks, chunk, H, E)
+        k, v = (of_chunks(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
+        seen = document if document is None else of_chunks(document[..., None])[..., 0]
+        out = attend(q, k, v, band, seen).unflatten(0, (batch, -1)).flatten(1, 2)
+        y.append(out[:, :whole])
+    return torch.cat(y, dim=1)
+
+
+def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
+    """Raise UserError if a row of `width` positions could hold more documents than `attention` has
+    room for, given where they begin in the stream, (S,) in order."""
+    if attention != "fa3":
+        return
+    most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
+    room = width // DOCUMENT_POSITIONS
+    found = f"{most} documents begin within {width} positions"
+    limit = f"with DOC_ATTENTION=1 ATTENTION=fa3 takes {room}"
+    advice = "set ATTENTION=mem_efficient, which is slower, or join short documents"
+    require(most <= room, f"{found}, but {limit}: {advice}")
+
+
+def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Where documents (B, T) begin among the last n queries of each row and among all keys, int32
+    (S + 1,) each. Spare ones at the end are empty. More documents than `check_documents` allows are
+    an error of indexing."""
+    batch, time = document.shape
+    positions = torch.arange(batch * time, device=document.device)
+    begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
+    number = begins.flatten().cumsum(dim=0) - 1
+    room = batch * (1 + time // DOCUMENT_POSITIONS)
+    keys = torch.full((room + 1,), batch * time, device=document.device)
+    keys = keys.scatter_reduce(0, number, positions, "amin")
+    queries = keys // time * n + (keys % time - (time - n)).clamp(min=0)
+    return queries.int(), keys.int()
+
+
+@torch.enable_grad()
+def choose_attention(
+    hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> tuple[str, Callable[..., Tensor], list[str]]:
+    """(name, function of q (B, T, H, E), k and v (B, T, K, E), notes): the kernel asked for, or the
+    first that runs."""
+    on_gpu = device.type == "cuda"
+    # On a GPU `math` takes several times as long.
+    order = KERNELS[:-1] if on_gpu else ("flash", "math")
+    refused = []
+    for name in order if hp.attention == "auto" else (hp.attention,):
+        try:
+            attend = load_attention(name)
+            try_attention(compile_whole(attend, compiled and on_gpu), hp, device, dtype)
+            return name, attend, refused
+        except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
+            refused.append(f"attention {name} skipped: {reason(error)}")
+    failed = f"ATTENTION={hp.attention}: {'; '.join(refused)}"
+    raise UserError(f"{failed}: install one or set ATTENTION=math, which is slow")
+
+
+def try_attention(
+    attend: Callable, hp: Hyperparameters, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Run a kernel forward and backward at a run's shapes, or longer than those of plain
+    products."""
+    time = max(2 * PLAIN_ATTENTION, hp.train_seq_len if device.type == "cuda" else 0)
+    inputs = []
+    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads):
+        shape = (2, time, heads, hp.head_dim)
+        inputs.append(torch.randn(shape, device=device, dtype=dtype, requires_grad=True))
+    document = None
+    if hp.doc_attention:
+        document = torch.arange(time, device=device).expand(2, -1) // 100
+    attend(*inputs, 0, document).float().sum().backward()
+    if hp.eval_mode == "banded":
+        attend(*inputs, time // 2, document)
+
+
+def load_attention(name: str) -> Callable[..., Tensor]:
+    """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel
+    is missing."""
+    # Else the cache on disk answers with a graph of another kernel.
+    torch.compiler.config.cache_key_tag = name
+    if name == "fa3":
+        return load_fa3()
+    # Exactly one kernel stays enabled; otherwise torch would silently fall back to another one.
+    for kernel in ("cudnn", "flash", "mem_efficient", "math"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
+
+    def attend_sdpa(
+        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
+    ) -> Tensor:
+        on_cpu = q.device.type == "cpu"
+        plain = q.size(1) <= PLAIN_ATTENTION if on_cpu else band  # a GPU's kernel takes no mask
+        if name == "flash" and plain:
+            return attend_last(q, k, v, band, document)
+        mask = visible(q, k, band, document) if band or document is not None else None
+        dtype = q.dtype
+        if on_cpu and dtype == torch.bfloat16 and q.size(-1) <= SMALL_HEAD:
+            q, k, v = q.float(), k.float(), v.float()
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
+        if name == "mem_efficient":  # has no grouped-query form
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+        options = {"is_causal": mask is None, "enable_gqa": q.size(1) != k.size(1)}
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        return y.transpose(1, 2).to(dtype)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
+    ) -> Tensor:
+        if band:
+            return attend_chunks(attend_sdpa, q, k, v, band, document)
+        return attend_sdpa(q, k, v, 0, document)
+
+    return attend
+
+
+def load_fa3() -> Callable[..., Tensor]:
+    """FlashAttention 3 (arXiv:2407.08608). Raises if it is missing or the GPU is not a Hopper."""
+    import flash_attn_interface as fa3
+
+    require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
+    ) -> Tensor:
+        options = {"causal": True}  # aligned with the last positions
+        if band:
+            options["window_size"] = (band - 1, 0)
+        if torch.are_deterministic_algorithms_enabled():
+            options["deterministic"] = True
+        if document is None:
+            out = fa3.flash_attn_func(q, k, v, **options)
+        else:
+            rows = (t.flatten(0, 1) for t in (q, k, v))
+            bounds = document_bounds(document, q.size(1))
+            lengths = (q.size(1), k.size(1))
+            out = fa3.flash_attn_varlen_func(*rows, *bounds, *lengths, **options)
+        # Older builds return (out, log-sum-exp).
+        out = out[0] if isinstance(out, tuple) else out
+        return out.view(q.shape)
+
+    return attend
+
+
+# ---- Fused MLP: the activation inside matrix products, by a Triton kernel ------------------------
+def mlp_kernel() -> Callable:
+    """The Triton kernel behind `load_mlp_product`. TMA reads and writes its tiles and cuts them at
+    the edges."""
+    # Triton reads a kernel's source from a file, which a packed script has not got.
+    linecache.cache[__file__] = (len(SOURCE), None, SOURCE.decode().splitlines(True), __file__)
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def fused_mlp(
+        a, b, scale, out, slopes, slope: tl.constexpr, forward: tl.constexpr, keep: tl.constexpr
+    ):
+        rows: tl.constexpr = a.block_shape[0]
+        columns: tl.constexpr = b.block_shape[0]
+        across = tl.cdiv(b.shape[0], columns)
+        tiles = tl.cdiv(a.shape[0], rows) * across
+        # One program per multiprocessor: loads for its next tile overlap the end of the last one.
+        for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            row = tile // across * rows
+            column = tile % across * columns
+            total = tl.zeros((rows, columns), tl.float32)
+            for k in range(0, a.shape[1], a.block_shape[1]):
+                left, right = a.load([row, k]), b.load([column, k])
+                total = tl.dot(left, right.T, total, input_precision="ieee")
+            # Two halves need less shared memory than the whole.
+            halves = total.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()
+            for half in tl.static_range(2):
+                value = halves[half]
+                at = [row, column + half * (columns // 2)]
+                if forward:
+                    place = row + tl.arange(0, rows)
+                    factor = tl.load(scale + place, mask=place < a.shape[0], other=0.0)[:, None]
+                    bend = tl.where(value > 0, 1.0, slope)
+                    if keep:
+                        slopes.store(at, (2 * bend * bend * value * factor).to(out.dtype))
+                    value = bend * value * (bend * value) * factor
+                else:
+                    value *= slopes.load(at)
+                out.store(at, value.to(out.dtype))
+
+    return fused_mlp
+
+
+def load_mlp_product(slope: float, device: torch.device) -> Callable:
+    """The function `product` below. Raises if Triton is missing or does not support the device."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    kernel = mlp_kernel()
+    programs = 1
+    if device.type == "cuda":
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def product(
+        a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None, keep: bool = False
+    ):
+        """(a (n, k) @ b (m, k)^T times `slopes`; slopes) or, without them, (f(a @ b^T) times scale
+        (n, 1); its derivative, if `keep`), f the squared leaky ReLU; (n, m) each."""
+        out = a.new_empty(len(a), len(b))
+        forward = slopes is None
+        if forward:
+            slopes = torch.empty_like(out) if keep else out
+        # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
+        depth = 128 // a.element_size()
+        tiled = TensorDescriptor.from_tensor
+        inputs = (tiled(a, [128, depth]), tiled(b, [256, depth]), scale)
+        outputs = (tiled(out, [128, 128]), tiled(slopes, [128, 128]))
+        kernel[(programs,)](*inputs, *outputs, slope, forward, keep, num_warps=8, num_stages=3)
+        return out, slopes
+
+    return product
+
+
+class FusedMLP(torch.autograd.Function):
+    """(f(x @ up^T) * scale) @ down^T of x (N, D) and scale (N, 1), f the squared leaky ReLU, by
+    `product`."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable, keep: bool
+    ) -> Tensor:
+        hidden, slopes = product(x, up, scale, keep=keep)  # (N, M) each
+        ctx.save_for_backward(x, scale, up, down, hidden, slopes)
+        ctx.product = product
+        return F.linear(hidden, down)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, up, down, hidden, slopes = ctx.saved_tensors
+        # `inner` is the gradient of x @ up^T.
+        inner, _ = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes)
+        dx = inner @ up
+        # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum
+        # over hidden units.
+        dscale = (dx.float() * x).sum(dim=-1, keepdim=True) / (2 * scale)
+        return dx, dscale, inner.mT @ x, grad.mT @ hidden, None, None
+
+
+@torch.enable_grad()
+def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
+    """(function of x (B, T, D), scale (B, T, 1) and the matrices, or None for the plain form;
+    notes). The kernel must run here and agree with the plain form, from which it differs by a few
+    roundings."""
+    if not hp.fused_mlp:
+        return None, []
+
+    def plain(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = F.leaky_relu(F.linear(x, up), hp.mlp_slope).square() * scale
+        return F.linear(hidden.to(dtype), down)
+
+    def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = (x.flatten(0, -2), scale.flatten(0, -2))
+        return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
+
+    try:
+        fits = device.type == "cpu" or dtype == torch.bfloat16
+        require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
+        product = load_mlp_product(hp.mlp_slope, device)
+        _, m, d = bank_shape("mlp_bank", hp)
+        sizes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
+        kinds = (dtype, torch.float32, dtype, dtype)
+        inputs = []
+        for size, kind in zip(sizes, kinds, strict=True):
+            inputs.append(torch.randn(size, device=device, dtype=kind, requires_grad=True))
+        outputs = [mlp(*inputs) for mlp in (plain, compile_whole(fused, compiled))]
+        results = [(y, *torch.autograd.grad(y.float().square().sum(), inputs)) for y in outputs]
+        for a, b in zip(*results, strict=True):
+            close = (a - b).float().norm() <= 0.02 * a.float().norm()
+            require(close, "its results differ from the plain form's")
+        return fused, []
+    except Exception as error:  # a missing or unfit kernel can raise anything
+        return None, [f"FUSED_MLP=1 has no effect, the plain form runs: {reason(error)}"]
+
+
+# ---- Main ----------------------------------------------------------------------------------------
+def main() -> None:
+    """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero
+    status."""
+    about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
+    layout = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout).parse_args()
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        environ = dict(os.environ)
+        hp = Hyperparameters.from_env(environ)
+        return evaluate_only(environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
+    except UserError as error:
+        status, sentence = 1, str(error)
+    except torch.OutOfMemoryError as error:
+        full = f"a GPU's memory is full ({reason(error)})"
+        status, sentence = 1, f"{full}: set a lower MICRO_BATCH_TOKENS"
+    except Stopped as stopped:
+        status, sentence = 128 + stopped.number, about_stop(stopped, hp)
+    except KeyboardInterrupt as interrupted:
+        terminated = bool(interrupted.args)
+        number, name = (signal.SIGTERM, "SIGTERM") if terminated else (signal.SIGINT, "Ctrl-C")
+        status = 128 + number
+        sentence = f"interrupted by {name}; what was finished until then is in the log"
+        if terminated and os.environ.get("LOCAL_RANK", "0") != "0":
+            # The node's first rank says it, or the launcher ends the ranks that an error has left.
+            os._exit(status)
+    complain(sentence)
+    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def interrupt(number: int, frame: object) -> None:
+    """On SIGTERM outside the training: like Ctrl-C."""
+    signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+def about_stop(stopped: Stopped, hp: Hyperparameters) -> str:
+    """The last sentence of a run that a signal has ended."""
+    if stopped.checkpoint:
+        advice = f"set RESUME=auto to continue from {stopped.checkpoint}"
+    elif hp.checkpoint_every:
+        advice = "no checkpoint could be written, see the log"
+    else:
+        advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+    return f"stopped by {stopped.number.name} after step {stopped.step}; {advice}"
+
+
+if __name__ == "__main__":
+    main()
