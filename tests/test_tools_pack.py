@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import tokenize
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -78,12 +79,14 @@ def test_a_packed_run_resumes_as_a_plain_one(packed, env, tmp_path):
     assert log.count("\nnote: train_gpt.py has changed since this checkpoint\n") == 1
 
 
-def test_the_source_comes_back_byte_for_byte(packed, stripped):
+def test_the_source_comes_back_byte_for_byte(packed, stripped, monkeypatch):
     code = packed.read_bytes()
     assert pack_code.readable_source(code) == stripped
     assert pack_code.readable_source(SOURCE) == SOURCE
     assert pack_code.pack(stripped) == code, "packing is deterministic"
-    found = {"__file__": str(packed), "__name__": "submitted"}
+    module = ModuleType("submitted")
+    monkeypatch.setitem(sys.modules, "submitted", module)  # dataclasses look up their module
+    found = vars(module) | {"__file__": str(packed)}
     exec(compile(code, str(packed), "exec"), found)
     assert found["SOURCE"] == stripped, "the packed script itself unpacks the same source"
     assert found["Hyperparameters"].__module__ == "submitted"
