@@ -31,14 +31,36 @@ def loaders(one_rank, size, **changes):
     ]
 
 
-def test_batches_are_the_stream_in_order(one_rank):
+def published_batches(tokens: np.ndarray, ranks: int, rows: int, seq_len: int, steps: int):
+    """#399's loader, by hand: each of `ranks` takes the next rows * T + 1 tokens of an endless
+    stream. Yields the rows (ranks * rows, T + 1) of each step."""
+    place, span = 0, rows * seq_len + 1
+    for _ in range(steps):
+        batch = []
+        for _ in range(ranks):
+            taken = tokens[np.arange(place, place + span) % len(tokens)]
+            batch += [taken[row * seq_len : (row + 1) * seq_len + 1] for row in range(rows)]
+            place += span
+        yield np.stack(batch)
+
+
+def test_without_a_shuffle_batches_are_those_of_399(one_rank):
+    """24 rows a step, so each of its 8 ranks has 3; the stream begins again within these steps."""
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
     tokens = whole_stream(hp)
-    rows = torch.cat([loader.batch(step) for step in range(3)]).numpy().astype(np.int64)
-    for i, row in enumerate(rows):
-        assert (row == tokens[i * 32 : i * 32 + 33]).all(), (
-            "a row is T tokens and the target of its last one"
-        )
+    steps = 3 * len(tokens) // hp.train_batch_tokens
+    assert loader.step_rows == 24 and steps * hp.train_batch_tokens > 2 * len(tokens)
+    for step, expected in enumerate(published_batches(tokens, 8, 3, hp.train_seq_len, steps)):
+        found = loader.batch(step).numpy().astype(np.int64)
+        assert (found == expected).all(), f"step {step}"
+
+
+def test_a_step_of_few_rows_without_a_shuffle(one_rank):
+    """6 rows are 2 parts of 3: the most of 8 that divide them."""
+    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0, TRAIN_BATCH_TOKENS=192)
+    batches = published_batches(whole_stream(hp), 2, 3, hp.train_seq_len, 5)
+    for step, expected in enumerate(batches):
+        assert (loader.batch(step).numpy() == expected).all(), f"step {step}"
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -52,18 +74,13 @@ def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
         assert torch.equal(torch.cat([loader.batch(step) for loader in several]), alone.batch(step))
 
 
-def test_loader_is_endless_and_repeatable(one_rank):
-    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
-    per_step = hp.train_batch_tokens // hp.train_seq_len
-    late = [loader.batch(step).clone() for step in range(loader.blocks // per_step + 2)]
-    assert torch.equal(loader.batch(1), late[1]), (
-        "batch number 1 is the same whenever it is asked for"
-    )
-    first_again = loader.blocks % per_step
-    rows = late[loader.blocks // per_step]
-    assert torch.equal(rows[first_again:], late[0][: per_step - first_again]), (
-        "after the last row comes the first"
-    )
+@pytest.mark.parametrize("seed", [0, 7])
+def test_loader_is_repeatable(one_rank, seed):
+    """A batch is the same whenever it is asked for, also behind the end of the first epoch."""
+    _, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
+    late = [loader.batch(step).clone() for step in range(loader.blocks // loader.step_rows + 2)]
+    for step in (1, 0, len(late) - 1):
+        assert torch.equal(loader.batch(step), late[step])
 
 
 def order(loader, epoch: int) -> list[int]:

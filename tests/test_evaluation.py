@@ -2,7 +2,6 @@
 else."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -385,7 +384,7 @@ def test_how_far_a_band_reaches(setting, changes):
     reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
     assert 99 - int(reached.min()) == 3 * len(hp.visits())
     with torch.no_grad():
-        ends, _ = model.weights(False, None, None)
+        ends, _ = model.weights(how, None, None)
         changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), ends)[0, 50] for i in range(51)]
         same = [torch.equal(x, embed(ids, ends)[0, 50]) for x in changed]
     assert same.index(False) == 48
@@ -923,30 +922,48 @@ def adapter_of(hp, documents: int, size=0.0) -> train_gpt.Adapter:
 
 
 def changed_model(hp, attend, dense) -> train_gpt.GPT:
-    """A model whose matrices have these changes (L, out, in); "mlp" adds a product beside the
-    MLP."""
-    model = made(hp, attend)
-    matrices, mlp = model.matrices, model.mlp
+    """A model whose outputs have these changes (L, out, in) of what attention or MLP read."""
+    model = noise(made(hp, attend))
+    matrices, mlp, attention = model.matrices, model.mlp, model.attention
 
     def changed_matrices(qat):
         found = matrices(qat)
-        for name in ("k", "out", "tok_emb"):
-            found[name] = [w + change for w, change in zip(found[name], dense[name], strict=True)]
+        scales = model.layer_scale
+        for name in ("q", "k", "v"):
+            pairs = zip(found[name], scales * dense[name], strict=True)
+            found[name] = [w + change for w, change in pairs]
+        found["tok_emb"] = [found["tok_emb"][0] + dense["head"][0]]
         return found
 
-    def changed_mlp(x, w):
-        return mlp(x, w) + train_gpt.rms_norm(x) @ dense["mlp"][w.layer].T
+    def bypass(x, name, gain, layer):
+        return (x * model.layer_scale[layer]) @ dense[name][layer].T * gain[layer]
 
-    model.matrices, model.mlp = changed_matrices, changed_mlp
+    def changed_mlp(x, w):
+        y = bypass(train_gpt.rms_norm(x), "mlp", model.mlp_scale, w.layer)
+        gated = torch.ones(())
+        if hp.mlp_gate:
+            gate = model.mlp_gate[w.layer]
+            gated = torch.sigmoid(x[..., : len(gate) - 1] @ gate[:-1] + gate[-1])[..., None]
+        return mlp(x, w) + gated * y
+
+    def changed_attention(x, w, view):
+        y = bypass(x[:, view.first :], "out", model.attn_scale, w.layer)
+        return attention(x, w, view) + y
+
+    model.matrices, model.mlp, model.attention = changed_matrices, changed_mlp, changed_attention
     return model
 
 
+ALL_TARGETS = {"TTT_LORA_TARGETS": ",".join(train_gpt.LORA_TARGETS)}
+
+
+@pytest.mark.parametrize("parts", [{}, {"MLP_GATE": 1, "LANES_LAST_N": 1}])
 @pytest.mark.parametrize("n", [24, 5])
-def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
+def test_an_adapter_is_a_change_of_the_weights(one_rank, n, parts):
     """Each row of a batch has its own change: like a model whose matrices are W + (alpha / rank) B
-    A."""
-    hp, runtime = one_rank(TTT_LORA_RANK=6, TTT_LORA_ALPHA=9)
-    model = made(hp, runtime.attend)
+    A, or that has such a product beside attention and MLP."""
+    hp, runtime = one_rank(TTT_LORA_RANK=6, TTT_LORA_ALPHA=9, **ALL_TARGETS, **parts)
+    model = noise(made(hp, runtime.attend))
     ids = torch.randint(1, hp.vocab_size, (2, 25), generator=torch.Generator().manual_seed(0))
     x, y = ids[:, :-1], ids[:, 25 - n :]
     with torch.no_grad():
@@ -955,18 +972,39 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank, n):
         adapter = adapter_of(hp, 2, 0.2)
         together = model(x, y, "none", adapter=adapter)
         for row in range(2):
-            names = ("k", "out", "mlp", "tok_emb")
             dense = {
-                name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row] for name in names
+                name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row]
+                for name in train_gpt.LORA_TARGETS
             }
-            alone = changed_model(hp, runtime.attend, dense)(
-                x[row : row + 1], y[row : row + 1], "none"
-            )
+            rows = x[row : row + 1], y[row : row + 1]
+            alone = changed_model(hp, runtime.attend, dense)(*rows, "none")
             torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
         for name in adapter:  # each of them matters
-            assert (
-                model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]}) - together
-            ).abs().max() > 0.01
+            other = model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]})
+            assert (other - together).abs().max() > 0.01
+
+
+def test_each_visit_of_a_layer_has_its_own_change(one_rank):
+    """Depth recurrence visits a layer repeatedly; a change of one visit is none of another."""
+    hp, runtime = one_rank(NUM_LAYERS=4, LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=2, **ALL_TARGETS)
+    model = noise(made(hp, runtime.attend))
+    ids = torch.randint(2, hp.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    adapter = adapter_of(hp, 1, 0.2)
+    assert {adapter[f"{name}.b"].size(1) for name in train_gpt.LORA_TARGETS} == {1, 6}
+    with torch.no_grad():
+        results = [model(ids, adapter=adapter)]
+        for visit in (1, 3):  # both of layer 1
+            changed = {name: factor.clone() for name, factor in adapter.items()}
+            changed["mlp.b"][:, visit] = 0
+            results.append(model(ids, adapter=changed))
+    for a, b in itertools.combinations(results, 2):
+        assert (a - b).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("wrong", ["k,q,k", "k, v", "", "tok_emb", "k,out,"])
+def test_targets_are_a_list_of_known_names(hyperparameters, wrong):
+    with pytest.raises(train_gpt.UserError, match="TTT_LORA_TARGETS=.* of q,k,v,out,mlp,head"):
+        hyperparameters(TTT_LORA_TARGETS=wrong)
 
 
 def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
@@ -990,7 +1028,9 @@ def test_low_rank_training_by_hand(setting):
     hp, tokens = scorer.hp, scorer.val.tokens.long()
     after = lora_documents(scorer, [[200, 242]])
     adapter = adapter_of(hp, 1)
-    adam = torch.optim.AdamW(adapter.values(), lr=0.02, betas=(0.0, 0.99), weight_decay=0.5)
+    adam = torch.optim.AdamW(
+        adapter.values(), lr=0.02, betas=(0.0, 0.99), eps=1e-10, weight_decay=0.5
+    )
     for first in range(200, 242, 8):
         stop = min(first + 8, 242)
         begin = max(200, first + 8 - hp.eval_seq_len)  # windows of 32 tokens
@@ -1014,7 +1054,7 @@ def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
     """Documents side by side do not see each other, neither their text nor when the others end. A
     larger epsilon keeps Adam from making a whole step of a gradient that is zero but for
     rounding."""
-    monkeypatch.setattr(torch.optim, "AdamW", functools.partial(torch.optim.AdamW, eps=1e-3))
+    monkeypatch.setattr(train_gpt, "LORA_EPS", 1e-3)
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []
     for rows in (1, 2, 3, 5):
@@ -1123,7 +1163,7 @@ def test_rank_of_the_change(setting, rank):
     scorer.batch = lambda *rest: adapters.append(rest[-1]) or batch(*rest)
     lora_documents(scorer, [[200, 221]])
     assert len(adapters) == 3
-    for name in ("k", "out", "mlp", "tok_emb"):
+    for name in ("k", "out", "mlp", "head"):
         change = (adapters[-1][f"{name}.b"] @ adapters[-1][f"{name}.a"]).detach()[0]
         assert (torch.linalg.matrix_rank(change, rtol=1e-5) == rank).all()
 

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 import train_gpt
 from conftest import ROOT, made, noise, quantised, weights_of
@@ -302,10 +303,21 @@ def test_streams_of_another_length_are_refused(coder):
     encode, decode = train_gpt.CODERS[coder]
     blob = encode(codes)
     for wrong in (blob[:-4], blob[: len(blob) // 2], b"", blob + bytes(4)):
-        with pytest.raises((ValueError, struct.error)):
+        with pytest.raises((ValueError, struct.error, zstandard.ZstdError)):
             decode(wrong, codes.shape)
     with pytest.raises((ValueError, struct.error)):
         decode(blob, (2, 60, 91))
+
+
+def test_a_zstd_frame_that_claims_less_than_it_holds_is_refused():
+    """The size in its header is checked before memory is allocated for it."""
+    codes = some_codes()["products"]
+    larger = train_gpt.encode_zstd(np.concatenate([codes] * 8))
+    with pytest.raises(ValueError, match="a packed part does not hold"):
+        train_gpt.decode_zstd(larger, codes.shape)
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2 * codes.size))
+    with pytest.raises(ValueError, match="a packed part does not hold"):
+        train_gpt.decode_zstd(unsized, codes.shape)
 
 
 # The file
@@ -321,7 +333,7 @@ def test_artifact_holds_the_quantised_model(model, compressor, hyperparameters):
         if kind is None:
             assert torch.equal(found, original.half().float()), name
         else:
-            codes, scale = quantised(original, kind.bits, kind.clip)
+            codes, scale = quantised(original, *train_gpt.code_range(kind, hp))
             assert torch.equal(found, codes * scale), name
 
 
@@ -640,10 +652,32 @@ def test_step_scale_widens_all_steps_alike(model):
         strict=True,
     ):
         if kind is not None:
-            expected, scale = quantised(view, kind.bits, 2 * kind.clip)
+            bits, clip = train_gpt.code_range(kind, model.hp)
+            expected, scale = quantised(view, bits, 2 * clip)
             assert np.array_equal(codes, expected.to(torch.int16).numpy()) and torch.equal(
                 values, expected * scale
             ), name
+
+
+def test_the_step_of_the_token_embedding_follows_from_the_vocabulary(hyperparameters):
+    """A tenth of the matrices' step at 1,024 pieces; at 8,192 between 0.4 and 0.6 of it, where the
+    published tax is flat (#1914)."""
+    (tok_emb,) = [kind for kind in train_gpt.TABLES if kind.name == "tok_emb"]
+    ratios = []
+    for pieces in (1024, 8192):
+        hp = hyperparameters(VOCAB_SIZE=pieces)
+        steps = [
+            clip / (2 ** (bits - 1) - 1)
+            for bits, clip in (
+                train_gpt.code_range(k, hp) for k in (tok_emb, train_gpt.MATRICES[0])
+            )
+        ]
+        ratios.append(steps[0] / steps[1])
+    assert ratios[0] == pytest.approx(0.1, rel=0.01) and 0.4 < ratios[1] < 0.6
+    scaled = train_gpt.code_range(tok_emb, hp, 2.0)[1]
+    assert scaled == 2 * train_gpt.code_range(tok_emb, hp)[1]
+    published = hyperparameters(VOCAB_SIZE=8192, ROW_RANGE="published")
+    assert train_gpt.code_range(tok_emb, published) == (8, None)
 
 
 def test_impossible_target_is_an_error(model, hyperparameters):

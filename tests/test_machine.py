@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT
 
-NAMES = ("numpy", "sentencepiece", "constriction", "safetensors", "tqdm")
+NAMES = ("numpy", "sentencepiece", "constriction", "zstandard", "safetensors", "tqdm")
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the
 # file `system` names. Its pip writes the pinned packages there, or fails if the file `managed`

@@ -25,7 +25,7 @@ def documents(hp, rows=3, length=24) -> torch.Tensor:
 
 
 def norm(x):
-    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return x / (x.square().mean(-1, keepdim=True) + train_gpt.NORM_EPS).sqrt()
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
@@ -42,19 +42,22 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             bucket = hp.bigram_vocab_size - 1
             if not start:
                 bucket = ((36313 * int(ids[b, t])) ^ (27191 * int(ids[b, t - 1]))) % bucket
-            x[b, t] = norm(
-                p["tok_emb"][ids[b, t]]
-                + p["bigram_scale"] * (p["bigram_proj"] @ p["bigram_emb"][bucket])
-            )
-    smeared, gate = x.clone(), torch.sigmoid(p["smear_gate"])
+            pair = p["bigram_proj"] @ p["bigram_emb"][bucket]
+            x[b, t] = p["tok_emb"][ids[b, t]] + p["bigram_scale"] * pair
+    if not hp.smear_token:
+        x = norm(x)
+    smeared, inputs = x.clone(), train_gpt.GATE_INPUTS
     for b in range(batch):
         for t in range(time):
-            before = (
-                torch.zeros(hp.model_dim, dtype=torch.float64)
-                if t == 0 or ids[b, t] == BOS
-                else x[b, t - 1]
-            )
-            smeared[b, t] = (1 - gate) * x[b, t] + gate * before
+            start = t == 0 or ids[b, t] == BOS
+            before = torch.zeros(hp.model_dim, dtype=torch.float64) if start else x[b, t - 1]
+            if hp.smear_token:
+                factor, *weights = p["smear_gate"]
+                gate = factor * torch.sigmoid(torch.stack(weights) @ x[b, t, :inputs])
+                smeared[b, t] = norm(x[b, t] + gate * before)
+            else:
+                gate = torch.sigmoid(p["smear_gate"])
+                smeared[b, t] = (1 - gate) * x[b, t] + gate * before
     x = x0 = smeared
     skips, gates = [], p["skip_scale"]
     if hp.skip_gates:
@@ -66,8 +69,16 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     half = len(order) // 2
     lane = None
     for place, i in enumerate(order):
+        # Number of the layer among those with two lanes
+        parallel = i - (hp.num_layers - hp.lanes_last_n)
+        lane = x if parallel == 0 else lane
         if place >= half and skips:
-            x = x + gates[place - half] * skips.pop()
+            skip = gates[place - half] * skips.pop()
+            if hp.skip_lerp:
+                keep = torch.sigmoid(p["skip_gate"][place - half])
+                x = (1 - keep) * skip + keep * x
+            else:
+                x = x + skip
         mixed = p["resid_mix"][i, 0] * x + p["resid_mix"][i, 1] * x0
         scale = 1 / math.sqrt(i + 1)
         h = norm(mixed) * scale
@@ -88,21 +99,19 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
                 unit = v[:, :, kv] / v[:, :, kv].norm(dim=-1, keepdim=True)
                 y[:, :, head] -= (y[:, :, head] * unit).sum(-1, keepdim=True) * unit
         if hp.attn_gate:
-            inputs = norm(mixed)[..., : train_gpt.GATE_INPUTS]
-            y = (
-                y
-                * torch.sigmoid(torch.einsum("btd,hd->bth", inputs, p["attn_gate"][i]) / 2)[
-                    ..., None
-                ]
-            )
+            gate = torch.einsum("btd,hd->bth", h[..., :inputs], p["attn_gate"][i])
+            y = y * torch.sigmoid(gate / 2)[..., None]
         y = p["attn_scale"][i] * (y.flatten(2) @ rows[f"blocks.{i}.out"].T)
-        # Number of the layer among those with two lanes
-        parallel = i - (hp.num_layers - hp.lanes_last_n)
-        lane = x if parallel == 0 else lane
         source = mixed + y if parallel < 0 else lane
+        if i >= hp.num_layers - hp.parallel_last_n:
+            source = mixed
         hidden = (norm(source) * scale) @ rows[f"blocks.{i}.up"].T
         hidden = torch.where(hidden > 0, hidden, hp.mlp_slope * hidden)
         change = p["mlp_scale"][i] * (hidden**2 @ rows[f"blocks.{i}.down"].T)
+        if hp.mlp_gate:
+            *weights, bias = p["mlp_gate"][i]
+            gate = torch.sigmoid(source[..., :inputs] @ torch.stack(weights) + bias)
+            change = gate[..., None] * change
         if parallel < 0:
             x = mixed + y + change
         else:
@@ -145,6 +154,21 @@ VARIANTS = (
         "LOOP_LAYERS": 2,
         "LANES_LAST_N": 1,
         "ATTN_GATE": 1,
+    },
+    {"SKIP_GATES": 0, "SKIP_LERP": 1},
+    {"SMEAR_TOKEN": 1},
+    {"MLP_GATE": 1},
+    {"NUM_LAYERS": 4, "PARALLEL_LAST_N": 2},
+    {
+        "NUM_LAYERS": 5,
+        "LOOP_VISITS": 2,
+        "LOOP_FIRST": 1,
+        "LOOP_LAYERS": 2,
+        "LANES_LAST_N": 2,
+        "SKIP_GATES": 0,
+        "SKIP_LERP": 1,
+        "SMEAR_TOKEN": 1,
+        "MLP_GATE": 1,
     },
 )
 
@@ -211,7 +235,7 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     model.attend = lambda q, k, v, *_: seen.append((q.dtype, k.dtype, v.dtype)) or q
     assert model(documents(model.hp)).dtype == torch.float32
     assert set(seen) == {(torch.bfloat16,) * 3}
-    ends, _ = model.weights(False, None, None)
+    ends, _ = model.weights(train_gpt.Pass(model.hp.visits()), None, None)
     assert model.embed(documents(model.hp), ends).dtype == torch.bfloat16
 
 
@@ -273,7 +297,7 @@ def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
     ids = documents(model.hp)
     changed = ids.clone()
     changed[1, :9] = (ids[1, :9] + 1) % model.hp.vocab_size
-    ends, _ = model.weights(False, None, None)
+    ends, _ = model.weights(train_gpt.Pass(model.hp.visits()), None, None)
     before, after = (model.embed(tokens, ends)[1] for tokens in (ids, changed))
     assert torch.equal(before[9:], after[9:]) and not torch.equal(before[8], after[8])
 

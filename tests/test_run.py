@@ -359,15 +359,16 @@ def test_target_bytes(script, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "package, changes",
+    "package, setting, changes",
     [
-        ("constriction", {}),
-        ("safetensors", {"CHECKPOINT_EVERY": "5", "RUN_ID": "r"}),
-        ("safetensors", {"RESUME": "auto", "RUN_ID": "r"}),
+        ("constriction", "COMPRESSOR=ans", {}),
+        ("zstandard", "COMPRESSOR=zstd", {"COMPRESSOR": "zstd"}),
+        ("safetensors", "CHECKPOINT_EVERY or RESUME", {"CHECKPOINT_EVERY": "5", "RUN_ID": "r"}),
+        ("safetensors", "CHECKPOINT_EVERY or RESUME", {"RESUME": "auto", "RUN_ID": "r"}),
     ],
 )
 def test_a_missing_package_is_reported_before_training(
-    package, changes, hyperparameters, monkeypatch
+    package, setting, changes, hyperparameters, monkeypatch
 ):
     find = train_gpt.find_spec
     monkeypatch.setattr(
@@ -375,7 +376,7 @@ def test_a_missing_package_is_reported_before_training(
     )
     with pytest.raises(
         train_gpt.UserError,
-        match=f"COMPRESSOR=ans, CHECKPOINT_EVERY or RESUME needs {package}: pip ins",
+        match=f"{setting} needs {package}: pip install {package}",
     ):
         train_gpt.train_and_score(hyperparameters(**changes))
 

@@ -1,0 +1,397 @@
+#!/usr/bin/env python3
+"""Compare train_gpt.py with numbers that published scripts compute: is a configuration that record?
+
+    python tools/conformance.py                # one line per group of quantities of every file
+    python tools/conformance.py 2135 --all     # one file, a line per quantity
+
+records/published/<pull request>.json has the golden numbers of a published script, computed in fp32
+on tiny models: losses, logits, gradients, five optimizer steps, schedules, codes, and low-rank
+test-time training. Weights, tokens, gradients and probes follow from seeds of numpy's RandomState,
+so no file of weights is needed. "equal" is within the file's tolerance. "by design" differs for the
+reason given. "DIFFERS" is a fault, and the exit status is then 1.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from train_gpt import importing, require, run_program
+
+with importing("requirements.txt"):
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+import train_gpt as script
+
+FOLDER = Path(__file__).resolve().parent.parent / "records" / "published"
+EQUAL, DIFFERS, BY_DESIGN = "equal", "DIFFERS", "by design"
+
+
+class Finding(NamedTuple):
+    """One compared quantity."""
+
+    case: str
+    quantity: str
+    expected: float
+    found: float
+    difference: float  # relative
+    verdict: str
+    why: str = ""
+
+    def line(self) -> str:
+        numbers = f"{self.expected:14.8g} {self.found:14.8g} {self.difference:9.1e}"
+        why = f": {self.why}" if self.why else ""
+        return f"{self.case[:40]:40} {self.quantity[:30]:30} {numbers}  {self.verdict}{why}"
+
+
+def normal(seed: int, shape: list[int]) -> np.ndarray:
+    return np.asarray(np.random.RandomState(seed).standard_normal(tuple(shape)))
+
+
+def float32(values) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+def gap(found: float, expected: float) -> float:
+    return abs(found - expected) / max(abs(expected), 1e-30)
+
+
+class Golden:
+    """The numbers of one published script, and our script at its tiny model."""
+
+    def __init__(self, name: str):
+        path = FOLDER / f"{name}.json"
+        require(path.is_file(), f"{path} does not exist: choose one of {', '.join(files())}")
+        self.facts = json.loads(path.read_text())
+        self.limits = self.facts["tolerances"]
+        self.entries = self.facts["parameters"]["list"]
+
+    def knobs(self, *more: dict[str, str]) -> script.Hyperparameters:
+        merged = dict(self.facts["knobs"])
+        for part in more:
+            merged |= part
+        return script.Hyperparameters.from_env(merged)
+
+    def model(self, hp: script.Hyperparameters, fixed: dict) -> script.GPT:
+        """Our model with the file's weights; `fixed` has constants for some parameters."""
+        model = script.GPT(hp, script.load_attention("math"), torch.float32)
+        parameters = dict(model.named_parameters())
+        weights = {
+            name: float32(np.broadcast_to(value, parameters[name].shape).copy())
+            for name, value in fixed.items()
+        }
+        seed = self.facts["parameters"]["seed"]
+        for index, entry in enumerate(self.entries):
+            if entry["name"] in parameters and entry["name"] not in weights:
+                values = normal(seed + index, entry["shape"]) * entry["std"] + entry["mean"]
+                weights[entry["name"]] = float32(values) / self.scale(entry["name"], model)
+        model.load_state_dict(weights)
+        return model
+
+    def scale(self, name: str, model: script.GPT) -> Tensor | float:
+        """What the file's value of a parameter is of ours: 1, or the scale of its layer."""
+        return model.layer_scale if name in self.facts.get("scaled", ()) else 1.0
+
+    def ids(self, case: dict, vocabulary: int) -> Tensor:
+        """The tokens (rows, length + 1) of a case."""
+        shape = (case["rows"], case["length"] + 1)
+        ids = np.random.RandomState(case["ids_seed"]).randint(2, vocabulary, size=shape)
+        for row, place in case["bos"]:
+            ids[row, place] = script.BOS
+        return torch.from_numpy(ids.astype(np.int64))
+
+    def compare(
+        self, case: str, what: str, tensors: dict[str, Tensor], expected: dict, limit: float
+    ) -> Iterator[Finding]:
+        """Norms, and products with the file's probes, of tensors by the name of their parameter."""
+        seed = self.facts["parameters"]["probe_seed"]
+        for index, entry in enumerate(self.entries):
+            name = entry["name"]
+            if name not in expected or name not in tensors:
+                continue
+            values = tensors[name].detach().double().numpy().reshape(entry["shape"])
+            norm, product = expected[name]
+            probe = normal(seed + index, entry["shape"])
+            found = {
+                "norm": (norm, np.linalg.norm(values)),
+                "probe": (product, (values * probe).sum()),
+            }
+            for label, (want, got) in found.items():
+                if want is not None:  # some sources have norms only
+                    difference = abs(got - want) / max(norm, 1e-30)
+                    yield finding(case, f"{what} {name} {label}", want, got, difference, limit)
+
+
+def finding(case, quantity, expected, found, difference, limit, why: str = "") -> Finding:
+    """With a reason a difference is by design."""
+    within = difference <= limit  # False for nan
+    verdict = EQUAL if within else BY_DESIGN if why else DIFFERS
+    reason = "" if within else why
+    return Finding(
+        case, quantity, float(expected), float(found), float(difference), verdict, reason
+    )
+
+
+def check_forward(golden: Golden) -> Iterator[Finding]:
+    """Loss, logits and gradients."""
+    limits = golden.limits
+    for case in golden.facts.get("cases", []):
+        name, fixed = case["name"], case.get("fixed", {})
+        hp = golden.knobs(case["knobs"])
+        model = golden.model(hp, fixed)
+        how = script.Pass(hp.visits(case.get("looping", True)))
+        ids = golden.ids(case, hp.vocab_size)
+        logits = model(ids[:, :-1], how=how).detach()
+        loss = model(ids[:, :-1], ids[:, 1:], how=how)
+        loss.backward()
+        found, want = float(loss.detach()), case["loss"]
+        yield finding(name, "loss", want, found, gap(found, want), limits["loss"])
+        size = float(np.sqrt(np.mean(np.square(case["logits"]))))
+        for place, want in zip(case["places"], case["logits"], strict=True):
+            got = float(logits[tuple(place)])
+            where = f"logit {place}"
+            yield finding(name, where, want, got, abs(got - want) / size, limits["logits"])
+        gradients = {
+            parameter: p.grad / golden.scale(parameter, model)
+            for parameter, p in model.named_parameters()
+            if p.grad is not None and parameter not in fixed
+        }
+        expected = case["gradients"]
+        yield from golden.compare(name, "gradient", gradients, expected, limits["gradients"])
+        if published := case.get("published"):
+            want, why = published["loss"], published["why"]
+            yield finding(name, "loss as published", want, found, gap(found, want), 0.0, why)
+
+
+def check_optimizer(golden: Golden) -> Iterator[Finding]:
+    """How far weights and their average move in five steps with given gradients."""
+    facts, limits = golden.facts.get("optimizer"), golden.limits
+    if facts is None:
+        return
+    hp = golden.knobs(facts.get("knobs", {}))
+    model = golden.model(hp, {})
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copies = {name: weight.clone() for name, weight in start.items()}
+    optimizer = script.ParallelMuon(model, copies, hp, script.Comm())
+    average = script.WeightAverage(optimizer.owned, hp)
+    parameters = dict(model.named_parameters())
+
+    def moved(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {n: (w - start[n]) * golden.scale(n, model) for n, w in weights.items()}
+
+    for step, std in enumerate(facts["gradient_std"]):
+        for index, entry in enumerate(golden.entries):
+            name = entry["name"]
+            factor = std * facts["gradient_factor"].get(name, 1.0)
+            seed = facts["gradient_seed"] + 100 * step + index
+            gradient = float32(normal(seed, entry["shape"]) * factor)
+            parameters[name].grad.copy_(gradient * golden.scale(name, model))
+        optimizer.step(facts["lr_scale"][step], facts["momentum"][step])
+        average.update(step, facts["lr_scale"][step])
+        optimizer.finish()
+        if expected := facts.get(f"moved_after_{step + 1}"):
+            found, what = moved(optimizer.weights()), f"step {step + 1}"
+            yield from golden.compare("optimizer", what, found, expected, limits["optimizer"])
+    found, expected = moved(average.mean), facts["ema_moved_after_5"]
+    yield from golden.compare("optimizer", "average", found, expected, limits["ema"])
+
+
+def check_schedule(golden: Golden) -> Iterator[Finding]:
+    """Learning rate, momentum and loop at given steps and seconds."""
+    facts = golden.facts.get("schedule")
+    if facts is None:
+        return
+    hp, other = golden.knobs(), facts.get("otherwise", {"points": [], "why": ""})
+    for points, why in ((facts["points"], ""), (other["points"], other["why"])):
+        for step, seconds, *expected in points:
+            found = script.schedule(hp, step, seconds, facts["end"])
+            values = (found.lr_scale, found.momentum, found.looping)
+            for what, want, got in zip(("rate", "momentum", "loop"), expected, values, strict=True):
+                limit, difference = golden.limits["schedule"], abs(got - want)
+                yield finding("schedule", f"{what}, step {step}", want, got, difference, limit, why)
+
+
+def check_rounding(golden: Golden) -> Iterator[Finding]:
+    """Steps of rows by #399's rule, and codes at the published steps."""
+    for case in golden.facts.get("rounding", []):
+        name, limits, bits = case["name"], golden.limits, case["bits"]
+        values = normal(case["seed"], case["shape"]).astype(np.float32)
+        rows = float32(values * np.float32(case["std"]))
+        steps = script.row_scales(rows, bits, None)[:, 0].tolist()
+        for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
+            what, why = f"step of row {row}", case.get("why", "")
+            yield finding(name, what, want, got, gap(got, want), limits["steps"], why)
+        codes = script.to_codes(rows, float32(case["steps_of_codes"])[:, None], bits)
+        codes, stored = codes.double().numpy(), np.asarray(case["steps"])[:, None]
+        product = (codes * normal(case["probe_seed"], case["shape"])).sum()
+        error = float(np.sqrt(np.mean((codes * stored - rows.double().numpy()) ** 2)))
+        for what, want, got in (
+            ("sum", case["codes_sum"], codes.sum()),
+            ("probe", case["codes_inner"], product),
+        ):
+            difference = abs(got - want) / case["codes_norm"]
+            yield finding(name, f"codes, {what}", want, got, difference, limits["codes"])
+        want = case["rms_error"]
+        yield finding(name, "codes, error", want, error, gap(error, want), limits["codes"])
+
+
+def check_steps(golden: Golden) -> Iterator[Finding]:
+    """Steps of the kinds of matrices in deviations of a row, before TARGET_BYTES widens them."""
+    hp = golden.knobs()
+    kinds = {kind.name: kind for kind in (*script.MATRICES, *script.TABLES)}
+    for case in golden.facts.get("steps", []):
+        for name in case["matrices"]:
+            bits, clip = script.code_range(kinds[name], hp)
+            want, got = case["step_in_row_deviations"], clip / (2 ** (bits - 1) - 1)
+            limit, why = golden.limits["steps"], case["why"]
+            yield finding("steps", name, want, got, gap(got, want), limit, why)
+
+
+def check_gptq(golden: Golden) -> Iterator[Finding]:
+    """GPTQ's codes of a matrix at given steps."""
+    case = golden.facts.get("gptq")
+    if case is None:
+        return
+    seed, width = case["seed"], case["shape"][1]
+    values = normal(seed, case["shape"]).astype(np.float32)
+    weights = float32(values * np.float32(case["std"]))
+    mixed = np.eye(width) + normal(seed + 1, [width, width]) * case["mix_std"]
+    inputs = normal(seed + 2, case["inputs"]) @ mixed
+    hessian = float32(inputs.T @ inputs)
+    steps = float32(case["steps"])[:, None]
+    codes = script.gptq(weights[None], hessian[None], steps[None], case["bits"])[0].double()
+    error = codes * steps.double() - weights.double()
+    product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())
+    cost = float(((error @ hessian.double()) * error).sum())
+    norm, limit = case["codes_norm"], golden.limits["gptq"]
+    for what, want, got in (
+        ("sum", case["codes_sum"], float(codes.sum())),
+        ("probe", case["codes_inner"], product),
+    ):
+        yield finding("GPTQ", f"codes, {what}", want, got, abs(got - want) / norm, limit)
+    want = case["weighted_error"]
+    yield finding("GPTQ", "weighted error", want, cost, gap(cost, want), limit)
+
+
+def given_adapter(facts: dict, case: dict, hp: script.Hyperparameters) -> script.Adapter:
+    """The file's low-rank factors of a case."""
+    adapter = script.lora_adapter(hp, torch.device("cpu"))
+    for index, target in enumerate(case["all_targets"]):
+        if f"{target}.a" not in adapter:
+            continue
+        factors = [adapter[f"{target}.a"], adapter[f"{target}.b"]]  # (1, visits, ., .) each
+        for visit in range(factors[0].size(1)):
+            random = np.random.RandomState(facts["seed"] + 100 * index + visit)
+            for factor, std in zip(factors, (facts["a_std"], facts["b_std"]), strict=True):
+                values = random.standard_normal(tuple(factor.shape[2:])) * std
+                factor[0, visit] = float32(values)
+    return adapter
+
+
+def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
+    """(mean nats of two chunks of a document with given factors; of the second after a step)."""
+    facts = golden.facts["lora"]
+    hp = golden.knobs(case["knobs"], {} if case["looping"] else {"LOOP_VISITS": "1"})
+    # The parameters of a loop that is off: as many skips as with it.
+    model = golden.model(golden.knobs(case["knobs"]), case["fixed"])
+    ids = golden.ids(case, hp.vocab_size)
+    device, length, chunk = torch.device("cpu"), case["length"], facts["chunk"]
+    text = script.Validation.of(ids[0].numpy(), np.ones(length), device)
+    runtime = SimpleNamespace(device=device, comm=script.Comm(), micro_batch_tokens=length)
+    scorer = script.Evaluator(model, text, hp, runtime, script.Pass(hp.visits()), hp.eval_stride)
+    documents, adam = script.lora_begin(hp, given_adapter(facts, case, hp), 1)
+
+    def score(begin: int, learning: list[script.Adapter]) -> float:
+        stop = begin + chunk
+        script.lora_step(scorer, np.array([[0, length]]), documents, begin, stop, learning, adam)
+        return float(scorer.nats[begin:stop].mean())
+
+    given = [score(begin, []) for begin in (0, chunk)]
+    score(0, documents)
+    return given, score(chunk, [])
+
+
+def check_lora(golden: Golden) -> Iterator[Finding]:
+    """Low-rank test-time training: the losses of `lora_losses`."""
+    limits = golden.limits
+    for case in golden.facts.get("lora", {"cases": []})["cases"]:
+        name = case["name"]
+        given, after = lora_losses(golden, case)
+        for number, (want, got) in enumerate(zip(case["given_factors"], given, strict=True)):
+            what = f"loss of chunk {number + 1}"
+            yield finding(name, what, want, got, gap(got, want), limits["lora_loss"])
+        want = case["after_one_step"]
+        difference = abs(after - want) / abs(want - case["given_factors"][1])
+        yield finding(name, "after a step", want, after, difference, limits["lora_step"])
+
+
+CHECKS = (
+    check_forward,
+    check_optimizer,
+    check_schedule,
+    check_rounding,
+    check_steps,
+    check_gptq,
+    check_lora,
+)
+
+
+def files() -> list[str]:
+    """The pull requests that have golden numbers."""
+    return sorted(path.stem for path in FOLDER.glob("[0-9]*.json"))
+
+
+def check(name: str) -> list[Finding]:
+    """All findings of one file."""
+    golden = Golden(name)
+    return [found for one in CHECKS for found in one(golden)]
+
+
+def worst(findings: list[Finding]) -> Iterator[Finding]:
+    """Of each case, kind of quantity and verdict the largest difference."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for found in findings:
+        kind = found.quantity.split()[0].rstrip(",")
+        groups.setdefault((found.case, kind, found.verdict), []).append(found)
+    for group in groups.values():
+        found = max(
+            group, key=lambda one: one.difference if math.isfinite(one.difference) else math.inf
+        )
+        count = f" of {len(group)}" if len(group) > 1 else ""
+        yield found._replace(quantity=f"{found.quantity}{count}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pull_requests", nargs="*", help=f"{', '.join(files())}; all by default")
+    parser.add_argument("--all", action="store_true", help="a line for every quantity")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    differs = 0
+    for name in arguments.pull_requests or files():
+        findings = check(name)
+        print(
+            f"\n#{name}\n{'case':40} {'quantity':30} {'expected':>14} {'found':>14} {'rel.':>9}  verdict"
+        )
+        for found in findings if arguments.all else worst(findings):
+            print(found.line())
+        counts = {kind: 0 for kind in (EQUAL, BY_DESIGN, DIFFERS)}
+        for found in findings:
+            counts[found.verdict] += 1
+        differs += counts[DIFFERS]
+        print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    sys.exit(1 if differs else 0)
+
+
+if __name__ == "__main__":
+    run_program(main)
