@@ -155,7 +155,7 @@ def run_program(main: Callable[[], object]) -> None:
 # The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
 # change on resume.
 ROLES = ("training", "model", "evaluation", "run")
-LIMITS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
+KNOB_FACTS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
 COMPILE = ("auto", "0", "1", "train")
 # Of attention, in the order in which a GPU tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
@@ -165,7 +165,7 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 def knob(default, text: str, role="training", **limits):
     """An environment variable. Limits: `low`, `high` (inclusive), `choices`, or another knob."""
-    assert role in ROLES and limits.keys() <= LIMITS
+    assert role in ROLES and limits.keys() <= KNOB_FACTS
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
@@ -243,7 +243,7 @@ class Hyperparameters:
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
-    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak learning rate", low=0, high=1)
+    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate, before MIN_LR", low=0, high=1)
     row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
     target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)
@@ -629,6 +629,7 @@ class GPT(nn.Module):
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         inputs = min(GATE_INPUTS, dim)
         # SMEAR_TOKEN: a factor, then the weights of the gate.
+        # AdamW trains all that follow, as every parameter that is not in a bank.
         self.smear_gate = nn.Parameter(torch.zeros(1 + inputs if hp.smear_token else dim))
         skips = len(hp.visits()) // 2
         self.skip_scale = nn.Parameter(torch.full((skips, dim), -1.5 if hp.skip_gates else 1.0))
@@ -1118,8 +1119,8 @@ class ParallelMuon:
         while self.gathers:
             self.gathers.pop()()
 
-    def sync_replicas(self) -> None:
-        """Give every rank the owners' bank rows after a change outside `step`."""
+    def publish_masters(self) -> None:
+        """Copy the owners' fp32 rows into every rank's banks, after a change outside `step`."""
         for shard in self.banks.values():
             shard.owned_rows.copy_(shard.master)
             self.comm.shard.all_gather(shard.padded, shard.owned_rows)()
@@ -1130,7 +1131,7 @@ class ParallelMuon:
 
     def tensors(self) -> dict[str, Tensor]:
         """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows.
-        `sync_replicas` after changes."""
+        `publish_masters` after changes."""
         found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
         found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
@@ -1250,14 +1251,16 @@ class Clock:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
         return self.seconds * step / max(self.step + 1, 1)
 
+    def spare(self, step: int) -> float:
+        """Seconds of the cap that are left after `step`, if it and all steps whose time is not
+        known yet take as long as the slowest recent one."""
+        unknown = step - self.step + self.in_flight + 1
+        latest_finish = self.seconds + unknown * max(self.recent)
+        return self.cap - self.reserve - latest_finish
+
     def end(self, step: int) -> float:
-        """Latest start at which `step` still fits before the cap, assuming the slowest recent step
-        time. Schedules end there."""
-        slowest = max(self.recent)
-        not_measured = step - self.step  # steps up to this one whose time is not known
-        margin = (not_measured + self.in_flight + 1) * slowest
-        latest_now = self.cap - self.reserve - margin  # for a step that begins now
-        return latest_now + self.begins(step) - self.seconds
+        """The latest start at which `step` would still fit before the cap. Schedules end there."""
+        return self.begins(step) + self.spare(step)
 
 
 class WeightAverage:
@@ -1332,7 +1335,7 @@ class Trainer:
     def take_average(self) -> str:
         """Replace the weights by their average on all ranks. Returns its name."""
         name = self.average.apply()
-        self.optimizer.sync_replicas()
+        self.optimizer.publish_masters()
         return name
 
     @torch.no_grad()
@@ -1361,7 +1364,7 @@ class Trainer:
         """The inverse, on any number of ranks; rank 0 has the tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.distribute(name, tensor, tensors.pop(name, None))
-        self.optimizer.sync_replicas()
+        self.optimizer.publish_masters()
 
 
 class InFlight(NamedTuple):
@@ -1383,7 +1386,8 @@ class Run:
         self.trainer = Trainer(hp, runtime, self.loader.rows)
         compiled_scores = hp.compile != "train"
         self.eval_forward = self.trainer.forward if compiled_scores else self.trainer.model
-        self.scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
+        # An evaluator is made of a pass and a stride.
+        self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
         self.in_flight: list[InFlight] = []
@@ -1410,7 +1414,7 @@ class Run:
                 if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
                     self.save(step)
                 profile.step()
-        self.save(step)
+            self.save(step)
         self.raise_if_stopped(step)
         if step < self.hp.iterations:
             seconds = self.clock.elapsed()
@@ -1420,11 +1424,10 @@ class Run:
 
     def has_ended(self, step: int) -> bool:
         """Whether the run ends before `step`; the same on all ranks."""
-        if self.validation_due(step) or self.clock.begins(step) >= self.clock.end(step):
+        if self.validation_due(step) or self.clock.spare(step) <= 0:
             # Decide from what a checkpoint holds, so that a resumed run decides the same.
             self.read_reports()
-        out_of_time = self.clock.begins(step) >= self.clock.end(step)
-        return step >= self.hp.iterations or out_of_time
+        return step >= self.hp.iterations or self.clock.spare(step) <= 0
 
     def validation_due(self, step: int) -> bool:
         every = self.hp.val_loss_every
@@ -1504,7 +1507,7 @@ class Run:
         self.clock.pause()
         self.log.stage("validation")
         how, stride = validation_pass(self.hp, ended or self.settings(step).looping)
-        score = self.scorer(how, stride, self.log, "validation").score_all()
+        score = self.make_scorer(how, stride, self.log, "validation").score_all()
         self.bpb = f"bpb {score.bits_per_byte:.4f}, "
         result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
         more = f"eval_time:{1000 * score.seconds:.0f}ms"
@@ -1515,7 +1518,7 @@ class Run:
         """The score of the averaged weights, before the export."""
         self.log.stage("averaged weights")
         how, stride = final_passes(self.hp)["roundtrip"]
-        return self.scorer(how, stride, self.log, "averaged weights").score_all()
+        return self.make_scorer(how, stride, self.log, "averaged weights").score_all()
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not
@@ -1588,7 +1591,7 @@ class Run:
         step_time = self.warm_up_steps(started)
         self.warm_up_scores()
         torch._foreach_copy_(list(self.trainer.tensors().values()), list(before.values()))
-        self.trainer.optimizer.sync_replicas()
+        self.trainer.optimizer.publish_masters()
         self.trainer.average.samples = 0
         self.runtime.synchronize()
         self.clock.reset(0, 0.0, step_time)
@@ -1637,8 +1640,8 @@ class Run:
         """Every shape of the evaluations, so that nothing compiles while one is timed."""
         hp = self.hp
         if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
-            self.scorer(*validation_pass(hp, looping=False)).warm_up()
-        warm_up_evaluation(self.eval_forward, self.val, hp, self.runtime)
+            self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
+        warm_up_evaluation(self.make_scorer, hp)
 
     def profiler(self) -> contextlib.AbstractContextManager:
         """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
@@ -1660,13 +1663,14 @@ class Stopped(Exception):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[signal.Signals]]:
-    """The signals received so far. SIGTERM and the first Ctrl-C are only noted; a second one ends
-    the run at once."""
+    """The signals received so far. SIGTERM, which a launcher repeats, and the first Ctrl-C are only
+    noted; a second Ctrl-C ends the run at once."""
     received = []
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: object) -> None:
-        signal.signal(number, before[number])
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
         received.append(signal.Signals(number))
 
     for number in before:
@@ -1782,7 +1786,10 @@ class Evaluator:
         self.how, self.stride, self.log, self.stage = how, stride, log, stage
         self.window = sum(band_block(hp)) if how.band else hp.eval_seq_len
         if hp.doc_attention:
-            for width in {self.window, min(self.window, hp.ttt_chunk_tokens)}:
+            widths = {self.window}
+            if hp.ttt_enabled and hp.ttt_mode == "sgd":  # its training sequences
+                widths.add(min(hp.eval_seq_len, hp.ttt_chunk_tokens))
+            for width in widths:
                 check_documents(val.documents, width, runtime.attention)
         self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
         self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
@@ -1870,9 +1877,10 @@ class Evaluator:
         """The score over all ranks, or so far on this one. Raises UserError if losses of a complete
         one are not finite, RuntimeError if it misses a target."""
         nats = self.nats[:-1]
-        scored = ~nats.isnan()
+        scored = nats.isfinite()
         nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
-        sums = [nats.nan_to_num(0).sum(dtype=torch.float64), scored.sum(), nbytes, self.count]
+        total = nats.where(scored, 0).sum(dtype=torch.float64)
+        sums = [total, scored.sum(), nbytes, self.count]
         totals = torch.stack([value.double() for value in sums])
         if complete:
             self.runtime.comm.all_reduce(totals)()
@@ -1895,23 +1903,22 @@ class Evaluator:
             raise RuntimeError(f"scored [targets, bytes, scores] {found} instead of {wanted}")
 
 
-def warm_up_evaluation(
-    forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime
-) -> None:
+def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameters) -> None:
     """Compile all shapes of the final scores, and the gradients of test-time training."""
     for name, (how, stride) in final_passes(hp).items():
+        scorer = make_scorer(how, stride)
         if name != "ttt_lora" or hp.eval_max_seconds:  # it uses windows after the limit
-            Evaluator(forward, val, hp, runtime, how, stride).warm_up()
-    if hp.ttt_enabled:
-        how, stride = final_passes(hp)[f"ttt_{hp.ttt_mode}"]
-        scorer = Evaluator(forward, val, hp, runtime, how, stride)
-        if hp.ttt_mode == "lora":
+            scorer.warm_up()
+        if name == "ttt_lora":
             warm_up_lora(scorer)
-        elif val.targets > hp.ttt_chunk_tokens:
-            sgd_gradients(forward, scorer, 0)
+        if name == "ttt_sgd" and scorer.val.targets > hp.ttt_chunk_tokens:
+            sgd_gradients(scorer.forward, scorer, 0)
 
 
-# ---- Test-time training: score first, then train on what was scored (conditions C1 to C4) --------
+# ---- Test-time training: score first, then train on what was scored ------------------------------
+# The challenge's conditions for it: a loss depends on the tokens before its target alone (C1), the
+# model gives a full distribution (C2), every target is scored before it trains anything (C3), and
+# once (C4).
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
@@ -1991,10 +1998,11 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     """Score documents, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014
     do. B begins at 0; A begins as the mean of an earlier batch of documents.
 
-    No loss depends on where a later document begins (C1). The batch and the first A of a document
-    depend on documents that end before it begins, its chunks and windows on positions, and its row
-    of a forward on how many documents before it in the batch are as long as that. The number of
-    rows follows from the position, too, and rows do not see each other."""
+    Batch b begins with the mean A of batch b - 8. So batches 0, 8, 16 and so on are a queue, and the
+    ranks share eight queues. No loss depends on where a later document begins (C1): the batch and
+    the first A of a document depend on documents that end before it begins, its chunks and windows
+    on positions, and its row of a forward on how many documents before it in the batch are as long
+    as that. The number of rows follows from the position, too, and rows do not see each other."""
     hp, comm = scorer.hp, scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
     batches = np.split(spans, range(LORA_BATCH, len(spans), LORA_BATCH))
@@ -2502,7 +2510,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         }
         blob, total = export(run, hessians, training)
         run.trainer.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.trainer.model, run.eval_forward, run.val, hp, runtime, log)
+        score = score_artifact(run.trainer.model, run.make_scorer, hp, log)
         run.checkpoints.written.result()
         made = f"{log.artifact} (copy: {ARTIFACT}), "
         log.finish(runtime.comm, score, total, evaluation_command(hp, log), made)
@@ -2522,8 +2530,9 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
         forward = compile_for_evaluation(model.to(runtime.device), val, runtime, log)
-        warm_up_evaluation(forward, val, hp, runtime)
-        score = score_artifact(model, forward, val, hp, runtime, log)
+        make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
+        warm_up_evaluation(make_scorer, hp)
+        score = score_artifact(model, make_scorer, hp, log)
         total = len(blob) + code_size()
         log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
 
@@ -2619,14 +2628,14 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
 
 
 def score_artifact(
-    model: GPT, forward: Callable, val: Validation, hp: Hyperparameters, runtime: Runtime, log: Log
+    model: GPT, make_scorer: Callable[..., Evaluator], hp: Hyperparameters, log: Log
 ) -> str:
     """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
     training; on Ctrl-C, what was scored until then. Returns the last one, for the end of the
     log."""
     for name, (how, stride) in final_passes(hp).items():
         log.stage(name)
-        scorer = Evaluator(forward, val, hp, runtime, how, stride, log, name)
+        scorer = make_scorer(how, stride, log, name)
         try:
             if name == "ttt_sgd":
                 ttt_sgd(model, scorer)
@@ -3254,7 +3263,7 @@ class Log:
 
     def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
         """Raise UserError, on all ranks, if the run would replace the log of a finished run or,
-        with EVAL_ONLY, of a training. Only a run that kept its limits has finished."""
+        with EVAL_ONLY, of a training."""
         kept = {"finished", "train"} if hp.eval_only else {"finished"}
         used = False
         if self.files:
@@ -3764,7 +3773,10 @@ def attend_chunks(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None
 ) -> Tensor:
     """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the
-    keys that a chunk sees. `attend` gets a band if it needs a mask."""
+    keys that a chunk sees. `attend` gets a band if it needs a mask.
+
+    With n = T = 10 and a band of 4: queries 0 to 3 see all before them, and of the chunks of one
+    query behind them, query 4 gets the keys 0 to 4 and sees 1 to 4, and so on to query 9."""
     batch, n, time = q.size(0), q.size(1), k.size(1)
     assert n == time or time - n >= band
     whole = n if n < time else max(0, n - band)  # queries that see a whole band
@@ -4066,6 +4078,8 @@ def main() -> None:
     about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
     layout = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout).parse_args()
+    # SIGTERM and Ctrl-C: `stop_signals` notes them during the training, which ends after its step
+    # with `Stopped`. Before and after it they raise KeyboardInterrupt.
     signal.signal(signal.SIGTERM, interrupt)
     try:
         environ = dict(os.environ)

@@ -240,7 +240,9 @@ def compare_quantisation(
 
     def score() -> float:
         return (
-            training.scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len).score_all().bits_per_byte
+            training.make_scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len)
+            .score_all()
+            .bits_per_byte
         )
 
     before = score()

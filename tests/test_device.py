@@ -54,7 +54,7 @@ def test_training(elsewhere, changes):
     ):
         assert on_device(run.train_step(0, settings))
     run.trainer.average.apply()
-    run.trainer.optimizer.sync_replicas()
+    run.trainer.optimizer.publish_masters()
     state = run.trainer.tensors()
     assert on_device(
         *run.trainer.optimizer.weights().values(),

@@ -2,6 +2,7 @@
 else."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -441,12 +442,31 @@ def test_a_window_reads_nothing_behind_its_targets(setting):
 
 def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
     hp, runtime, val, _ = banded(
-        setting, EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, DOC_ATTENTION=1
+        setting,
+        EVAL_MODE="sliding",
+        EVAL_SEQ_LEN=128,
+        TTT_CHUNK_TOKENS=32,
+        DOC_ATTENTION=1,
+        TTT_ENABLED=1,
     )
     # Three in 128 positions are as many as fit, two in 32 are not
     val.documents = np.array([0, 100, 101])
+    fa3 = dataclasses.replace(runtime, attention="fa3")
     with pytest.raises(train_gpt.UserError, match="2 documents begin within 32 positions"):
-        evaluator(None, val, hp, dataclasses.replace(runtime, attention="fa3"), 128)
+        evaluator(None, val, hp, fa3, 128)
+    for unused in ({"ttt_enabled": False}, {"ttt_mode": "lora", "ttt_lora_chunk": 8}):
+        evaluator(None, val, dataclasses.replace(hp, **unused), fa3, 128)
+
+
+def test_an_infinite_loss_is_no_score(setting):
+    hp, runtime, val, model = banded(setting)
+    scorer = evaluator(model, val, hp, runtime, hp.eval_seq_len)
+    scorer.score(scorer.windows())
+    expected = scorer.nats[1:-1].sum(dtype=torch.float64) / (val.targets - 1)
+    scorer.nats[0] = math.inf
+    assert scorer.result(complete=False).nats == pytest.approx(float(expected), rel=1e-12)
+    with pytest.raises(train_gpt.UserError, match=f"1 of {val.targets} validation losses are not"):
+        scorer.result()
 
 
 def test_losses_that_are_not_finite_are_no_score(setting):
@@ -625,7 +645,8 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
         runtime = dataclasses.replace(runtime, comm=Comm(rank, size))
         monkeypatch.setattr(runtime.comm, "all_reduce", lambda tensor: lambda: None)
         shapes = noting_shapes(model)
-        train_gpt.warm_up_evaluation(model, val, hp, runtime)
+        make_scorer = functools.partial(train_gpt.Evaluator, model, val, hp, runtime)
+        train_gpt.warm_up_evaluation(make_scorer, hp)
         warm = set(shapes)
         shapes.clear()
         for name, (how, stride) in train_gpt.final_passes(hp).items():
@@ -1143,7 +1164,8 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
 
         patch.setattr(torch.optim.AdamW, "step", step)
         patch.setattr(train_gpt.Evaluator, "batch", noted)
-        train_gpt.warm_up_evaluation(scorer.forward, scorer.val, scorer.hp, scorer.runtime)
+        inputs = scorer.forward, scorer.val, scorer.hp, scorer.runtime
+        train_gpt.warm_up_evaluation(functools.partial(train_gpt.Evaluator, *inputs), scorer.hp)
     assert gradients and not any(gradient.any() for gradient in gradients)
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     compiled = counter.frame_count

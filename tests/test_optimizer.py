@@ -403,7 +403,7 @@ def test_tensors_are_all_state(hyperparameters):
     for name, tensor in continued.tensors().items():
         tensor.zero_()
         tensor.copy_(state[name])
-    continued.sync_replicas()
+    continued.publish_masters()
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
     )

@@ -204,6 +204,14 @@ def test_the_second_interrupt_ends_a_run_at_once():
         pytest.fail("the second one was only noted")
 
 
+def test_a_repeated_sigterm_is_only_noted():
+    """A launcher repeats it, and the first one's checkpoint must be written."""
+    with train_gpt.stop_signals() as received:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert received == [signal.SIGTERM] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_outside_the_training_ends_the_run_with_a_sentence(ranks, knobs, tmp_path):
     plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": "", "WARMUP_STEPS": "0"}

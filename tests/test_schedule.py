@@ -221,7 +221,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkey
 
     run.train_step = step_of
     monkeypatch.setattr(train_gpt, "schedule", noted)
-    run.scorer = scoring(lambda how, stride: None)
+    run.make_scorer = scoring(lambda how, stride: None)
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end for seconds, end in asked)
@@ -242,7 +242,7 @@ def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, b
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     run.loader.close()
     passes = []
-    run.scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
+    run.make_scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
     run.validate(0, ended=False)
     assert passes == [(band, stride)]
 
@@ -264,7 +264,7 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
         return result()
 
     run.train_step = lambda *_: taking(1, lambda: torch.tensor([1.0, run.clock.elapsed(), 0.0]))
-    run.scorer = scoring(lambda how, stride: taking(100, lambda: None))
+    run.make_scorer = scoring(lambda how, stride: taking(100, lambda: None))
     run.checkpoints.save = lambda tensors, state: (
         saved.append(state) or setattr(run.checkpoints, "last", state)
     )
@@ -281,7 +281,7 @@ def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monk
     )
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     scored, trained, calibrated = [], [], []
-    run.scorer = scoring(lambda how, stride: scored.append(how.visits))
+    run.make_scorer = scoring(lambda how, stride: scored.append(how.visits))
     forward = run.trainer.forward
     run.trainer.forward = lambda *a, how: trained.append(how.visits) or forward(*a, how=how)
     run.train()

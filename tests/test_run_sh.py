@@ -451,3 +451,14 @@ def test_requirements_are_what_is_imported():
         pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
     )
     assert listed == PINS
+
+
+@pytest.mark.parametrize(
+    "arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")]
+)
+def test_run_sh_usage(arguments, status, part, tmp_path):
+    result = subprocess.run(
+        [ROOT / "run.sh", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == status
+    assert part in result.stdout + result.stderr

@@ -1,8 +1,7 @@
-"""Demonstration data and report, and run.sh."""
+"""The demonstration's data and its report."""
 
 import ast
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -218,14 +217,3 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
         result = run([ROOT / "tools" / "report.py", tmp_path / log, "x.xz"], {}, tmp_path)
         assert result.returncode == 1
         assert part in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments, status, part", [(["--help"], 0, "./run.sh test"), (["tset"], 2, "./run.sh test")]
-)
-def test_run_sh_usage(arguments, status, part, tmp_path):
-    result = subprocess.run(
-        [ROOT / "run.sh", *arguments], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert result.returncode == status
-    assert part in result.stdout + result.stderr
