@@ -243,7 +243,7 @@ class Hyperparameters:
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
-    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate, before MIN_LR", low=0, high=1)
+    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", low=0, high=1)
     row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
     target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)

@@ -3,20 +3,24 @@
 
     python tools/compare.py "logs/base_seed*.txt" "logs/new_seed*.txt"
     python tools/compare.py records/track_10min_16mb/2026-03-23_someone records/track_10min_16mb/2026-11-21_mine
+    python tools/compare.py logs/mine.txt --published 399    # beside a record's losses, also while it runs
 
 Each side is a folder of logs, a log, a pattern, or several of these separated by commas. Published
 logs work too. The challenge asks that a record "beat the existing SOTA by at least 0.005 nats",
 shown "at p < 0.01". A pure speed-up (--speed) is exempt. The test is Welch's, one-sided (B. L.
 Welch, Biometrika 34, 1947). The exit status is 0 if B would count, 3 if it would not, and 1 if the
-two cannot be compared.
+two cannot be compared. --published compares the losses of one log, step by step, with those of a
+record; the exit status is 3 if it is behind them.
 """
 
 import argparse
 import math
 import statistics
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
+import published
 import runs
 from runs import Run, UserError
 from train_gpt import importing, run_program
@@ -223,14 +227,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
-    parser.add_argument("b", help="logs of the candidate")
+    parser.add_argument("b", nargs="?", help="logs of the candidate")
+    parser.add_argument(
+        "--published", choices=published.RATES, help="compare the log A with a record's losses"
+    )
     parser.add_argument(
         "--speed", action="store_true", help="B claims the same machine learning, only faster"
     )
     arguments = parser.parse_args()
-    counts, text = report(
-        runs.read_group(arguments.a), runs.read_group(arguments.b), arguments.speed
-    )
+    if (arguments.b is None) == (arguments.published is None):
+        parser.error("give either the logs B or --published")
+    if arguments.published:
+        counts, text = published.follow(runs.read_run(Path(arguments.a)), arguments.published)
+    else:
+        sides = runs.read_group(arguments.a), runs.read_group(arguments.b)
+        counts, text = report(*sides, arguments.speed)
     print(text)
     sys.exit(0 if counts else 3)
 

@@ -220,10 +220,10 @@ def keys_in_document(time: int) -> int:
     return round((parts * (parts + 1) / 2).sum() / parts.sum())
 
 
-def provide_flash_attention(lengths: set[int]) -> None:
-    """Let `import flash_attn_interface` find the operator, for sequences of these lengths. Like the
-    real one it takes views of contiguous rows."""
-    seen = {length: keys_in_document(length) for length in lengths}
+def provide_flash_attention(seen: dict[int, int]) -> None:
+    """Let `import flash_attn_interface` find the operator. `seen` has the keys that a position sees
+    on average within its document, by the length of a sequence. Like the real one it takes views of
+    contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
 
     def flash_attn_func(q, k, v, causal, window_size=(-1, -1), deterministic=False):
@@ -504,9 +504,13 @@ def main() -> None:
         hp.train_seq_len // getattr(hp, "short_seq_parts", 1),
         hp.eval_seq_len,
     }
-    provide_flash_attention(
-        lengths | {sum(script.band_block(hp))} if hasattr(script, "band_block") else lengths
-    )
+    if hasattr(script, "band_block"):
+        lengths.add(sum(script.band_block(hp)))
+    seen = {length: keys_in_document(length) for length in lengths}
+    if options["work"] == "ttt_lora":  # each window is a part of one document
+        windows = [hp.eval_seq_len // part for part in script.LORA_PARTS]
+        seen |= {window: (window + 1) // 2 for window in windows}
+    provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
     dtype = script.choose_dtype(hp.compute_dtype, device)

@@ -1,0 +1,152 @@
+"""A run beside the published losses of a record, step by step: is it on that track?
+
+`tools/compare.py LOG --published 399` prints this for a running or a finished log. The losses are
+in records/published/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
+record folders. A loss is compared where both runs have the same learning rate. Training losses are
+compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step.
+"""
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from runs import Run, UserError
+from train_gpt import require
+
+CURVES = Path(__file__).resolve().parent.parent / "records" / "published" / "curves.json"
+# A loss is off the track if it differs from the seeds' mean by more than twice their range, or than
+# twice this many nats.
+LEAST_RANGE = {"train": 0.01, "val": 0.0025}
+SAME_RATE = 0.03  # of the peak learning rate; the seconds of two logs are rounded to 6 s
+
+
+def rate_399(step: int, seconds: float) -> float:
+    """Multiplier of the learning rate: a warmdown of 3,000 steps at the average pace."""
+    return min(1.0, (600 - seconds) / (3000 * seconds / step))
+
+
+def rate_1493(step: int, seconds: float) -> float:
+    return min(1.0, (1 - seconds / 588) / 0.72)
+
+
+def rate_2135(step: int, seconds: float) -> float:
+    return min(1.0, max((1 - seconds / 599.5) / 0.85, 0.1))
+
+
+RATES = {"399": rate_399, "1493": rate_1493, "2135": rate_2135}
+VOCABULARIES = {"399": "1024", "1493": "8192", "2135": "8192"}
+
+
+class Published(NamedTuple):
+    """What the seeds of a record have at one step."""
+
+    losses: list[float]  # nats per token
+    rate: float | None  # multiplier of the learning rate, None if the log has no time
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.losses)
+
+
+class Row(NamedTuple):
+    """One step that both have."""
+
+    step: int
+    kind: str  # "train" or "val"
+    ours: float
+    published: Published
+    off: float  # nats over the limit: positive behind, negative ahead, 0 within
+    why_not: str  # a reason not to compare, or ""
+
+    def line(self) -> str:
+        low, high = min(self.published.losses), max(self.published.losses)
+        numbers = f"{self.ours:9.4f} {self.published.mean:9.4f}  {low:.4f} .. {high:.4f}"
+        word = "behind" if self.off > 0 else "ahead" if self.off else "on the track"
+        verdict = self.why_not and f"not compared: {self.why_not}"
+        difference = self.ours - self.published.mean
+        return f"{self.step:6} {self.kind:6} {numbers} {difference:+9.4f}  {verdict or word}"
+
+
+def read_curves(name: str) -> dict[tuple[str, int], Published]:
+    """What a record's seeds have by (kind, step). The last validation of each seed is at step -1,
+    because their numbers of steps differ."""
+    seeds = json.loads(CURVES.read_text())[name].values()
+    losses: dict[tuple[str, int], list[float]] = {}
+    rates: dict[int, float] = {}
+    for seed in seeds:
+        last = max(step for step, kind, *_ in seed["curve"] if kind == "val")
+        for step, kind, nats, _, seconds in seed["curve"]:
+            final = kind == "val" and step == last
+            losses.setdefault((kind, -1 if final else step), []).append(nats)
+            if seconds is not None and step and not final:
+                rates.setdefault(step, RATES[name](step, seconds))
+    count = len(seeds)
+    return {
+        (kind, step): Published(found, rates.get(step))
+        for (kind, step), found in losses.items()
+        if len(found) == count
+    }
+
+
+def rows_of(run: Run, name: str) -> Iterator[Row]:
+    """The steps that both have, in order, training before validation."""
+    curves = read_curves(name)
+    same_data = name == "399" and run.settings.get("SHUFFLE_SEED") == "0"
+    rates = {
+        point.step: point.fields["lr_scale"] for point in run.train if "lr_scale" in point.fields
+    }
+    finished = bool(run.scores)
+    last = run.val[-1].step if run.val and finished else None
+    points = [
+        (point.step, kind, point) for kind in ("train", "val") for point in getattr(run, kind)
+    ]
+    for step, kind, point in sorted(points, key=lambda one: one[:2]):
+        final = kind == "val" and step == last
+        published = curves.get((kind, -1 if final else step))
+        if published is None:
+            continue
+        why_not = ""
+        # The rate of a step is logged after it.
+        here, there = rates.get(step), published.rate
+        if kind == "train" and not same_data:
+            why_not = "other tokens"
+        elif not final and None not in (here, there) and abs(here - there) > SAME_RATE:
+            why_not = f"learning rate {here:.2f} of the peak, there {there:.2f}"
+        ours = point.fields[f"{kind}_loss"]
+        spread = max(published.losses) - min(published.losses)
+        limit = 2 * max(spread, LEAST_RANGE[kind])
+        difference = ours - published.mean
+        over = max(0.0, abs(difference) - limit) if not why_not else 0.0
+        yield Row(step, kind, ours, published, over if difference > 0 else -over, why_not)
+
+
+def follow(run: Run, name: str) -> tuple[bool, str]:
+    """(whether no loss is behind the published track, the report). Raises UserError if nothing can
+    be compared."""
+    require(name in RATES, f"--published {name}: choose one of {', '.join(RATES)}")
+    vocabulary = run.settings.get("VOCAB_SIZE", VOCABULARIES[name])
+    other = f"{run.path} has VOCAB_SIZE={vocabulary}, but #{name} has {VOCABULARIES[name]} pieces"
+    require(vocabulary == VOCABULARIES[name], f"{other}: nats per token cannot be compared")
+    rows = list(rows_of(run, name))
+    compared = [row for row in rows if not row.why_not]
+    if not compared:
+        reason = rows[0].why_not if rows else "no step is in both"
+        raise UserError(f"{run.path} cannot be compared with #{name} yet: {reason}")
+    head = f"{'step':>6} {'':6} {'ours':>9} {'#' + name:>9}  range of 3 seeds  difference"
+    lines = [f"{run.path} beside #{name} (published, 8 x H100), nats per token", head]
+    lines += [row.line() for row in rows]
+    behind = [row for row in compared if row.off > 0]
+    if behind:
+        first, worst = behind[0], max(behind, key=lambda row: row.off)
+        place = f"step {first.step} ({first.kind})"
+        end = (
+            f"behind the published track from {place} on, at most by {worst.off:.4f} over the limit"
+        )
+    else:
+        ahead = sum(row.off < 0 for row in compared)
+        end = (
+            f"on the published track in all {len(compared)} compared losses, {ahead} of them ahead"
+        )
+    return not behind, "\n".join([*lines, "", end])
