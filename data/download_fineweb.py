@@ -4,6 +4,7 @@
     python data/download_fineweb.py                         # sp1024: 80 training shards (16 GB), all of validation
     python data/download_fineweb.py --train-shards 1        # enough for a first try
     python data/download_fineweb.py --check                 # verify the files; needs no network
+    python data/download_fineweb.py --variant sp8192        # 8,192 pieces, from the repository that has them
 
 The hub's client downloads into its cache: several files at once, with broken connections resumed
 and complete files kept after an interruption. The files are then linked (copied if the cache is on
@@ -11,7 +12,8 @@ another file system) into data/datasets/fineweb10B_<variant>/ and data/tokenizer
 train_gpt.py looks for them. Files are verified with the hub's checksums before the download, so
 correct ones are not downloaded again, and after it. As in the challenge's own script,
 MATCHED_FINEWEB_REPO_ID and MATCHED_FINEWEB_REMOTE_ROOT_PREFIX select another repository and another
-folder of it; HF_HOME moves the cache.
+folder of it; HF_HOME moves the cache. If the repository has the exact bytes of the validation
+tokens (fineweb_val_bytes_NNNNNN.bin), they come too, as the score needs them.
 """
 
 import argparse
@@ -30,7 +32,15 @@ import shards
 import train_gpt
 from train_gpt import UserError
 
-VARIANTS = ("sp1024", "sp2048", "sp4096", "sp8192", "byte260")
+CASEOPS = "sp8192_lossless_caps_caseops_v1_reserved"
+# The repository of each variant: the challenge's own has 1,024 pieces only (its issues #899, #1189).
+REPOSITORIES = {
+    "sp1024": "willdepueoai/parameter-golf",
+    "sp4096": "kevclark/parameter-golf",
+    "sp8192": "kevclark/parameter-golf",
+    CASEOPS: "romeerp/parameter-golf-caseops-v1",
+}
+DOCUMENTS = ("docs_selected.jsonl", "docs_selected.source_manifest.json")
 TARGET = Path(__file__).resolve().parent
 
 
@@ -41,9 +51,11 @@ class Remote(NamedTuple):
     folder: str
 
     @classmethod
-    def from_env(cls, environ: dict[str, str]) -> "Remote":
+    def from_env(cls, environ: dict[str, str], variant: str) -> "Remote":
+        """The variant's repository, unless the environment names another one."""
+        usual = REPOSITORIES.get(variant, REPOSITORIES["sp1024"])
         return cls(
-            environ.get("MATCHED_FINEWEB_REPO_ID", "willdepueoai/parameter-golf"),
+            environ.get("MATCHED_FINEWEB_REPO_ID", usual),
             environ.get("MATCHED_FINEWEB_REMOTE_ROOT_PREFIX", "datasets").strip("/"),
         )
 
@@ -84,9 +96,12 @@ def plan(
         name = dataset_name(variant)
         if name not in datasets:
             there = ", ".join(sorted(other.removeprefix("fineweb10B_") for other in datasets))
-            raise UserError(
-                f"{remote.repository} has no variant {variant}: set --variant to one of {there}"
-            )
+            lacking = f"{remote.repository} has no variant {variant}"
+            other = REPOSITORIES.get(variant, remote.repository)
+            if other != remote.repository:
+                raise UserError(f"{lacking}: set MATCHED_FINEWEB_REPO_ID={other}, which has it")
+            known = f"set --variant to one of {there}, or to one of {', '.join(REPOSITORIES)}"
+            raise UserError(f"{lacking}: {known}")
         counts = {
             split: int(datasets[name]["stats"][f"files_{split}"]) for split in ("train", "val")
         }
@@ -116,6 +131,17 @@ def plan(
     # A path in the manifest must not lead to another folder.
     tokenizers = [f"tokenizers/{PurePosixPath(model).name}" for model in models]
     return [Wanted(f"{remote.folder}/{path}", target / path) for path in (*tokenizers, *files)]
+
+
+def sidecars(files: list[Wanted]) -> list[Wanted]:
+    """The exact bytes of the validation shards among these files, which some repositories have."""
+    found = []
+    for file in files:
+        name = file.local.name.replace("_val_", "_val_bytes_")
+        if name != file.local.name:
+            path = str(PurePosixPath(file.path).with_name(name))
+            found.append(Wanted(path, file.local.with_name(name)))
+    return found
 
 
 class Hub:
@@ -154,18 +180,21 @@ class Hub:
         )
         return self._ask(lambda: json.loads(Path(path).read_bytes()))
 
-    def described(self, files: list[Wanted]) -> list[Wanted]:
-        """The files with the hub's sizes and checksums. Raises UserError if the hub lacks one."""
+    def described(self, files: list[Wanted], optional: bool = False) -> list[Wanted]:
+        """The files with the hub's sizes and checksums. If the hub lacks one, raises UserError or,
+        for optional files, leaves it out."""
         found = {
             info.path: info
             for info in self._ask(
                 self.api.get_paths_info, paths=[file.path for file in files], **self.here
             )
         }
-        if missing := [file.path for file in files if file.path not in found]:
+        if missing := [file.path for file in files if file.path not in found and not optional]:
             raise UserError(
-                f"{self.remote.repository} lacks {missing[0]}, which is in its manifest: tell its owner"
+                f"{self.remote.repository} lacks {missing[0]}: tell its owner, or name another "
+                "repository by MATCHED_FINEWEB_REPO_ID"
             )
+        files = [file for file in files if file.path in found]
         infos = [found[file.path] for file in files]
         return [
             file._replace(
@@ -314,8 +343,11 @@ def check(variant: str, target: Path) -> str:
     return f"checksums are right: {len(manifest['files'])} shards in {folder}"
 
 
-def download(variant: str, train_shards: int, remote: Remote, target: Path) -> str:
-    """Download, verify and record everything. Returns a summary. Raises UserError."""
+def download(
+    variant: str, train_shards: int, remote: Remote, target: Path, documents: bool = False
+) -> str:
+    """Download, verify and record everything; `documents`: their text as well. Returns a summary.
+    Raises UserError."""
     folder = target / "datasets" / dataset_name(variant)
     try:
         hub = Hub(remote)
@@ -328,6 +360,10 @@ def download(variant: str, train_shards: int, remote: Remote, target: Path) -> s
             return f"{check(variant, target)} (no update: {error})"
         raise
     files = hub.described(plan(hub.manifest(), variant, train_shards, remote, target))
+    files += hub.described(sidecars(files), optional=True)
+    if documents:
+        texts = [Wanted(f"{remote.folder}/{name}", target / name) for name in DOCUMENTS]
+        files += hub.described(texts)
     fetched = have(files, hub, target)
     record(files, folder, remote)
     size = sum(file.size for file in files)
@@ -341,10 +377,13 @@ def main() -> None:
     parser.add_argument(
         "--variant",
         default="sp1024",
-        help=f"{', '.join(VARIANTS)} or another one of the repository",
+        help=f"{', '.join(REPOSITORIES)}, or another one of the repository; default: sp1024",
     )
     parser.add_argument(
         "--train-shards", type=int, default=80, help="100 million tokens, 200 MB each; default: 80"
+    )
+    parser.add_argument(
+        "--with-docs", action="store_true", help="the text of the documents as well (48 GB)"
     )
     parser.add_argument("--check", action="store_true", help="verify the files without a download")
     parser.add_argument(
@@ -359,14 +398,9 @@ def main() -> None:
     if arguments.check:
         print(check(arguments.variant, arguments.target))
     else:
-        print(
-            download(
-                arguments.variant,
-                arguments.train_shards,
-                Remote.from_env(dict(os.environ)),
-                arguments.target,
-            )
-        )
+        remote = Remote.from_env(dict(os.environ), arguments.variant)
+        wanted = (arguments.variant, arguments.train_shards, remote, arguments.target)
+        print(download(*wanted, arguments.with_docs))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 
 import train_gpt
 import warm_python
-from conftest import ROOT
+from conftest import ROOT, variables
 from hub import Hub
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -73,11 +73,11 @@ def command(hub, tmp_path):
         "MATCHED_FINEWEB_REPO_ID": REPOSITORY,
     }
 
-    def start(*arguments, **changes) -> subprocess.Popen:
+    def start(*arguments, program="download_fineweb.py", **changes) -> subprocess.Popen:
         hub.requests.clear()
         line = [
             warm_python.python(),
-            ROOT / "data" / "download_fineweb.py",
+            ROOT / "data" / program,
             "--target",
             tmp_path / "data",
             *arguments,
@@ -228,7 +228,13 @@ def test_no_network(download, hub):
 @pytest.mark.parametrize(
     "arguments, changes, part",
     [
-        (["--variant", "sp4096"], {}, "has no variant sp4096: set --variant to one of sp1024"),
+        (
+            ["--variant", "sp4096"],
+            {},
+            "has no variant sp4096: set MATCHED_FINEWEB_REPO_ID=kevclark/parameter-golf, which has",
+        ),
+        (["--variant", "sp77"], {}, "has no variant sp77: set --variant to one of sp1024, or to"),
+        (["--with-docs"], {}, "somebody/some-data lacks datasets/docs_selected.jsonl: tell its"),
         (["--train-shards", 9], {}, "has 3 training shards of sp1024, not 9"),
         ([], {"MATCHED_FINEWEB_REPO_ID": "no/body"}, "could not get no/body"),
         (
@@ -266,6 +272,62 @@ def test_wrong_content_is_not_accepted(download, hub, path):
     result = download("--train-shards", 0)
     assert result.returncode == 1
     assert f"{Path(path).name} has a wrong size or checksum after the download" in result.stderr
+
+
+def test_each_variant_knows_its_repository():
+    found = {
+        variant: download_fineweb.Remote.from_env({}, variant).repository
+        for variant in ("sp1024", "sp8192", download_fineweb.CASEOPS, "sp77")
+    }
+    assert found == {
+        "sp1024": "willdepueoai/parameter-golf",
+        "sp8192": "kevclark/parameter-golf",
+        "sp8192_lossless_caps_caseops_v1_reserved": "romeerp/parameter-golf-caseops-v1",
+        "sp77": "willdepueoai/parameter-golf",
+    }
+    asked = download_fineweb.Remote.from_env({"MATCHED_FINEWEB_REPO_ID": "a/b"}, "sp8192")
+    assert asked.repository == "a/b"
+
+
+def test_the_folders_of_the_leaders_configurations():
+    """frontier.env looks for the data where the download puts them."""
+    names = variables("frontier"), variables("2135")
+    for knobs in names:
+        assert Path(knobs["DATA_PATH"]).name == download_fineweb.dataset_name(
+            download_fineweb.CASEOPS
+        )
+
+
+def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
+    """The bytes of validation tokens are in some repositories; the documents are asked for."""
+    folder = published / "datasets" / "datasets" / NAME
+    sidecar = folder / "fineweb_val_bytes_000000.bin"
+    documents = [published / "datasets" / name for name in download_fineweb.DOCUMENTS]
+    shards.write_shard(sidecar, np.full(2000, 3))
+    for path in documents:
+        path.write_text("{}")
+    try:
+        result = download("--train-shards", 1, "--with-docs")
+        assert result.returncode == 0, result.stderr
+        local = tmp_path / "data" / "datasets" / NAME
+        assert (local / sidecar.name).read_bytes() == sidecar.read_bytes()
+        assert sidecar.name in shards.read_manifest(local)["files"]
+        assert all((tmp_path / "data" / path.name).is_file() for path in documents)
+        assert download("--check").returncode == 0
+    finally:
+        for path in (sidecar, *documents):
+            path.unlink()
+
+
+@pytest.mark.parametrize(
+    "words", [["2"], ["--train-shards", "2"], ["2", "--variant", "sp1024", "--skip-manifest"]]
+)
+def test_the_challenges_command(command, words, tmp_path):
+    process = command(*words, program="cached_challenge_fineweb.py")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    folder = tmp_path / "data" / "datasets" / NAME
+    assert "complete: 4 files" in out and len(list(folder.glob("*train*.bin"))) == 2
 
 
 def test_too_little_disk(tmp_path, monkeypatch):
