@@ -34,7 +34,6 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
-import fcntl
 import functools
 import gc
 import hashlib
@@ -45,11 +44,11 @@ import math
 import os
 import platform
 import re
-import resource
 import shlex
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -57,11 +56,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+
+try:
+    import fcntl
+    import resource
+except ImportError:
+    sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
 
 def complain(sentence: str) -> None:
@@ -2495,7 +2500,9 @@ def train_and_score(hp: Hyperparameters) -> None:
                 run.restore(*checkpoint)
             run.train()
             averaged, hessians = run.finish()
-        log(f"peak_memory: {peak_memory(runtime)}\nexporting {averaged}")
+        memory = peak_memory(runtime.device)
+        log(memory_line(memory), event="peak_memory", **memory)
+        log(f"exporting {averaged}")
         before = run.score_average()
         before.log(log, "final_average_exact")
         seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail
@@ -2566,10 +2573,22 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     return run, (path, state, tensors) if path else None
 
 
-def peak_memory(runtime: Runtime) -> str:
-    if runtime.device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() >> 20} MiB allocated on the GPU"
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB resident"
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """The most memory that this process has used, in MiB, by kind."""
+    if device.type == "cuda":
+        kinds = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
+    else:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        kinds = {"resident": used if sys.platform == "darwin" else used << 10}
+    return {kind: size >> 20 for kind, size in kinds.items()}
+
+
+def memory_line(memory: dict[str, int]) -> str:
+    """In the challenge's words."""
+    return f"peak memory {' '.join(f'{kind}: {size} MiB' for kind, size in memory.items())}"
 
 
 def code_size() -> int:
@@ -3292,6 +3311,9 @@ class Log:
         torches = f"torch {torch.__version__}, {packages}, cuda {torch.version.cuda}"
         fields = {"versions": f"python {platform.python_version()}, {torches}"}
         fields["runtime"] = runtime.describe()
+        if runtime.device.type == "cuda":
+            facts = gpu_facts(runtime.device)
+            fields["gpu"] = f"gpu: {', '.join(f'{k} {v}' for k, v in facts.items())}"
         self("\n".join(fields.values()))
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
         fields |= {"run_id": self.name, "started": started}
@@ -3636,6 +3658,34 @@ class Runtime:
         kernels = f"compute_dtype:{dtype} attention:{self.attention} compile:{compiled}"
         mesh = f"{self.comm.replicate.size}x{self.comm.shard.size}"
         return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {kernels}"
+
+
+def gpu_facts(device: torch.device) -> dict[str, str]:
+    """What the speed of a GPU depends on: versions of driver and libraries, power limit, clocks.
+    "unknown" for what nvidia-smi does not tell, "none" for a missing package."""
+    query = {"driver": "driver_version", "power limit": "power.limit", "clocks": "clocks.max.sm"}
+    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    chosen = name if name.isdigit() else f"GPU-{name.removeprefix('GPU-')}"
+    words = ["nvidia-smi", f"--query-gpu={','.join(query.values())}", f"--id={chosen}"]
+    try:
+        options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
+        told = subprocess.run([*words, "--format=csv,noheader"], **options).stdout.strip()
+        facts = dict(zip(query, told.split(", "), strict=True))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        facts = dict.fromkeys(query, "unknown")
+    facts["cudnn"] = str(torch.backends.cudnn.version())
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ("none",)
+    facts["nccl"] = ".".join(map(str, nccl))
+    for package, module in {"triton": "triton", "flash_attn_3": "flash_attn_interface"}.items():
+        facts[package] = package_version(package) if find_spec(module) else "none"
+    return facts
+
+
+def package_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a module without a package, such as a build in place
+        return "unknown"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -124,6 +125,7 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
         "train",
         "val",
         "gptq",
+        "peak_memory",
         finals[0],
         "artifact",
         *finals[1:],
@@ -651,6 +653,75 @@ def test_import_has_no_side_effects(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", ["train_gpt.py", "tools/compare.py"])
+def test_windows_is_one_sentence(program, tmp_path):
+    (tmp_path / "fcntl.py").write_text("raise ImportError")  # Windows has none
+    command = [sys.executable, ROOT / program, "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 1
+    assert result.stderr == "error: this needs Linux or macOS: on Windows, run it in WSL2\n"
+
+
+def test_peak_memory(monkeypatch):
+    """In MiB and the challenge's words; macOS counts in bytes where Linux counts in KiB."""
+    used = type("Usage", (), {"ru_maxrss": 3 << 20})
+    monkeypatch.setattr(train_gpt.resource, "getrusage", lambda who: used)
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert train_gpt.memory_line(train_gpt.peak_memory(cpu)) == "peak memory resident: 3072 MiB"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert train_gpt.peak_memory(cpu) == {"resident": 3}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7 << 20)
+    line = train_gpt.memory_line(train_gpt.peak_memory(torch.device("cuda")))
+    assert line == "peak memory allocated: 5 MiB reserved: 7 MiB"
+
+
+@pytest.fixture
+def one_gpu(tmp_path, monkeypatch):
+    """A machine with one GPU, as far as `gpu_facts` asks; a function that writes its nvidia-smi."""
+    properties = type("Properties", (), {"uuid": "12ab-34"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    modules = {"triton": object()}
+    monkeypatch.setattr(train_gpt, "find_spec", modules.get)
+    monkeypatch.setattr(train_gpt, "version", {"triton": "3.5.1"}.__getitem__)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def write(script: str) -> dict[str, str]:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return train_gpt.gpu_facts(torch.device("cuda", 0))
+
+    return write
+
+
+def test_facts_of_a_gpu(one_gpu):
+    facts = one_gpu(
+        """case "$*" in *--id=GPU-12ab-34*) echo "570.86.10, 700.00 W, 1980 MHz";; esac"""
+    )
+    assert facts == {
+        "driver": "570.86.10",
+        "power limit": "700.00 W",
+        "clocks": "1980 MHz",
+        "cudnn": "91002",
+        "nccl": "2.27.5",
+        "triton": "3.5.1",
+        "flash_attn_3": "none",
+    }
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "sleep 0; echo"])
+def test_facts_that_nvidia_smi_does_not_tell(one_gpu, script):
+    facts = one_gpu(script)
+    assert facts["driver"] == facts["power limit"] == facts["clocks"] == "unknown"
+    assert facts["nccl"] == "2.27.5"
 
 
 def test_supported_torch_versions_have_what_is_used():
