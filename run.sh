@@ -41,32 +41,33 @@ quietly() {
 }
 
 # For each package of a requirements file: "keep NAME==VERSION" if $PYTHON has it, whatever its version, else "install
-# NAME==VERSION" as pinned. Fails if $PYTHON has no supported torch.
+# NAME==VERSION" as constraints.txt has it. Fails if $PYTHON has no supported torch.
 packages() {
     "$PYTHON" - "$1" 2>/dev/null <<'PYTHON_CODE'
 import platform
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 import torch
 
-def pins(path):
+def names(path):
     for line in open(path):
         requirement, _, marker = line.partition("#")[0].partition(";")
         words = requirement.split()
         if words[:1] == ["-r"]:
-            yield from pins(words[1])
+            yield from names(words[1])
         elif words and (not marker or platform.system() in marker):  # platform_system == "Linux"
-            yield words[0]
+            yield re.match(r"[\w-]+", words[0])[0]
 
+pins = dict(line.split("==") for line in open("constraints.txt").read().split() if "==" in line)
 assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]
-for pin in pins(sys.argv[1]):
-    name = pin.partition("==")[0]
+for name in names(sys.argv[1]):
     try:
         print("keep", f"{name}=={version(name)}")
     except PackageNotFoundError:
         if not find_spec(name):
-            print("install", pin)
+            print("install", f"{name}=={pins[name]}")
 PYTHON_CODE
 }
 
@@ -90,7 +91,7 @@ complete() {
 }
 
 install_all() {  # with torch, if $PYTHON has none
-    if packages "$1" >/dev/null; then complete "$1"; else pip_install -r "$1"; fi
+    if packages "$1" >/dev/null; then complete "$1"; else pip_install -r "$1" --constraint constraints.txt; fi
 }
 
 # Choose PYTHON and give it the packages of this requirements file. Any Python with a supported torch is kept: rented

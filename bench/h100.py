@@ -111,14 +111,8 @@ def environment(home: Path, torch_version: str) -> tuple[Path, Path]:
             flush=True,
         )
         venv.create(python.parent.parent, with_pip=True)
-        lines = (ROOT / "requirements.txt").read_text().splitlines()
-        pins = [
-            line.split("#")[0].strip() for line in lines if not line.startswith(("#", "torch=="))
-        ]
-        pins = [pin for pin in pins if pin]
-        command(
-            python, "-m", "pip", "install", "-q", f"torch=={torch_version}", "setuptools", *pins
-        )
+        wanted = (f"torch=={torch_version}", "setuptools", "-r", ROOT / "requirements.txt")
+        command(python, "-m", "pip", "install", "-q", *wanted)
     packages = Path(
         command(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from conftest import ROOT
 
@@ -67,7 +68,7 @@ class Machine:
     def __init__(self, folder):
         self.repository, self.root = folder / "repository", folder / "machine"
         self.installed = folder / "installed"
-        for name in ("run.sh", "requirements.txt", "requirements-dev.txt"):
+        for name in ("run.sh", "constraints.txt", "requirements.txt", "requirements-dev.txt"):
             self.repository.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.repository)
         for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
@@ -133,17 +134,28 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def pins(name):
-    """The NAME==VERSION of a requirements file, by NAME."""
+def requirements(name):
+    """The requirements of a file, by the name of the package."""
     found = {}
     for line in (ROOT / name).read_text().splitlines():
         words = line.partition("#")[0].partition(";")[0].split()  # without a marker
-        found |= (
-            pins(words[1])
-            if words[:1] == ["-r"]
-            else {word.partition("==")[0]: word for word in words}
-        )
+        if words[:1] == ["-r"]:
+            found |= requirements(words[1])
+        else:
+            found |= {re.match(r"[\w-]+", word)[0]: word for word in words}
     return found
+
+
+VERSIONS = {
+    line.partition("==")[0]: line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if not line.startswith("#")
+}
+
+
+def pins(name):
+    """The NAME==VERSION that run.sh installs for a requirements file, by NAME."""
+    return {package: VERSIONS[package] for package in requirements(name)}
 
 
 PINS = pins("requirements.txt")
@@ -271,7 +283,7 @@ def test_without_a_supported_torch_everything_is_installed(machine, version):
     assert (
         made == "venv .venv"
         and command.startswith(".venv install ")
-        and command.endswith("-r requirements.txt")
+        and command.endswith("-r requirements.txt --constraint constraints.txt")
     )
 
 
@@ -441,16 +453,22 @@ def test_requirements_are_what_is_imported():
     }
     imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert set(PINS) <= imported and imported - set(PINS) <= {"triton", "flash_attn_interface"}
-    assert all(
-        re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in pins("requirements-dev.txt").values()
-    )
     readme = (ROOT / "README.md").read_text()
     words, *_ = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
-    words = words.split()
-    listed = (
-        pins(words[1]) if words[0] == "-r" else {word.partition("==")[0]: word for word in words}
-    )
-    assert listed == PINS
+    assert words.strip() == "-r requirements.txt"
+
+
+def test_requirements_are_ranges_and_the_constraints_are_in_them():
+    """A range of torch keeps a pod's; the constraints are the versions that the tests run with."""
+    wanted = requirements("requirements-dev.txt")
+    assert wanted.keys() == VERSIONS.keys()
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", pin) for pin in VERSIONS.values())
+    for package, requirement in wanted.items():
+        assert "==" not in requirement or package == "ruff"
+        specifier = SpecifierSet(requirement.removeprefix(package))
+        assert VERSIONS[package].partition("==")[2] in specifier, requirement
+    torch = SpecifierSet(wanted["torch"].removeprefix("torch"))
+    assert "2.9.1+cu128" in torch and "2.8.0" not in torch and "2.14.0" not in torch
 
 
 @pytest.mark.parametrize(
