@@ -216,7 +216,7 @@ class Hyperparameters:
     train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
-    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: 98,304 on a GPU, 16,384 on a CPU", "run", low=0)
+    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: what fits, at most 98,304", "run", low=0)
 
     iterations: int = knob(9000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training and GPTQ; 0: ITERATIONS decides", "run", low=0)
@@ -3629,9 +3629,7 @@ class Runtime:
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
         fused_mlp, unfit = choose_fused_mlp(hp, device, dtype, compiled)
-        # A GPU's default is what one of 8 ranks takes of the record's batch; a CPU's fits a
-        # laptop's memory.
-        micro = hp.micro_batch_tokens or (98_304 if on_gpu else 16_384)
+        micro = hp.micro_batch_tokens or choose_micro_batch(hp, comm, device)
         notes = (*missing, *refused, *unfit)
         yield cls(comm, device, dtype, compiled, attention, attend, micro, notes, fused_mlp)
         # Not in a `finally`: a barrier would wait for dead ranks.
@@ -3701,6 +3699,29 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
         dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
     return comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size
+
+
+def choose_micro_batch(hp: Hyperparameters, comm: Comm, device: torch.device) -> int:
+    """Tokens of a forward that fit the free memory of the GPU that has least, at most what one of 8
+    ranks takes of the record's batch. On a CPU what fits a laptop's memory."""
+    if device.type == "cpu":
+        return 16_384
+    free = torch.zeros(comm.size, dtype=torch.float64, device=device)
+    free[comm.rank] = torch.cuda.mem_get_info(device)[0]
+    comm.all_reduce(free)()
+    fixed, per_token = step_memory(hp)
+    fitting = int((0.9 * float(free.min()) - fixed) / per_token)
+    # Whole sequences; a GPU that is too small for one says so by itself.
+    return min(98_304, max(1, fitting // hp.train_seq_len) * hp.train_seq_len)
+
+
+def step_memory(hp: Hyperparameters) -> tuple[float, float]:
+    """(bytes of a training step on one rank, bytes per token of its forward), both from above: at
+    most a quarter more than bench/h100.py models (tests/test_memory.py has the table)."""
+    weights = sum(tensor.numel() for tensor in outline(hp).values())
+    _, hidden, dim = bank_shape("mlp_bank", hp)
+    layer = 22 * dim + 4.3 * hidden
+    return 24.0 * weights, len(hp.visits()) * layer + 18 * dim + 1.8 * hp.vocab_size
 
 
 def keep_freed_memory() -> None:

@@ -1,0 +1,76 @@
+"""MICRO_BATCH_TOKENS=0: the tokens of a forward follow from a GPU's free memory."""
+
+import pytest
+import torch
+
+import train_gpt
+from conftest import variables
+from train_gpt import Comm, Hyperparameters
+
+# Peak memory of a training step in MiB: modelled by bench/h100.py, 1 of 8 ranks, torch 2.9.1,
+# 2026-11-24.
+FRONTIER = variables("frontier")
+MODELLED = {
+    "defaults": ({}, 98_304, 17_086),
+    "half": ({}, 49_152, 8_855),
+    "quarter": ({}, 24_576, 4_655),
+    "8,192 pieces": ({"VOCAB_SIZE": "8192"}, 98_304, 18_326),
+    "6 layers": ({"NUM_LAYERS": "6"}, 98_304, 10_007),
+    "MLP of 4 widths": ({"MLP_MULT": "4"}, 98_304, 19_335),
+    "width 768": ({"MODEL_DIM": "768", "NUM_HEADS": "12", "NUM_KV_HEADS": "6"}, 49_152, 13_379),
+    "frontier.env": (FRONTIER, 98_304, 34_346),
+    "frontier.env, quarter": (FRONTIER, 24_576, 9_092),
+    "frontier.env, no loop": (FRONTIER | {"LOOP_VISITS": "1"}, 98_304, 23_002),
+    "2135.env": (variables("2135"), 98_304, 32_991),
+}
+GPUS = (24, 32, 40, 48, 80)  # GB
+
+
+@pytest.mark.parametrize("name", MODELLED)
+def test_the_formula_is_a_little_above_the_model(name):
+    knobs, tokens, modelled = MODELLED[name]
+    fixed, per_token = train_gpt.step_memory(Hyperparameters.from_env(knobs))
+    assert modelled <= (fixed + per_token * tokens) / (1 << 20) <= 1.3 * modelled
+
+
+def chosen(monkeypatch, free_gb: list[float], knobs: dict, rank: int = 0) -> int:
+    """What a rank chooses if these are the free GB of all ranks."""
+    comm = Comm(rank, len(free_gb))
+    sizes = torch.tensor(free_gb, dtype=torch.float64) * 1e9
+
+    def reduce(tensor):
+        assert tensor.count_nonzero() == 1 and tensor[rank] == sizes[rank]
+        return lambda: tensor.copy_(sizes)
+
+    monkeypatch.setattr(comm, "all_reduce", reduce)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(sizes[rank]), 0))
+    gpu = torch.device("cuda", 0)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **o: zeros(*a, **o))
+    hp = Hyperparameters.from_env(knobs)
+    return train_gpt.choose_micro_batch(hp, comm, gpu)
+
+
+@pytest.mark.parametrize("gigabytes", GPUS)
+@pytest.mark.parametrize("name", ["defaults", "frontier.env"])
+def test_what_is_chosen_fits(monkeypatch, gigabytes, name):
+    """By the formula, and by the modelled bytes per token of the same configuration."""
+    knobs, full, modelled = MODELLED[name]
+    tokens = chosen(monkeypatch, [gigabytes * 0.98], knobs)
+    assert tokens % 2048 == 0 and 2048 <= tokens <= 98_304
+    assert modelled * tokens / full + 1000 < gigabytes * 1e9 * 0.95 / (1 << 20)
+    if gigabytes == 80 or (gigabytes >= 24 and name == "defaults"):
+        assert tokens == 98_304
+
+
+def test_all_ranks_take_what_fits_the_smallest(monkeypatch):
+    choices = {chosen(monkeypatch, [80, 20, 80], FRONTIER, rank) for rank in range(3)}
+    assert len(choices) == 1 and choices == {chosen(monkeypatch, [20], FRONTIER)}
+
+
+def test_a_small_gpu_still_gets_a_sequence(monkeypatch):
+    assert chosen(monkeypatch, [0.5], FRONTIER) == 2048
+
+
+def test_a_cpu_has_a_fixed_size():
+    assert train_gpt.choose_micro_batch(Hyperparameters(), Comm(), torch.device("cpu")) == 16_384
