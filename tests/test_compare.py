@@ -1,8 +1,10 @@
 """tools/compare.py: significance."""
 
 import re
+import statistics
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,9 +44,9 @@ def test_welch_is_the_textbook_one(tmp_path):
     assert test.df == pytest.approx(
         sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
     )
-    least = compare.smallest(a, b, 0.005)
+    least = compare.smallest(a, b, compare.RECORD)
     shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
-    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.LEVEL), (
+    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.RECORD.level), (
         "the smallest gain is just significant"
     )
     cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
@@ -58,7 +60,7 @@ def test_welch_is_the_textbook_one(tmp_path):
         ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
         ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
         ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
-        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "run more seeds"),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would be needed"),
         ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
     ],
 )
@@ -156,3 +158,53 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
         assert runs.find_logs(text) == expected
     with pytest.raises(UserError, match="there are no logs in"):
         runs.find_logs(f"{tmp_path}/x*.txt")
+
+
+def made(losses: list[float]) -> list[runs.Run]:
+    """Runs with these final losses."""
+    return [
+        SimpleNamespace(score=SimpleNamespace(loss=loss, bpb=loss / 2, tokens=9), seed=seed)
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def test_how_many_more_seeds_would_be_needed():
+    """The count is the first at which Welch's test with these means and deviations is
+    significant."""
+    a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
+    rule = compare.RECORD
+    counts, why = compare.verdict(a, b, False)
+    assert not counts
+    needed = int(re.search(r"(\d+) seeds of each would be needed", why)[1])
+    assert f"{needed - 3} more of A and {needed - 3} more of B" in why
+    sides = [[run.score.loss for run in side] for side in (a, b)]
+
+    def p_of(count: int) -> float:
+        """With as many values of these means and deviations."""
+        found = []
+        for side in sides:
+            mean, deviation = statistics.fmean(side), statistics.stdev(side)
+            values = np.arange(count) - (count - 1) / 2
+            found.append((mean + deviation * values / values.std(ddof=1)).tolist())
+        return compare.welch(*found, rule.margin).p
+
+    assert p_of(needed) < rule.level <= p_of(needed - 1)
+    assert compare.seeds_needed(*reversed(sides), rule) is None, "B is worse"
+
+
+def test_the_rule_of_the_later_board():
+    """p < 0.25 is enough there; another margin may not be."""
+    a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
+    board = compare.Rule(level=0.25)
+    assert compare.verdict(a, b, False, board)[0] and not compare.verdict(a, b, False)[0]
+    assert not compare.verdict(a, b, False, compare.Rule(0.05, 0.25))[0]
+
+
+def test_margin_and_level_are_options(swept, tmp_path):
+    sides = [",".join(map(str, logs_of(swept, rate))) for rate in ("0.005", "0.025")]
+    strict, lenient = (
+        run([ROOT / "tools" / "compare.py", *sides, *words], {}, tmp_path)
+        for words in ([], ["--margin", "-9", "--level", "0.999"])
+    )
+    assert lenient.returncode == 0 and "more than -9.0 at p" in lenient.stdout, lenient.stderr
+    assert "nats: " in strict.stdout and strict.stdout != lenient.stdout

@@ -98,7 +98,7 @@ def test_a_running_log_is_compared(tmp_path):
     """Its last validation is not the run's last one."""
     head = "\n".join(log_of("399", "42", end="").splitlines()[:25]) + "\n"
     ok, text = followed(tmp_path, "399", head)
-    assert ok and "in all" in text and "  1000 val" in text and "-1" not in text
+    assert ok and "in all" in text and "  1000 val" in text and "\n    -1 " not in text
 
 
 @pytest.mark.parametrize(
