@@ -1550,12 +1550,9 @@ class Run:
     def raise_if_stopped(self, step: int) -> None:
         """Raise Stopped, on all ranks, if any has received a signal: one of the last validation is
         in no step's report."""
-        kinds = (signal.SIGINT, signal.SIGTERM)
-        received = torch.tensor([kind in self.signals for kind in kinds], dtype=torch.float32)
-        received = received.to(self.runtime.device)
-        self.runtime.comm.all_reduce(received)()
-        if received.any():
-            number = signal.SIGINT if received[0] else signal.SIGTERM
+        received = set().union(*self.runtime.comm.gather(self.signals))
+        if received:
+            number = min(received)  # SIGINT if there is one
             self.checkpoints.written.result()  # so that rank 0 knows the newest
             raise Stopped(number, step, self.runtime.comm.share(self.checkpoints.newest))
 
@@ -3583,6 +3580,13 @@ class Comm:
             self.named(dist.broadcast_object_list, box, src=0)
         return box[0]
 
+    def gather(self, value) -> list:
+        """Every rank's `value`, any object that can be pickled, on every rank. Blocks."""
+        values = [value] * self.size
+        if self.size > 1:
+            self.named(dist.all_gather_object, values, value)
+        return values
+
     def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
         if self.size == 1:
             if source and source[0].data_ptr() != out.data_ptr():  # shards may be views
@@ -3706,11 +3710,9 @@ def choose_micro_batch(hp: Hyperparameters, comm: Comm, device: torch.device) ->
     ranks takes of the record's batch. On a CPU what fits a laptop's memory."""
     if device.type == "cpu":
         return 16_384
-    free = torch.zeros(comm.size, dtype=torch.float64, device=device)
-    free[comm.rank] = torch.cuda.mem_get_info(device)[0]
-    comm.all_reduce(free)()
+    free = min(comm.gather(torch.cuda.mem_get_info(device)[0]))
     fixed, per_token = step_memory(hp)
-    fitting = int((0.9 * float(free.min()) - fixed) / per_token)
+    fitting = int((0.9 * free - fixed) / per_token)
     # Whole sequences; a GPU that is too small for one says so by itself.
     return min(98_304, max(1, fitting // hp.train_seq_len) * hp.train_seq_len)
 

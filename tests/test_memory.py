@@ -35,18 +35,16 @@ def test_the_formula_is_a_little_above_the_model(name):
 
 def chosen(monkeypatch, free_gb: list[float], knobs: dict, rank: int = 0) -> int:
     """What a rank chooses if these are the free GB of all ranks."""
-    comm = Comm(rank, len(free_gb))
-    sizes = torch.tensor(free_gb, dtype=torch.float64) * 1e9
 
-    def reduce(tensor):
-        assert tensor.count_nonzero() == 1 and tensor[rank] == sizes[rank]
-        return lambda: tensor.copy_(sizes)
+    def gather(values: list, value: float):
+        assert value == int(1e9 * free_gb[rank]) and len(values) == len(free_gb)
+        values[:] = [int(1e9 * free) for free in free_gb]
 
-    monkeypatch.setattr(comm, "all_reduce", reduce)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(sizes[rank]), 0))
-    gpu = torch.device("cuda", 0)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **o: zeros(*a, **o))
+    monkeypatch.setattr(train_gpt.dist, "all_gather_object", gather)
+    monkeypatch.setattr(train_gpt.dist, "get_rank", lambda: rank)
+    free = int(1e9 * free_gb[rank])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 0))
+    comm, gpu = Comm(rank, len(free_gb)), torch.device("cuda", 0)
     hp = Hyperparameters.from_env(knobs)
     return train_gpt.choose_micro_batch(hp, comm, gpu)
 
