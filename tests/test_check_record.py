@@ -103,6 +103,9 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert given["track"] == "non_record_16mb", "the folder is called track_..., the field is not"
     assert given["seed_results"]["2"]["val_loss"] == found[1].score.loss
     assert given["compliance"]["three_seeds"] is False
+    for claim in ("no_slot", "no_pre_quant_ttt", "no_ngram_cache"):
+        assert given["compliance"][claim] is True
+    assert given["attribution"] == "descends from #399 by abaybektursun"
     text = (folder / "README.md").read_text()
     for part in (
         f"**val_bpb {given['val_bpb']:.5f}**",
@@ -216,6 +219,18 @@ def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
 
+def changed_json(**fields):
+    """submission.json with these fields, or, in `compliance`, with these claims."""
+
+    def change(folder: Path) -> None:
+        given = json.loads((folder / "submission.json").read_text())
+        compliance = given["compliance"] | fields.pop("compliance", {})
+        given |= {"compliance": compliance, **fields}
+        (folder / "submission.json").write_text(json.dumps(given))
+
+    return change
+
+
 def swap_loss(folder: Path) -> None:
     given = json.loads((folder / "submission.json").read_text())
     (folder / "submission.json").write_text(json.dumps(given | {"val_loss": given["val_bpb"]}))
@@ -246,6 +261,8 @@ def edit_import(new: str):
 
 # fmt: off
 BROKEN = {
+    "an n-gram cache": (changed_json(compliance={"no_ngram_cache": False}), "no_ngram_cache is False, not true"),
+    "attribution is a number": (changed_json(attribution=399), "attribution is 399, not a text"),
     "no readme": (remove("README.md"), "no README.md"),
     "no json": (remove("submission.json"), "no submission.json"),
     "bad json": (edit("submission.json", r"\{", "{,"), "is not JSON"),
@@ -359,7 +376,9 @@ def test_make_refuses(made, swept, tmp_path):
         (first, other): "begin with different scripts",
         (written(tmp_path, PUBLISHED),): "does not begin with the script",
     }
-    given = dict.fromkeys(("name", "author", "github_id", "blurb", "summary", "date"), "x")
+    given = dict.fromkeys(
+        ("name", "author", "github_id", "blurb", "summary", "date", "attribution"), "x"
+    )
     for logs, part in cases.items():
         with pytest.raises(UserError, match=part):
             make_record.make(

@@ -161,6 +161,26 @@ def files(folder: Folder) -> Iterator[Verdict]:
     yield verdict("no log holds a secret", fault)
 
 
+def claims(folder: Folder) -> Iterator[Verdict]:
+    """What submission.json says of its methods; these fields are optional."""
+    rule = "submission.json claims none of SLOT, training before the export, n-gram caches"
+    given = folder.submission.get("compliance")
+    found = (
+        {name: given.get(name) for name in make_record.ABSENT} if isinstance(given, dict) else {}
+    )
+    stated = {name: value for name, value in found.items() if value is not None}
+    faults = [
+        f"{name} is {value!r}, not true" for name, value in stated.items() if value is not True
+    ]
+    attribution = folder.submission.get("attribution", "")
+    if not isinstance(attribution, (str, dict, list)):
+        faults.append(f"attribution is {attribution!r}, not a text")
+    if not stated and not faults:
+        yield Verdict("n/a", rule, "it has none of these fields")
+        return
+    yield verdict(rule, "; ".join(faults), ", ".join(stated))
+
+
 def close(given: object, found: float | None, digits: int) -> bool:
     """Whether a figure of submission.json equals the logs' to as many digits as it has, and to at
     least `digits`."""
@@ -569,6 +589,7 @@ def check(
     parts: list[Callable[[], Iterator[Verdict]]] = [
         lambda: files(folder),
         lambda: same_figures(folder),
+        lambda: claims(folder),
         lambda: one_configuration(folder),
         lambda: limits(folder, artifact),
         lambda: script(folder),
