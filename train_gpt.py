@@ -2166,8 +2166,9 @@ def code_range(
     clip = kind.clip * step_scale
     if kind.name == "tok_emb":
         # A piece of a larger vocabulary is rarer, so its row needs less precision: a tenth of the
-        # matrices' step at 1,024 pieces, about half at 8,192 (docs/log.md).
-        clip *= (hp.vocab_size / 1024) ** 0.75
+        # matrices' step up to 1,024 pieces, about half at 8,192 (docs/log.md). A narrower range
+        # would cut weights off.
+        clip *= max(1.0, (hp.vocab_size / 1024) ** 0.75)
     return kind.bits, clip
 
 
@@ -3304,7 +3305,7 @@ class Log:
         self(f"started: {started}\nhyperparameters (* differs from the default)", console=False)
         self(settings, console=False)
         names = [name for name in PACKAGES if find_spec(name)]
-        packages = ", ".join(f"{name} {version(name)}" for name in names)
+        packages = ", ".join(f"{name} {package_version(name)}" for name in names)
         torches = f"torch {torch.__version__}, {packages}, cuda {torch.version.cuda}"
         fields = {"versions": f"python {platform.python_version()}, {torches}"}
         fields["runtime"] = runtime.describe()
@@ -3332,7 +3333,7 @@ class Log:
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) --------------------------
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 6
+CHECKPOINT_VERSION = 7
 CHECKPOINT_FILES = "step_*.safetensors"
 
 
@@ -3633,7 +3634,7 @@ class Runtime:
         compiled, missing = choose_compile(hp.compile, device)
         attention, attend, refused = choose_attention(hp, device, dtype, compiled)
         fused_mlp, unfit = choose_fused_mlp(hp, device, dtype, compiled)
-        micro = hp.micro_batch_tokens or choose_micro_batch(hp, comm, device)
+        micro = hp.micro_batch_tokens or choose_micro_batch(hp, comm, device, dtype)
         notes = (*missing, *refused, *unfit)
         yield cls(comm, device, dtype, compiled, attention, attend, micro, notes, fused_mlp)
         # Not in a `finally`: a barrier would wait for dead ranks.
@@ -3705,25 +3706,29 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
     return comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size
 
 
-def choose_micro_batch(hp: Hyperparameters, comm: Comm, device: torch.device) -> int:
+def choose_micro_batch(
+    hp: Hyperparameters, comm: Comm, device: torch.device, dtype: torch.dtype
+) -> int:
     """Tokens of a forward that fit the free memory of the GPU that has least, at most what one of 8
     ranks takes of the record's batch. On a CPU what fits a laptop's memory."""
     if device.type == "cpu":
         return 16_384
     free = min(comm.gather(torch.cuda.mem_get_info(device)[0]))
-    fixed, per_token = step_memory(hp)
+    fixed, per_token = step_memory(hp, dtype)
     fitting = int((0.9 * free - fixed) / per_token)
     # Whole sequences; a GPU that is too small for one says so by itself.
     return min(98_304, max(1, fitting // hp.train_seq_len) * hp.train_seq_len)
 
 
-def step_memory(hp: Hyperparameters) -> tuple[float, float]:
-    """(bytes of a training step on one rank, bytes per token of its forward), both from above: at
-    most a quarter more than bench/h100.py models (tests/test_memory.py has the table)."""
+def step_memory(hp: Hyperparameters, dtype: torch.dtype) -> tuple[float, float]:
+    """(bytes of a training step on one rank, bytes per token of its forward) of a compiled model,
+    from above: at most 0.3 more than bench/h100.py models (tests/test_memory.py has the table).
+    GPTQ's eager forward may need more per token, for its logits."""
     weights = sum(tensor.numel() for tensor in outline(hp).values())
     _, hidden, dim = bank_shape("mlp_bank", hp)
-    layer = 22 * dim + 4.3 * hidden
-    return 24.0 * weights, len(hp.visits()) * layer + 18 * dim + 1.8 * hp.vocab_size
+    in_bf16 = len(hp.visits()) * (22 * dim + 4.3 * hidden) + 18 * dim + 1.8 * hp.vocab_size
+    logits = 14 * hp.vocab_size if hp.gptq_batches else 0
+    return 24.0 * weights, max(in_bf16 * dtype.itemsize / 2, logits)
 
 
 def keep_freed_memory() -> None:

@@ -354,7 +354,8 @@ def download(
     except UserError as error:
         held = (shards.read_manifest(folder) or {"files": {}})["files"]
         if (
-            any("_val_" in name for name in held)
+            not documents
+            and any("_val_" in name for name in held)
             and sum("_train_" in name for name in held) >= train_shards
         ):
             return f"{check(variant, target)} (no update: {error})"

@@ -53,7 +53,8 @@ def results(mlp, inputs) -> list[torch.Tensor]:
         x,
         1
         / (
-            x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True) + 1e-6
+            x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
+            + torch.finfo(torch.float32).eps
         ),
         up,
         down,

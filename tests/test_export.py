@@ -676,6 +676,8 @@ def test_the_step_of_the_token_embedding_follows_from_the_vocabulary(hyperparame
     assert ratios[0] == pytest.approx(0.1, rel=0.01) and 0.4 < ratios[1] < 0.6
     scaled = train_gpt.code_range(tok_emb, hp, 2.0)[1]
     assert scaled == 2 * train_gpt.code_range(tok_emb, hp)[1]
+    small = train_gpt.code_range(tok_emb, hyperparameters(VOCAB_SIZE=64))
+    assert small == (tok_emb.bits, tok_emb.clip), "a narrower range would cut weights off"
     published = hyperparameters(VOCAB_SIZE=8192, ROW_RANGE="published")
     assert train_gpt.code_range(tok_emb, published) == (8, None)
 

@@ -29,11 +29,13 @@ GPUS = (24, 32, 40, 48, 80)  # GB
 @pytest.mark.parametrize("name", MODELLED)
 def test_the_formula_is_a_little_above_the_model(name):
     knobs, tokens, modelled = MODELLED[name]
-    fixed, per_token = train_gpt.step_memory(Hyperparameters.from_env(knobs))
+    fixed, per_token = train_gpt.step_memory(Hyperparameters.from_env(knobs), torch.bfloat16)
     assert modelled <= (fixed + per_token * tokens) / (1 << 20) <= 1.3 * modelled
 
 
-def chosen(monkeypatch, free_gb: list[float], knobs: dict, rank: int = 0) -> int:
+def chosen(
+    monkeypatch, free_gb: list[float], knobs: dict, rank: int = 0, dtype=torch.bfloat16
+) -> int:
     """What a rank chooses if these are the free GB of all ranks."""
 
     def gather(values: list, value: float):
@@ -46,7 +48,7 @@ def chosen(monkeypatch, free_gb: list[float], knobs: dict, rank: int = 0) -> int
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 0))
     comm, gpu = Comm(rank, len(free_gb)), torch.device("cuda", 0)
     hp = Hyperparameters.from_env(knobs)
-    return train_gpt.choose_micro_batch(hp, comm, gpu)
+    return train_gpt.choose_micro_batch(hp, comm, gpu, dtype)
 
 
 @pytest.mark.parametrize("gigabytes", GPUS)
@@ -71,4 +73,22 @@ def test_a_small_gpu_still_gets_a_sequence(monkeypatch):
 
 
 def test_a_cpu_has_a_fixed_size():
-    assert train_gpt.choose_micro_batch(Hyperparameters(), Comm(), torch.device("cpu")) == 16_384
+    cpu = torch.device("cpu")
+    hp = Hyperparameters()
+    assert train_gpt.choose_micro_batch(hp, Comm(), cpu, torch.float32) == 16_384
+
+
+def test_fp32_takes_half_the_tokens_and_many_pieces_need_room_for_logits(monkeypatch):
+    bf16, fp32 = (
+        chosen(monkeypatch, [16], FRONTIER, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert bf16 // 2 - 2048 <= fp32 <= bf16 // 2 + 2048
+    pieces = {"VOCAB_SIZE": "65536", "NUM_LAYERS": "2", "XSA_LAST_N": "2"}
+    plain, gptq = (
+        train_gpt.step_memory(
+            Hyperparameters.from_env(pieces | {"GPTQ_BATCHES": count}), torch.bfloat16
+        )[1]
+        for count in ("0", "4")
+    )
+    assert plain < gptq == 14 * 65536

@@ -267,7 +267,10 @@ def test_gradients_of_normalised_and_rotated_heads(gain_shape):
     inputs = [tensor.requires_grad_() for tensor in (x, gain)]
 
     def plain(x, gain):
-        return train_gpt.rotate(F.rms_norm(x, (16,), eps=1e-6), angle.cos(), angle.sin()) * gain
+        return (
+            train_gpt.rotate(F.rms_norm(x, (16,), eps=train_gpt.NORM_EPS), angle.cos(), angle.sin())
+            * gain
+        )
 
     wanted = plain(*inputs)
     found = train_gpt.NormRotate.apply(*inputs, angle.cos(), angle.sin())

@@ -60,6 +60,17 @@ def test_a_run_that_leaves_the_track_is_told_where(tmp_path):
     assert ok and " of them ahead" in text and "  ahead" in text
 
 
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_behind(tmp_path, value):
+    text = log_of("399", "42")
+    changed = text.replace(
+        f"val_loss:{CURVES['399']['42']['curve'][34][2]:.4f}", f"val_loss:{value}"
+    )
+    assert changed != text
+    ok, report = followed(tmp_path, "399", changed)
+    assert not ok and "behind the published track from step 4000 (val)" in report
+
+
 def test_limits_follow_the_seeds(tmp_path):
     """Twice the range of the seeds, or twice a least one."""
     curves = published.read_curves("399")

@@ -7,6 +7,7 @@ compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every 
 """
 
 import json
+import math
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,8 +119,10 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         spread = max(published.losses) - min(published.losses)
         limit = 2 * max(spread, LEAST_RANGE[kind])
         difference = ours - published.mean
-        over = max(0.0, abs(difference) - limit) if not why_not else 0.0
-        yield Row(step, kind, ours, published, over if difference > 0 else -over, why_not)
+        off = math.copysign(max(0.0, abs(difference) - limit), difference)
+        if not math.isfinite(difference):  # a diverged run
+            off = math.inf
+        yield Row(step, kind, ours, published, 0.0 if why_not else off, why_not)
 
 
 def follow(run: Run, name: str) -> tuple[bool, str]:
