@@ -20,7 +20,7 @@ import inspect_artifact
 import pack_code
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
-LIMIT = 42_000  # bytes of the packed script, 0.26 % of what the challenge allows
+LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
 
 
 @pytest.fixture(scope="module")
