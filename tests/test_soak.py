@@ -55,6 +55,12 @@ def outcome(name: str, folder: Path) -> dict[str, str]:
     )
 
 
+def has_finished(name: str, folder: Path) -> bool:
+    """Whether the log's last event is written; its RUN_ID is refused from then on."""
+    log = folder / "logs" / f"{name}.jsonl"
+    return log.exists() and '{"event": "finished"' in log.read_text()
+
+
 def left_behind(name: str, folder: Path) -> list[str]:
     """Files that a finished run should not leave: it keeps its log, its artifact and two
     checkpoints."""
@@ -83,6 +89,8 @@ def survive(env, tmp_path):
                 kill_all(process.pid)
                 process.communicate()
                 done += 1
+                if has_finished(name, tmp_path):  # it was killed while it ended
+                    return done
                 continue
             assert process.returncode == 0, f"start {done + 1} of {name}: {error}"
             return done
