@@ -634,7 +634,6 @@ class GPT(nn.Module):
             self.bigram_scale = nn.Parameter(torch.tensor(0.05))
         inputs = min(GATE_INPUTS, dim)
         # SMEAR_TOKEN: a factor, then the weights of the gate.
-        # AdamW trains all that follow, as every parameter that is not in a bank.
         self.smear_gate = nn.Parameter(torch.zeros(1 + inputs if hp.smear_token else dim))
         skips = len(hp.visits()) // 2
         self.skip_scale = nn.Parameter(torch.full((skips, dim), -1.5 if hp.skip_gates else 1.0))
@@ -730,7 +729,7 @@ class GPT(nn.Module):
     def add_skip(self, x: Tensor, skip: Tensor, number: int) -> Tensor:
         """The stream x with a U-Net skip mixed in, (B, T, D) each."""
         scale = self.skip_scale[number]
-        if self.hp.skip_lerp:  # (#1394, #2135)
+        if self.hp.skip_lerp:  # (#1218, #2135)
             mixed = torch.lerp(scale * skip, x.float(), self.skip_gate[number].sigmoid())
         else:
             mixed = x + (scale.sigmoid() if self.hp.skip_gates else scale) * skip
@@ -1984,7 +1983,7 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> dict[str, 
     return {name: part.view_as(p) for (name, p), part in parts}
 
 
-LORA_EPS = 1e-10  # of AdamW; its steps are small from the first one on (#2135)
+LORA_EPS = 1e-10  # of AdamW (#2135)
 LORA_CHUNKS = ((256, 8), (2000, 24))  # (until this position, targets of a chunk); as #2014
 LORA_BATCH = 128  # documents that begin with the same A
 # A batch begins with the A of the batch this many before it. It is fixed, so that all numbers of
@@ -3029,6 +3028,7 @@ LZMA_FILTERS = [LZMA | {"lc": 0, "lp": 0, "pb": 0}]
 
 
 def lzma_pack(raw: bytes) -> bytes:
+    """A raw LZMA2 stream."""
     return lzma.compress(raw, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)
 
 
@@ -3685,6 +3685,7 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
 
 
 def package_version(package: str) -> str:
+    """The version of an installed package, for the log."""
     try:
         return version(package)
     except PackageNotFoundError:  # a module without a package, such as a build in place
@@ -3721,9 +3722,9 @@ def choose_micro_batch(
 
 
 def step_memory(hp: Hyperparameters, dtype: torch.dtype) -> tuple[float, float]:
-    """(bytes of a training step on one rank, bytes per token of its forward) of a compiled model,
-    from above: at most 0.3 more than bench/h100.py models (tests/test_memory.py has the table).
-    GPTQ's eager forward may need more per token, for its logits."""
+    """(bytes of a training step on one rank, bytes per token of its forward) of a compiled model: 1
+    to 1.3 times what bench/h100.py models for the shapes in tests/test_memory.py. GPTQ's eager
+    forward may need more per token, for its logits."""
     weights = sum(tensor.numel() for tensor in outline(hp).values())
     _, hidden, dim = bank_shape("mlp_bank", hp)
     in_bf16 = len(hp.visits()) * (22 * dim + 4.3 * hidden) + 18 * dim + 1.8 * hp.vocab_size
@@ -3853,8 +3854,8 @@ def attend_chunks(
     """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the
     keys that a chunk sees. `attend` gets a band if it needs a mask.
 
-    With n = T = 10 and a band of 4: queries 0 to 3 see all before them, and of the chunks of one
-    query behind them, query 4 gets the keys 0 to 4 and sees 1 to 4, and so on to query 9."""
+    An example with n = T = 10 and a band of 4. Queries 0 to 3 see all keys before them, in one
+    call. Each later query is a chunk: query 4 gets keys 0 to 4 and sees 1 to 4."""
     batch, n, time = q.size(0), q.size(1), k.size(1)
     assert n == time or time - n >= band
     whole = n if n < time else max(0, n - band)  # queries that see a whole band
