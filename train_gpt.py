@@ -162,8 +162,9 @@ def run_program(main: Callable[[], object]) -> None:
 ROLES = ("training", "model", "evaluation", "run")
 KNOB_FACTS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
 COMPILE = ("auto", "0", "1", "train")
-# Of attention, in the order in which a GPU tries them.
+# Of attention, in the order of preference where they are not timed.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
+FUSED_MLP = {"auto": ("plain", "fused"), "0": ("plain",), "1": ("fused",)}  # forms of the MLP
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
@@ -284,9 +285,9 @@ class Hyperparameters:
     deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel; auto: the first that runs", "run", choices=("auto", *KERNELS))
+    attention: str = knob("auto", "attention kernel; auto: the fastest here", "run", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: on a CPU with g++ and enough text; train: no scores", "run", choices=COMPILE)
-    fused_mlp: bool = knob(False, "the MLP's activation inside its matrix products, by a Triton kernel", "run")
+    fused_mlp: str = knob("auto", "Triton kernel of the MLP; auto: on a GPU, if faster", "run", choices=(*FUSED_MLP,))
     # fmt: on
 
     @classmethod
@@ -1303,9 +1304,7 @@ class Trainer:
     def __init__(self, hp: Hyperparameters, runtime: Runtime, rows: int):
         """`rows`: sequences of a step on this rank."""
         self.hp, self.comm = hp, runtime.comm
-        fitting = max(1, runtime.micro_batch_tokens // hp.train_seq_len)
-        parts = (n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
-        self.accumulation = next(parts)  # micro-batches of a step
+        self.accumulation = micro_batches(hp, rows, runtime.micro_batch_tokens)
         self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         # Shared, because another node's CPU may round differently.
         weights = self.comm.share(self.model.initialise(hp.seed))
@@ -1532,6 +1531,7 @@ class Run:
             clock = self.clock
             state = {"step": step, "samples": self.trainer.average.samples}
             state |= {"seconds": clock.seconds, "recent": clock.recent, "reserve": clock.reserve}
+            state["kernels"] = self.runtime.kernels()
             self.checkpoints.save(self.trainer.whole_tensors(), state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
@@ -1991,7 +1991,7 @@ LORA_BATCH = 128  # documents that begin with the same A
 LORA_QUEUES = 8
 # Most documents of one forward: at their start, and behind the first window, where few are left.
 LORA_ROWS = (16, 4)
-# Windows are EVAL_SEQ_LEN divided by these, so that few shapes are compiled.
+# Windows are about EVAL_SEQ_LEN divided by these, so that few shapes are compiled.
 LORA_PARTS = (8, 4, 2, 1)
 
 
@@ -2078,7 +2078,8 @@ def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]
     """(documents of a forward, width of the window that scores a chunk, positions whose losses it
     computes)."""
     window = scorer.hp.eval_seq_len
-    width = min(window // part for part in LORA_PARTS if window // part >= min(stop, window))
+    widths = [min(window, whole_tiles(window // part)) for part in LORA_PARTS]
+    width = min(width for width in widths if width >= min(stop, window))
     rows = min(LORA_ROWS[stop > window], scorer.runtime.micro_batch_tokens // window)
     # Within the first window all positions have losses, for few shapes.
     return max(1, rows), width, stop - begin if stop > window else width
@@ -3312,7 +3313,8 @@ class Log:
         if runtime.device.type == "cuda":
             facts = gpu_facts(runtime.device)
             fields["gpu"] = f"gpu: {', '.join(f'{k} {v}' for k, v in facts.items())}"
-        self("\n".join(fields.values()))
+        self("\n".join((*fields.values(), *runtime.kernel_lines())))
+        fields |= {"kernels": runtime.kernels(), "kernel_ms": runtime.kernel_ms}
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
         fields |= {"run_id": self.name, "started": started}
         fields["hyperparameters"] = dataclasses.asdict(hp)
@@ -3477,6 +3479,20 @@ def find_checkpoint(
     return found, metadata, tensors, notes
 
 
+def kernels_of_checkpoint(hp: Hyperparameters, comm: Comm) -> dict[str, str]:
+    """The kernels of the run that RESUME continues, by kind; empty for a new run."""
+    kernels = {}
+    for path in checkpoints_to_try(hp) if comm.rank == 0 and hp.resume else ():
+        # `find_checkpoint` reports what is wrong with it.
+        with contextlib.suppress(Exception):
+            from safetensors import safe_open
+
+            with safe_open(path, framework="pt") as file:
+                kernels = json.loads(file.metadata()["checkpoint"])["kernels"]
+            break
+    return comm.share(kernels)
+
+
 def checkpoints_to_try(hp: Hyperparameters) -> list[Path]:
     """RESUME's file, or with RESUME=auto those of RUN_ID, newest first. Raises UserError if the run
     would mix with another one."""
@@ -3613,11 +3629,13 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     compiled: bool
-    attention: str
-    attend: Callable[..., Tensor]
     micro_batch_tokens: int  # tokens of one forward
-    notes: tuple[str, ...]  # for the log: why a choice is not the first one
+    notes: tuple[str, ...] = ()  # for the log: why a choice is not the first one
+    attention: str = ""
+    attend: Callable[..., Tensor] | None = None
     fused_mlp: Callable | None = None  # in place of the plain form
+    # Of a forward and backward on rank 0, by "attention" or "mlp" and kernel, if they were timed.
+    kernel_ms: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     @contextlib.contextmanager
@@ -3632,11 +3650,11 @@ class Runtime:
             keep_freed_memory()
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, missing = choose_compile(hp.compile, device)
-        attention, attend, refused = choose_attention(hp, device, dtype, compiled)
-        fused_mlp, unfit = choose_fused_mlp(hp, device, dtype, compiled)
         micro = hp.micro_batch_tokens or choose_micro_batch(hp, comm, device, dtype)
-        notes = (*missing, *refused, *unfit)
-        yield cls(comm, device, dtype, compiled, attention, attend, micro, notes, fused_mlp)
+        runtime = cls(comm, device, dtype, compiled, micro, tuple(missing))
+        kept = kernels_of_checkpoint(hp, comm)
+        runtime = choose_attention(hp, runtime, kept.get("attention", ""))
+        yield choose_mlp(hp, runtime, kept.get("mlp", ""))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             comm.named(dist.barrier)
@@ -3658,9 +3676,23 @@ class Runtime:
             model = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
             name = f"CPU {model}, {torch.get_num_threads()} threads"
         dtype, compiled = str(self.dtype).removeprefix("torch."), int(self.compiled)
-        kernels = f"compute_dtype:{dtype} attention:{self.attention} compile:{compiled}"
+        kernels = " ".join(f"{kind}:{kernel}" for kind, kernel in self.kernels().items())
+        how = f"compute_dtype:{dtype} {kernels} compile:{compiled}"
         mesh = f"{self.comm.replicate.size}x{self.comm.shard.size}"
-        return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {kernels}"
+        return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {how}"
+
+    def kernels(self) -> dict[str, str]:
+        """The names of the chosen kernels."""
+        return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
+
+    def kernel_lines(self) -> list[str]:
+        """For the log: the milliseconds of the kernels that were timed, the fastest first."""
+        lines = []
+        for kind, times in self.kernel_ms.items():
+            order = sorted(times, key=times.get)
+            numbers = [f"{name} {times[name]:.2f}" for name in order]
+            lines.append(f"{kind}: {', '.join([f'{numbers[0]} ms', *numbers[1:]])}")
+        return lines
 
 
 def gpu_facts(device: torch.device) -> dict[str, str]:
@@ -3679,7 +3711,8 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
     facts["cudnn"] = str(torch.backends.cudnn.version())
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ("none",)
     facts["nccl"] = ".".join(map(str, nccl))
-    for package, module in {"triton": "triton", "flash_attn_3": "flash_attn_interface"}.items():
+    modules = {"triton": "triton", "flash_attn_3": "flash_attn_interface", "kernels": "kernels"}
+    for package, module in modules.items():
         facts[package] = package_version(package) if find_spec(module) else "none"
     return facts
 
@@ -3719,6 +3752,13 @@ def choose_micro_batch(
     fitting = int((0.9 * free - fixed) / per_token)
     # Whole sequences; a GPU that is too small for one says so by itself.
     return min(98_304, max(1, fitting // hp.train_seq_len) * hp.train_seq_len)
+
+
+def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
+    """The least number of equal parts of a step's rows on a rank with at most `tokens` each, or
+    with one row."""
+    fitting = max(1, tokens // hp.train_seq_len)
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
 
 
 def step_memory(hp: Hyperparameters, dtype: torch.dtype) -> tuple[float, float]:
@@ -3814,7 +3854,89 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
-# ---- Attention kernels: FlashAttention 3, torch's operators, plain products ----------------------
+# ---- Kernels: the fastest one that runs here and agrees with the plain form ----------------------
+CHECKED = 2048  # positions of the first sequence that are compared with the plain form in fp32
+AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 cause some 0.004
+# Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
+# #196678).
+TILE = 128
+
+
+def whole_tiles(length: int) -> int:
+    """From TILE on the next multiple of it."""
+    return length if length < TILE else -(-length // TILE) * TILE
+
+
+def choose_kernel(
+    kind: str, names: Iterable[str], kept: str, trial: Callable[[str], float], runtime: Runtime
+) -> tuple[str, Runtime]:
+    """(name, the runtime with times and notes) of the fastest kernel on rank 0 among those that
+    pass their `trial` on all ranks. `kept` is taken if it passes; without times, the first. The
+    name is "" if none passes."""
+    ms, notes = {}, []
+    for name in sorted(names, key=lambda name: name != kept):
+        try:
+            mine = (trial(name), "")
+        except Exception as error:  # a missing or unfit kernel can raise anything
+            mine = (0.0, reason(error))
+        results = runtime.comm.gather(mine)
+        refused = next((why for _, why in results if why), "")
+        if refused:
+            notes.append(f"{kind} {name} skipped: {refused}")
+            continue
+        ms[name] = results[0][0]
+        if name == kept or not ms[name]:
+            break
+    times = {kind: {name: round(t, 3) for name, t in ms.items()}} if len(ms) > 1 else {}
+    chosen = {"kernel_ms": runtime.kernel_ms | times, "notes": (*runtime.notes, *notes)}
+    return min(ms, key=ms.get, default=""), dataclasses.replace(runtime, **chosen)
+
+
+def trial_shape(hp: Hyperparameters, runtime: Runtime) -> tuple[int, int]:
+    """(B, T) of a training forward; on a CPU some that are long enough for its kernels."""
+    if runtime.device.type == "cpu":
+        return 2, 2 * PLAIN_ATTENTION
+    rows = max(1, hp.train_batch_tokens // hp.train_seq_len // runtime.comm.size)
+    return rows // micro_batches(hp, rows, runtime.micro_batch_tokens), hp.train_seq_len
+
+
+def compared(tensor: Tensor) -> Tensor:
+    """The part of (B, T, ...) that is compared; causal kernels do not need the rest for it."""
+    return tensor[:1, :CHECKED]
+
+
+def both_passes(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """The output of a forward, and the gradients of its inputs."""
+    y = call(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, grad)]
+
+
+@torch.no_grad()
+def require_agreement(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Raise UserError unless the results of a kernel are those of the plain form."""
+    for mine, exact in zip(found, expected, strict=True):
+        error = (mine.float() - exact).norm() / exact.norm().clamp(min=1e-30)
+        text = f"its results differ from the plain form's by {float(error):.2g} of their norm"
+        require(error <= AGREEMENT, text)
+
+
+def milliseconds(call: Callable[[], object], runtime: Runtime) -> float:
+    """Of one call, from the fastest of three rounds of five that are queued together. Choices by
+    time would not repeat, so it is 0 on a CPU and with DETERMINISTIC=1."""
+    if torch.are_deterministic_algorithms_enabled():
+        return 0.0
+    rounds = []
+    for _ in range(3):
+        runtime.synchronize()
+        began = time.perf_counter()
+        for _ in range(5):
+            call()
+        runtime.synchronize()
+        rounds.append(time.perf_counter() - began)
+    return 1000 * min(rounds) / 5
+
+
+# ---- Attention: FlashAttention 3, torch's operators, plain products ------------------------------
 # Up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128.
 PLAIN_ATTENTION = 128
 # Up to this width of a head torch's CPU kernel is twice as fast in fp32 as in bf16 (without AMX).
@@ -3865,7 +3987,8 @@ def attend_chunks(
         seen = document if document is None else document[:, :first]
         y.append(attend(q[:, :first], k[:, :first], v[:, :first], 0, seen))
     if whole:
-        chunk = max(1, band // 4)  # the fastest of band/4, band/2 and band on a CPU
+        # The fastest of band/4, band/2 and band on a CPU.
+        chunk = whole_tiles(max(1, band // 4))
         spare = -whole % chunk
 
         def of_chunks(t: Tensor) -> Tensor:
@@ -3910,43 +4033,59 @@ def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return queries.int(), keys.int()
 
 
-@torch.enable_grad()
-def choose_attention(
-    hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool
-) -> tuple[str, Callable[..., Tensor], list[str]]:
-    """(name, function of q (B, T, H, E), k and v (B, T, K, E), notes): the kernel asked for, or the
-    first that runs."""
-    on_gpu = device.type == "cuda"
+def choose_attention(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
+    """The runtime with the kernel asked for, with `kept`, or with the best one. Raises UserError if
+    none can be used."""
+    on_gpu = runtime.device.type == "cuda"
     # On a GPU `math` takes several times as long.
     order = KERNELS[:-1] if on_gpu else ("flash", "math")
-    refused = []
-    for name in order if hp.attention == "auto" else (hp.attention,):
-        try:
-            attend = load_attention(name)
-            try_attention(compile_whole(attend, compiled and on_gpu), hp, device, dtype)
-            return name, attend, refused
-        except Exception as error:  # a missing or unfit kernel can raise anything; try the next one
-            refused.append(f"attention {name} skipped: {reason(error)}")
-    failed = f"ATTENTION={hp.attention}: {'; '.join(refused)}"
-    raise UserError(f"{failed}: install one or set ATTENTION=math, which is slow")
+    names = order if hp.attention == "auto" else (hp.attention,)
+    name, runtime = choose_kernel("attention", names, kept, attention_trial(hp, runtime), runtime)
+    rocm = ", TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
+    advice = f"install one, or set a lower MICRO_BATCH_TOKENS{rocm} or, slow, ATTENTION=math"
+    require(name, f"ATTENTION={hp.attention}: {'; '.join(runtime.notes)}: {advice}")
+    return dataclasses.replace(runtime, attention=name, attend=load_attention(name))
 
 
-def try_attention(
-    attend: Callable, hp: Hyperparameters, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Run a kernel forward and backward at a run's shapes, or longer than those of plain
-    products."""
-    time = max(2 * PLAIN_ATTENTION, hp.train_seq_len if device.type == "cuda" else 0)
-    inputs = []
-    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads):
-        shape = (2, time, heads, hp.head_dim)
-        inputs.append(torch.randn(shape, device=device, dtype=dtype, requires_grad=True))
+def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
+    """A function that runs the kernel of this name as the run will, and returns its milliseconds.
+    It raises an error if the kernel is missing, does not run, or is wrong."""
+    device, on_gpu = runtime.device, runtime.device.type == "cuda"
+    rows, time = trial_shape(hp, runtime)
+    tensors = []  # q, k, v and the gradient of the output
+    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads, hp.num_heads):
+        shape = (rows, time, heads, hp.head_dim)
+        tensors.append(torch.randn(shape, device=device, dtype=runtime.dtype, requires_grad=True))
+    *inputs, grad = tensors
+    *exact, exact_grad = (compared(t).detach().float().requires_grad_() for t in tensors)
+    checked_grad = torch.zeros_like(grad)
+    compared(checked_grad).copy_(compared(grad))
     document = None
     if hp.doc_attention:
-        document = torch.arange(time, device=device).expand(2, -1) // 100
-    attend(*inputs, 0, document).float().sum().backward()
-    if hp.eval_mode == "banded":
-        attend(*inputs, time // 2, document)
+        document = (torch.arange(time, device=device) >= 100).long().expand(rows, -1)
+    seen = document if document is None else compared(document)
+    bands = (0, time // 2) if hp.eval_mode == "banded" else (0,)
+
+    @torch.enable_grad()
+    def trial(name: str) -> float:
+        if name == "cudnn":
+            lengths = (hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len)
+            unfit = any(length % TILE for length in lengths)
+            require(not unfit, f"TRAIN_SEQ_LEN or EVAL_SEQ_LEN is no multiple of {TILE}")
+        attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
+        for band in bands:
+            with torch.set_grad_enabled(band == 0):  # only evaluations have a band
+                found = attend(*inputs, band, document)
+                plain = attend_last(*exact, band, seen)
+            results, expected = [found], [plain]
+            if band == 0:
+                results += torch.autograd.grad(found, inputs, checked_grad)
+                expected += torch.autograd.grad(plain, exact, exact_grad)
+            require_agreement(map(compared, results), expected)
+        call = functools.partial(attend, band=0, document=document)
+        return milliseconds(lambda: both_passes(call, inputs, grad), runtime)
+
+    return trial
 
 
 def load_attention(name: str) -> Callable[..., Tensor]:
@@ -3988,11 +4127,26 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     return attend
 
 
+def import_fa3() -> object:
+    """FlashAttention 3's module: a wheel that is installed, or else the build that Hugging Face's
+    `kernels` downloads. Raises ImportError if there is neither package."""
+    try:
+        import flash_attn_interface
+
+        return flash_attn_interface
+    except ImportError:
+        if not find_spec("kernels"):
+            raise
+    from kernels import get_kernel
+
+    return get_kernel("kernels-community/flash-attn3", version=1)
+
+
 def load_fa3() -> Callable[..., Tensor]:
     """FlashAttention 3 (arXiv:2407.08608). Raises if it is missing or the GPU is not a Hopper."""
-    import flash_attn_interface as fa3
-
-    require(torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    require(hopper, "it needs a Hopper GPU")
+    fa3 = import_fa3()
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
@@ -4114,40 +4268,66 @@ class FusedMLP(torch.autograd.Function):
         return dx, dscale, inner.mT @ x, grad.mT @ hidden, None, None
 
 
-@torch.enable_grad()
-def choose_fused_mlp(hp: Hyperparameters, device: torch.device, dtype: torch.dtype, compiled: bool):
-    """(function of x (B, T, D), scale (B, T, 1) and the matrices, or None for the plain form;
-    notes). The kernel must run here and agree with the plain form, from which it differs by a few
-    roundings."""
-    if not hp.fused_mlp:
-        return None, []
+def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) -> Tensor:
+    """The MLP of `FusedMLP`, for x (B, T, D) and scale (B, T, 1), as the model writes it."""
+    hidden = F.leaky_relu(F.linear(x, up), slope).square() * scale
+    return F.linear(hidden.to(x.dtype), down)
 
-    def plain(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        hidden = F.leaky_relu(F.linear(x, up), hp.mlp_slope).square() * scale
-        return F.linear(hidden.to(dtype), down)
+
+def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
+    """`FusedMLP` as a function of x (B, T, D), scale (B, T, 1), up and down."""
+    product = load_mlp_product(slope, device)
 
     def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = (x.flatten(0, -2), scale.flatten(0, -2))
         return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
 
-    try:
-        fits = device.type == "cpu" or dtype == torch.bfloat16
-        require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
-        product = load_mlp_product(hp.mlp_slope, device)
-        _, m, d = bank_shape("mlp_bank", hp)
-        sizes = ((1, hp.train_seq_len, d), (1, hp.train_seq_len, 1), (m, d), (d, m))
-        kinds = (dtype, torch.float32, dtype, dtype)
-        inputs = []
-        for size, kind in zip(sizes, kinds, strict=True):
-            inputs.append(torch.randn(size, device=device, dtype=kind, requires_grad=True))
-        outputs = [mlp(*inputs) for mlp in (plain, compile_whole(fused, compiled))]
-        results = [(y, *torch.autograd.grad(y.float().square().sum(), inputs)) for y in outputs]
-        for a, b in zip(*results, strict=True):
-            close = (a - b).float().norm() <= 0.02 * a.float().norm()
-            require(close, "its results differ from the plain form's")
-        return fused, []
-    except Exception as error:  # a missing or unfit kernel can raise anything
-        return None, [f"FUSED_MLP=1 has no effect, the plain form runs: {reason(error)}"]
+    return fused
+
+
+def choose_mlp(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
+    """The runtime with the form of the MLP asked for, with `kept`, or with the faster one."""
+    names = FUSED_MLP[hp.fused_mlp]
+    if runtime.device.type == "cpu" and hp.fused_mlp == "auto":
+        names = ("plain",)
+    if names == ("plain",):
+        return runtime
+    name, runtime = choose_kernel("mlp", names, kept, mlp_trial(hp, runtime), runtime)
+    require(name, f"FUSED_MLP={hp.fused_mlp}: {'; '.join(runtime.notes)}: set FUSED_MLP=0")
+    fused = load_fused_mlp(hp.mlp_slope, runtime.device) if name == "fused" else None
+    return dataclasses.replace(runtime, fused_mlp=fused)
+
+
+def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
+    """As `attention_trial`, for the forms of the MLP."""
+    device, dtype = runtime.device, runtime.dtype
+    _, m, d = bank_shape("mlp_bank", hp)
+    batch = trial_shape(hp, runtime)
+    sizes = ((*batch, d), (*batch, 1), (m, d), (d, m))
+    x, scale, up, down = (torch.randn(size, device=device) for size in sizes)
+    inputs = [x.to(dtype), scale.abs() + 0.5, (up / d**0.5).to(dtype), (down / m**0.5).to(dtype)]
+    exact = [compared(t) for t in inputs[:2]] + inputs[2:]
+    exact = [t.detach().float().requires_grad_() for t in exact]
+    inputs = [t.requires_grad_() for t in inputs]
+    grad = torch.randn_like(inputs[0])
+    checked_grad = torch.zeros_like(grad)
+    compared(checked_grad).copy_(compared(grad))
+    plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
+
+    @torch.enable_grad()
+    def trial(name: str) -> float:
+        call = plain
+        if name == "fused":
+            fits = device.type == "cpu" or dtype == torch.bfloat16
+            require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
+            call = load_fused_mlp(hp.mlp_slope, device)
+        call = compile_whole(call, runtime.compiled)
+        y, dx, dscale, *dweights = both_passes(call, inputs, checked_grad)
+        expected = both_passes(plain, exact, compared(grad).float())
+        require_agreement([*map(compared, (y, dx, dscale)), *dweights], expected)
+        return milliseconds(lambda: both_passes(call, inputs, grad), runtime)
+
+    return trial
 
 
 # ---- Main ----------------------------------------------------------------------------------------

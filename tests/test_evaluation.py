@@ -532,6 +532,7 @@ def fa3(monkeypatch):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func, module.flash_attn_varlen_func = fixed, varlen
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     return train_gpt.load_attention("fa3")
 

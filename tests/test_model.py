@@ -395,21 +395,6 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     assert model.mlp_bank.grad[-1].norm() > 0, "gradients pass straight through"
 
 
-@pytest.mark.parametrize("wanted, chosen", [("auto", "flash"), ("math", "math")])
-def test_attention_kernel_is_chosen(wanted, chosen, hyperparameters):
-    """Fault B18: #399 cannot even be imported without flash_attn_interface."""
-    choice = hyperparameters(ATTENTION=wanted), torch.device("cpu"), torch.float32, False
-    name, attend, refused = train_gpt.choose_attention(*choice)
-    assert name == chosen and not refused
-    for time in (6, train_gpt.PLAIN_ATTENTION, train_gpt.PLAIN_ATTENTION + 1):
-        q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
-        heads = [
-            t.transpose(1, 2) for t in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2))
-        ]
-        expected = F.scaled_dot_product_attention(*heads, torch.ones(time, time).tril().bool())
-        torch.testing.assert_close(attend(q, k, v), expected.transpose(1, 2))
-
-
 @pytest.mark.parametrize("name", [name for name in train_gpt.KERNELS if name != "fa3"])
 def test_exactly_one_of_torchs_kernels_is_enabled(name):
     """With several enabled, torch would silently fall back to another one than the log says."""
@@ -445,104 +430,6 @@ def test_efficient_attention_gets_heads_without_groups(monkeypatch):
         assert torch.equal(k_given[:, head], k[:, :, head // 2]) and torch.equal(
             out[:, :, head], v[:, :, head // 2]
         )
-
-
-def test_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
-    """A kernel with another signature costs a note, not the run."""
-    real, broken = train_gpt.load_attention, lambda q, k, v, *_: (1, 2, 3, 4, 5)
-    monkeypatch.setattr(
-        train_gpt, "load_attention", lambda name: broken if name == "flash" else real(name)
-    )
-    name, _, refused = train_gpt.choose_attention(
-        hyperparameters(), torch.device("cpu"), torch.float32, False
-    )
-    assert name == "math" and "attention flash skipped: AttributeError" in refused[0]
-
-
-def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):
-    sentence = "ATTENTION=fa3: attention fa3 skipped: ModuleNotFoundError: .*: install one or set ATTENTION=math"
-    with pytest.raises(train_gpt.UserError, match=sentence):
-        train_gpt.choose_attention(
-            hyperparameters(ATTENTION="fa3"), torch.device("cpu"), torch.float32, False
-        )
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """A function: (names of the kernels that work) -> list of what is probed, as (kernel, compiled,
-    shape of q, shape of k). Tensors for the GPU are made on the CPU."""
-
-    def make(*working) -> list[tuple]:
-        probed, randn, compiled = [], torch.randn, []
-
-        def load(name: str):
-            def attend(q, k, v, *_):
-                probed.append((name, attend in compiled, q.shape, k.shape))
-                train_gpt.require(name in working, "it does not work")
-                return q + k.repeat_interleave(q.size(2) // k.size(2), 2) + v.sum()
-
-            return attend
-
-        def compile_whole(function, wanted):
-            compiled.extend([function] * wanted)
-            return function
-
-        monkeypatch.setattr(
-            torch, "randn", lambda *shape, device, **options: randn(*shape, **options)
-        )
-        monkeypatch.setattr(train_gpt, "load_attention", load)
-        monkeypatch.setattr(train_gpt, "compile_whole", compile_whole)
-        return probed
-
-    return make
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_gpu_probes_kernels_as_the_run_uses_them(compiled, hyperparameters, pretended_gpu):
-    """Compiled if the run compiles, with the run's heads and sequences. A kernel can fail in just
-    one of these ways."""
-    probed = pretended_gpu("flash", "math")
-    choice = (
-        hyperparameters(TRAIN_SEQ_LEN=1024, TRAIN_BATCH_TOKENS=2048),
-        torch.device("cuda"),
-        torch.bfloat16,
-    )
-    name, _, refused = train_gpt.choose_attention(*choice, compiled)
-    assert name == "flash" and refused == [
-        f"attention {name} skipped: it does not work" for name in ("fa3", "cudnn")
-    ]
-    assert probed == [
-        (name, compiled, (2, 1024, 4, 8), (2, 1024, 2, 8)) for name in ("fa3", "cudnn", "flash")
-    ]
-
-
-@pytest.mark.parametrize(
-    "wanted, works, sentence",
-    [
-        (
-            "auto",
-            "math",
-            "ATTENTION=auto: attention fa3 .* attention mem_efficient skipped: .* set ATTENTION=math",
-        ),
-        (
-            "cudnn",
-            "flash",
-            "ATTENTION=cudnn: attention cudnn skipped: it does not work: install one or set",
-        ),
-        ("math", "math", None),
-    ],
-)
-def test_a_gpu_does_not_fall_back_to_slow_attention(
-    wanted, works, sentence, hyperparameters, pretended_gpu
-):
-    """A record run on rented GPUs would silently take several times as long."""
-    pretended_gpu(works)
-    choice = hyperparameters(ATTENTION=wanted), torch.device("cuda"), torch.bfloat16, True
-    if sentence is None:
-        assert train_gpt.choose_attention(*choice)[0] == "math"
-    else:
-        with pytest.raises(train_gpt.UserError, match=sentence):
-            train_gpt.choose_attention(*choice)
 
 
 REPEATED = """if True:

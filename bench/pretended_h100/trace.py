@@ -336,6 +336,19 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     return lambda: run.train_step(0, settings)
 
 
+def fused_mlp(script, hp, runtime) -> Callable | None:
+    """The kernel of FUSED_MLP=1. Nothing can be timed here, so `auto` is the plain form."""
+    if hasattr(script, "load_fused_mlp"):
+        wanted = hp.fused_mlp == "1"
+        return script.load_fused_mlp(hp.mlp_slope, runtime.device) if wanted else None
+    require = script.require  # the previous version
+    # Results that were not computed cannot be compared
+    script.require = lambda condition, sentence: None
+    fused, unfit = script.choose_fused_mlp(hp, runtime.device, runtime.dtype, runtime.compiled)
+    script.require = require
+    return sys.exit(unfit[0]) if unfit else fused
+
+
 def build_model(script, hp, runtime) -> torch.nn.Module:
     model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
     return model.to(runtime.device)
@@ -508,30 +521,27 @@ def main() -> None:
         lengths.add(sum(script.band_block(hp)))
     seen = {length: keys_in_document(length) for length in lengths}
     if options["work"] == "ttt_lora":  # each window is a part of one document
-        windows = [hp.eval_seq_len // part for part in script.LORA_PARTS]
+        tiles = getattr(script, "whole_tiles", lambda width: width)  # not in the previous version
+        windows = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
         seen |= {window: (window + 1) // 2 for window in windows}
     provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
     dtype = script.choose_dtype(hp.compute_dtype, device)
-    name, attend, refused = script.choose_attention(hp, device, dtype, False)
-    if name != hp.attention:
-        sys.exit(f"ATTENTION={hp.attention} cannot be traced: {'; '.join(refused)}")
+    attend = script.load_attention(hp.attention)
     if hasattr(script, "choose_deterministic"):
         script.choose_deterministic(hp.deterministic)
-    micro = hp.micro_batch_tokens or 98_304
     runtime = script.Runtime(
-        script.Comm(0, options["ranks"]), device, dtype, hp.compile != "0", name, attend, micro, ()
+        comm=script.Comm(0, options["ranks"]),
+        device=device,
+        dtype=dtype,
+        compiled=hp.compile != "0",
+        attention=hp.attention,
+        attend=attend,
+        micro_batch_tokens=hp.micro_batch_tokens or 98_304,
+        notes=(),
     )
-    if hasattr(script, "choose_fused_mlp"):
-        require = script.require
-        # Results that were not computed cannot be compared
-        script.require = lambda condition, sentence: None
-        fused_mlp, unfit = script.choose_fused_mlp(hp, device, dtype, runtime.compiled)
-        script.require = require
-        if unfit:
-            sys.exit(unfit[0])
-        runtime = dataclasses.replace(runtime, fused_mlp=fused_mlp)
+    runtime = dataclasses.replace(runtime, fused_mlp=fused_mlp(script, hp, runtime))
     work = WORK[options["work"]](script, hp, runtime, options)
     for repetition in range(3):
         if repetition == 2:
@@ -542,7 +552,7 @@ def main() -> None:
     DRIVER.pretended_logging(0)
     facts = {
         "torch": torch.__version__,
-        "attention": name,
+        "attention": hp.attention,
         "peak_mib": torch.cuda.max_memory_allocated() >> 20,
         "graph_breaks": sum(counters["graph_break"].values()),
         "graphs": counters["stats"].get("unique_graphs", 0),
