@@ -5,6 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 ./run.sh             set up and train: the record run on all GPUs, or a demonstration of a few minutes on a CPU
+./run.sh check       set up and check this machine for such a run: one minute, and a verdict
 ./run.sh test [...]  set up and run the tests (more arguments go to pytest)
 ./run.sh setup       set up only and print the interpreter
 
@@ -160,22 +161,27 @@ next_steps() {
     fi
 }
 
-record() {  # on GPUs
-    local nproc="${NPROC:-$gpus}" data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+record_settings() {  # of the record run on GPUs
+    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    export NPROC="${NPROC:-$gpus}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
         echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
     # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.
-    if [ "$nproc" != 8 ] && [[ -z "${WARMDOWN_ITERS:-}" && ! "${GRID:-}" =~ (^|[[:space:]])WARMDOWN_ITERS= ]]; then
+    if [ "$NPROC" != 8 ] && [[ -z "${WARMDOWN_ITERS:-}" && ! "${GRID:-}" =~ (^|[[:space:]])WARMDOWN_ITERS= ]]; then
         export WARMDOWN_FRAC="${WARMDOWN_FRAC:-0.41}"
     fi
-    train "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py
+}
+
+record() {  # on GPUs
+    record_settings
+    train "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py
     next_steps
 }
 
-demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that is on every machine, or on DATA_PATH
-    local settings knob own="${DATA_PATH:-}" prompt=""
+demonstration_settings() {  # on a CPU: a model of 1 or 4 million parameters, on Python's own text or on DATA_PATH
+    local settings knob own="${DATA_PATH:-}"
     # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
     export OMP_WAIT_POLICY=PASSIVE
     settings=$(quietly "$PYTHON" tools/demo.py)
@@ -185,6 +191,11 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
         prompt="def __init__(self,"
         quietly "$PYTHON" data/demo_corpus.py "$DATA_PATH"
     fi
+}
+
+demonstration() {  # on a CPU
+    local prompt=""
+    demonstration_settings
     train "$PYTHON" tools/launch.py "$PYTHON" train_gpt.py
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
@@ -195,11 +206,28 @@ demonstration() {  # on a CPU: a model of 1 or 4 million parameters on text that
     next_steps
 }
 
+check() {  # of the machine
+    local prompt
+    if [ "$gpus" -gt 0 ]; then
+        record_settings
+    else
+        export COMPILE="${COMPILE:-0}"  # it would take most of the minute
+        demonstration_settings
+    fi
+    trap - INT
+    "$PYTHON" tools/launch.py "$PYTHON" tools/preflight.py
+}
+
 case "${1:-}" in
     "")
         set_up requirements.txt
         count_gpus
         if [ "$gpus" -gt 0 ]; then record; else demonstration; fi
+        ;;
+    check)
+        set_up requirements.txt
+        count_gpus
+        check
         ;;
     test)
         set_up requirements-dev.txt

@@ -1206,15 +1206,15 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
     return StepSettings(max(hp.min_lr, lr_scale), momentum, qat, seq_len, looping)
 
 
-def phases(hp: Hyperparameters) -> list[StepSettings]:
-    """A step of each kind in a run's schedule, in order, at the peak learning rate. Each kind is a
-    graph."""
-    kinds = {}
+def phases(hp: Hyperparameters) -> dict[StepSettings, float]:
+    """A step of each kind in a run's schedule, in order, at the peak learning rate, and its part of
+    the run. Each kind is a graph."""
+    kinds: dict[StepSettings, float] = {}
     for place in range(1001):
         settings = schedule(hp, max(hp.iterations, 1) * place / 1000, 0.0, 0.0)
-        momentum = hp.muon_momentum_warmup_start
-        kinds[settings._replace(lr_scale=1.0, momentum=momentum)] = None
-    return list(kinds)
+        kind = settings._replace(lr_scale=1.0, momentum=hp.muon_momentum_warmup_start)
+        kinds[kind] = kinds.get(kind, 0.0) + 1 / 1001
+    return kinds
 
 
 class Clock:
@@ -3666,15 +3666,17 @@ class Runtime:
         """Wait for queued device work."""
         (torch.cuda if self.device.type == "cuda" else torch.cpu).synchronize()
 
+    def device_name(self) -> str:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name()
+        cpuinfo = Path("/proc/cpuinfo")
+        text = cpuinfo.read_text() if cpuinfo.exists() else ""
+        model = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
+        return f"CPU {model}, {torch.get_num_threads()} threads"
+
     def describe(self) -> str:
         """One line for the log."""
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name()
-        else:
-            cpuinfo = Path("/proc/cpuinfo")
-            text = cpuinfo.read_text() if cpuinfo.exists() else ""
-            model = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
-            name = f"CPU {model}, {torch.get_num_threads()} threads"
+        name = self.device_name()
         dtype, compiled = str(self.dtype).removeprefix("torch."), int(self.compiled)
         kernels = " ".join(f"{kind}:{kernel}" for kind, kernel in self.kernels().items())
         how = f"compute_dtype:{dtype} {kernels} compile:{compiled}"
@@ -3867,16 +3869,24 @@ def whole_tiles(length: int) -> int:
     return length if length < TILE else -(-length // TILE) * TILE
 
 
+# Tries a kernel by its name as a run will use it, and returns the call to be timed: a forward and
+# backward. Raises an error if the kernel is missing, does not run, or is wrong.
+Trial = Callable[[str], Callable[[], object]]
+
+
 def choose_kernel(
-    kind: str, names: Iterable[str], kept: str, trial: Callable[[str], float], runtime: Runtime
+    kind: str, names: Iterable[str], kept: str, trial: Trial, runtime: Runtime
 ) -> tuple[str, Runtime]:
     """(name, the runtime with times and notes) of the fastest kernel on rank 0 among those that
-    pass their `trial` on all ranks. `kept` is taken if it passes; without times, the first. The
-    name is "" if none passes."""
+    pass their trial on all ranks. `kept` is taken if it passes. The name is "" if none passes.
+
+    A choice by time does not repeat, so a CPU, and DETERMINISTIC=1, take the first that passes."""
+    timed = not torch.are_deterministic_algorithms_enabled()
     ms, notes = {}, []
     for name in sorted(names, key=lambda name: name != kept):
         try:
-            mine = (trial(name), "")
+            call = trial(name)
+            mine = (milliseconds(call, runtime) if timed else 0.0, "")
         except Exception as error:  # a missing or unfit kernel can raise anything
             mine = (0.0, reason(error))
         results = runtime.comm.gather(mine)
@@ -3885,7 +3895,7 @@ def choose_kernel(
             notes.append(f"{kind} {name} skipped: {refused}")
             continue
         ms[name] = results[0][0]
-        if name == kept or not ms[name]:
+        if name == kept or not timed:
             break
     times = {kind: {name: round(t, 3) for name, t in ms.items()}} if len(ms) > 1 else {}
     chosen = {"kernel_ms": runtime.kernel_ms | times, "notes": (*runtime.notes, *notes)}
@@ -3905,6 +3915,7 @@ def compared(tensor: Tensor) -> Tensor:
     return tensor[:1, :CHECKED]
 
 
+@torch.enable_grad()
 def both_passes(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     """The output of a forward, and the gradients of its inputs."""
     y = call(*inputs)
@@ -3921,10 +3932,7 @@ def require_agreement(found: Iterable[Tensor], expected: Iterable[Tensor]) -> No
 
 
 def milliseconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Of one call, from the fastest of three rounds of five that are queued together. Choices by
-    time would not repeat, so it is 0 on a CPU and with DETERMINISTIC=1."""
-    if torch.are_deterministic_algorithms_enabled():
-        return 0.0
+    """Of one call, from the fastest of three rounds of five that are queued together."""
     rounds = []
     for _ in range(3):
         runtime.synchronize()
@@ -4047,9 +4055,8 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> R
     return dataclasses.replace(runtime, attention=name, attend=load_attention(name))
 
 
-def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
-    """A function that runs the kernel of this name as the run will, and returns its milliseconds.
-    It raises an error if the kernel is missing, does not run, or is wrong."""
+def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
+    """The trial of attention kernels."""
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     rows, time = trial_shape(hp, runtime)
     tensors = []  # q, k, v and the gradient of the output
@@ -4067,7 +4074,7 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], fl
     bands = (0, time // 2) if hp.eval_mode == "banded" else (0,)
 
     @torch.enable_grad()
-    def trial(name: str) -> float:
+    def trial(name: str) -> Callable[[], object]:
         if name == "cudnn":
             lengths = (hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len)
             unfit = any(length % TILE for length in lengths)
@@ -4083,7 +4090,7 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], fl
                 expected += torch.autograd.grad(plain, exact, exact_grad)
             require_agreement(map(compared, results), expected)
         call = functools.partial(attend, band=0, document=document)
-        return milliseconds(lambda: both_passes(call, inputs, grad), runtime)
+        return functools.partial(both_passes, call, inputs, grad)
 
     return trial
 
@@ -4298,8 +4305,8 @@ def choose_mlp(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime
     return dataclasses.replace(runtime, fused_mlp=fused)
 
 
-def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
-    """As `attention_trial`, for the forms of the MLP."""
+def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
+    """The trial of the forms of the MLP."""
     device, dtype = runtime.device, runtime.dtype
     _, m, d = bank_shape("mlp_bank", hp)
     batch = trial_shape(hp, runtime)
@@ -4314,8 +4321,7 @@ def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
     compared(checked_grad).copy_(compared(grad))
     plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
 
-    @torch.enable_grad()
-    def trial(name: str) -> float:
+    def trial(name: str) -> Callable[[], object]:
         call = plain
         if name == "fused":
             fits = device.type == "cpu" or dtype == torch.bfloat16
@@ -4325,7 +4331,7 @@ def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Callable[[str], float]:
         y, dx, dscale, *dweights = both_passes(call, inputs, checked_grad)
         expected = both_passes(plain, exact, compared(grad).float())
         require_agreement([*map(compared, (y, dx, dscale)), *dweights], expected)
-        return milliseconds(lambda: both_passes(call, inputs, grad), runtime)
+        return functools.partial(both_passes, call, inputs, grad)
 
     return trial
 

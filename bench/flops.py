@@ -25,10 +25,29 @@ PEAK_FLOPS = {
 }
 
 
+# Bytes/s of the memory from the data sheets. A card with another memory of the same name reaches less.
+BANDWIDTH = {
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "H200": 4.8e12,
+    "B200": 7.7e12,
+    "A100-SXM4-80GB": 2.039e12,
+    "A100 80GB": 1.935e12,
+    "A100": 1.555e12,
+    "L40S": 0.864e12,
+    "RTX 4090": 1.008e12,
+}
+
+
+def of_gpu(name: str, table: dict[str, float]) -> float | None:
+    """A table's value for the GPU of this name, or None if it is unknown."""
+    return next((value for part, value in table.items() if part in name), None)
+
+
 def peak_flops(device: torch.device) -> float | None:
     """The data-sheet peak of this GPU, or None if it is unknown or the device is a CPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return of_gpu(name, PEAK_FLOPS)
 
 
 def bigram_weights(hp: Hyperparameters) -> int:

@@ -1,5 +1,5 @@
-"""Started by tests/test_h100.py under the pretended driver of bench/h100.py: the script, without
-what needs numbers.
+"""Started by tests/test_h100.py under the pretended driver of bench/h100.py: the script, or with the
+word "check" tools/preflight.py, without what needs numbers.
 
 The device computes nothing, and its memory holds zeros or what was copied there. So six things are
 replaced: the report of a step, the check that every target was scored, the check that kernels agree
@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import preflight
 import train_gpt
 
 
@@ -30,24 +32,31 @@ def main() -> None:
         # Loss, seconds, no wish to stop
         return torch.tensor([1.0, run.clock.elapsed(), 0.0]).to(device)
 
-    def trial_with_a_clock(make, *arguments):
+    def noting_names(make, *arguments):
         trial = make(*arguments)
 
-        def timed(name: str) -> float:
-            return json.loads(os.environ["KERNEL_MS"])[name] if trial(name) else 0.0
+        def noting(name: str):
+            call = trial(name)
+            tried.append(name)
+            return call
 
-        return timed
+        return noting
 
     train_gpt.Run.train_step = train_step
     train_gpt.require_agreement = lambda found, expected: None
     for kind, make in trials.items():
-        setattr(train_gpt, f"{kind}_trial", functools.partial(trial_with_a_clock, make))
+        setattr(train_gpt, f"{kind}_trial", functools.partial(noting_names, make))
+    clock = json.loads(os.environ["KERNEL_MS"])
+    tried: list[str] = []
+    train_gpt.milliseconds = lambda call, runtime: (call(), clock[tried.pop() if tried else ""])[1]
     train_gpt.Evaluator.result = lambda self, complete=True: result(self, complete=False)
     torch.cholesky_inverse = torch.zeros_like
     torch.linalg.cholesky = lambda matrix, upper=False: matrix
     encode, decode = train_gpt.CODERS["ans"]
     train_gpt.CODERS["ans"] = (lambda codes: encode(codes.clip(-31, 31)), decode)
-    train_gpt.main()
+    program = preflight if sys.argv[1:] == ["check"] else train_gpt
+    del sys.argv[1:]
+    program.main()
 
 
 if __name__ == "__main__":

@@ -37,23 +37,44 @@ KNOBS = {
     "RUN_ID": "pretended",
 }
 # For the clock that tests/pretended.py sets.
-FLASH_WINS = {"flash": 4.1, "mem_efficient": 9.5, "plain": 5.2, "fused": 4.9}
-OTHERS_WIN = {"flash": 4.1, "mem_efficient": 3.5, "plain": 4.2, "fused": 4.9}
+FLASH_WINS = {"flash": 4.1, "mem_efficient": 9.5, "plain": 5.2, "fused": 4.9, "": 1.0}
+OTHERS_WIN = FLASH_WINS | {"mem_efficient": 3.5, "plain": 4.2}
+
+
+def start(version: str, folder: Path, knobs: dict, *words: str) -> subprocess.CompletedProcess:
+    """Run tests/pretended.py, which must succeed."""
+    python, driver = h100.environment(h100.HOME, version)
+    program = [str(python), str(ROOT / "tests" / "pretended.py"), *words]
+    options = {"env": h100.preloaded(driver) | knobs, "cwd": folder, "timeout": 600}
+    done = subprocess.run(program, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_check_of_the_machine(env, tmp_path, version):
+    knobs = env(**KNOBS | {"CHECKPOINT_EVERY": ""}, KERNEL_MS=json.dumps(FLASH_WINS))
+    done = start(version, tmp_path, knobs, "check")
+    print(done.stdout)
+    report = json.loads(Path(tmp_path, "logs", "check.json").read_text())
+    assert report["works"] and not report["errors"]
+    (rank,) = report["ranks"]
+    assert rank["machine"]["device"] == "NVIDIA H100 80GB HBM3"
+    assert rank["attention"]["ms"] == {"flash": 4.1, "mem_efficient": 9.5}
+    assert rank["attention"]["refused"].keys() == {"fa3", "cudnn"}
+    assert rank["mlp"] == {"ms": {"plain": 5.2, "fused": 4.9}, "refused": {}}
+    assert "slow: FlashAttention 3 is missing: attention takes" in done.stdout
+    assert "set:      ATTENTION=flash FUSED_MLP=1 MICRO_BATCH_TOKENS=" in done.stdout
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_whole_script(env, tmp_path, version):
     """Training, validation, checkpoints, GPTQ, export, reloading, both windows and both kinds of
     test-time training, a resumed run, and EVAL_ONLY."""
-    python, driver = h100.environment(h100.HOME, version)
 
     def run(clock=FLASH_WINS, **changes) -> dict[str, dict]:
-        knobs = h100.preloaded(driver) | env(**KNOBS | changes, KERNEL_MS=json.dumps(clock))
-        program = [str(python), str(ROOT / "tests" / "pretended.py")]
-        done = subprocess.run(
-            program, env=knobs, cwd=tmp_path, capture_output=True, text=True, timeout=600
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        knobs = env(**KNOBS | changes, KERNEL_MS=json.dumps(clock))
+        done = start(version, tmp_path, knobs)
         assert "NVIDIA H100" in done.stdout and f"torch {version}" in done.stdout
         assert "note: attention cudnn skipped: " in done.stdout or "resumed: " in done.stdout
         assert "mlp fused skipped" not in done.stdout

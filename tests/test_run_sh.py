@@ -74,6 +74,9 @@ class Machine:
         for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
+        preflight = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
+        names = ("WORLD_SIZE", "COMPILE", "WARMDOWN_FRAC", "DATA_PATH")
+        (self.repository / "tools" / "preflight.py").write_text(preflight % (names,))
         settings = "\n".join([*SETTINGS.split(), "ran tools/demo.py"])
         (self.repository / "tools" / "demo.py").write_text(f"print({settings!r})")
         shutil.copy(ROOT / "tools" / "launch.py", self.repository / "tools")
@@ -159,6 +162,7 @@ def pins(name):
 
 
 PINS = pins("requirements.txt")
+OPTIONAL = {"triton", "flash_attn_interface", "kernels"}
 TRAINING = "ran tools/demo.py\nran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
 
 
@@ -389,6 +393,26 @@ def test_a_warmdown_in_steps_of_a_grid_wins(complete, grid, fraction):
     )
 
 
+def test_the_check_has_the_settings_of_the_run(complete):
+    """On GPUs those of the record run, else the demonstration's, eager: compiling takes minutes."""
+    on_cpu = complete.run("check", NPROC="1")
+    assert on_cpu.stdout.splitlines()[-2:] == [
+        "ran data/demo_corpus.py",
+        "checked 0 1 0 None demo_data",
+    ]
+    folder = complete.repository / "data" / "shards"
+    folder.mkdir()
+    (folder / "fineweb_train_000000.bin").touch()
+    gpus = {"GPUS": "2", "USABLE": "1", "DATA_PATH": str(folder)}
+    on_gpus = complete.run("check", **gpus)
+    ranks = [f"checked {rank} 2 None 0.41 {folder}" for rank in range(2)]
+    assert sorted(on_gpus.stdout.splitlines()) == ranks and on_gpus.returncode == 0
+    (complete.repository / "tools" / "preflight.py").write_text("import sys; sys.exit(1)")
+    assert complete.run("check", **gpus).returncode == 1
+    no_data = complete.run("check", **gpus | {"DATA_PATH": "nowhere"})
+    assert no_data.returncode == 1 and "has no fineweb_train_NNNNNN.bin" in no_data.stderr
+
+
 def test_a_sweep_starts_its_runs_with_the_launcher(complete):
     (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
     result = complete.run(SEEDS="1 2")
@@ -452,7 +476,7 @@ def test_requirements_are_what_is_imported():
         for alias in node.names
     }
     imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert set(PINS) <= imported and imported - set(PINS) <= {"triton", "flash_attn_interface"}
+    assert set(PINS) <= imported and imported - set(PINS) <= OPTIONAL
     readme = (ROOT / "README.md").read_text()
     words, *_ = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
     assert words.strip() == "-r requirements.txt"
