@@ -71,6 +71,22 @@ def test_the_leaders_configurations_are_models_that_fit_an_artifact(name, count)
     assert sum(tensor.numel() for tensor in train_gpt.outline(hp).values()) == count
 
 
+def test_one_gpu_changes_neither_model_nor_optimizer():
+    """records/one_gpu.env compares the record's model and optimizer; none of its variables repeats
+    a default. After another configuration it takes away none of its parts."""
+    one, ours = variables("one_gpu"), Hyperparameters()
+    allowed = {"TRAIN_BATCH_TOKENS", "WARMDOWN_FRAC", "ITERATIONS", "VAL_LOSS_EVERY", "EVAL_STRIDE"}
+    hp = Hyperparameters.from_env(one)
+    differing = {f.name.upper() for f in train_gpt.KNOBS if getattr(hp, f.name) != f.default}
+    assert set(one) == differing == allowed
+    assert hp.train_batch_tokens == ours.train_batch_tokens // 8  # 48 sequences of one of 8 ranks
+    for name in ("published", "2135", "frontier"):
+        alone = Hyperparameters.from_env(variables(name))
+        combined = Hyperparameters.from_env(variables(name) | one)
+        for knob in set(knobs_with(*train_gpt.ROLES)) - {name.lower() for name in allowed}:
+            assert getattr(combined, knob) == getattr(alone, knob)
+
+
 def test_challenge_names_are_knobs():
     names = {f.name.upper() for f in dataclasses.fields(Hyperparameters)}
     assert set(CHALLENGE_NAMES.split()) | set(command()) <= names

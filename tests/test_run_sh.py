@@ -210,6 +210,25 @@ def test_the_tests_need_more_packages(machine):
     assert {word for word in command.split() if "==" in word} == expected
 
 
+def test_the_image_has_the_files_that_setup_reads(machine):
+    """The Dockerfile is short, and `./run.sh setup` in it needs no other file and keeps its
+    torch."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    (copied,) = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    assert len(lines) < 15
+    for path in machine.repository.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in copied:
+            path.unlink()
+    machine.torch(machine.root / "site")
+    machine.has("torch", "numpy", "triton", version="3.5.1")
+    result = machine.run("setup")
+    assert result.stdout == "python3\n", result.stderr
+    command, *constraints = machine.installations()
+    assert "constraint torch==3.5.1" in constraints and "torch==" not in command
+
+
 def test_a_managed_python_is_extended_by_a_venv(machine):
     """pip may not write to the machine's Python, so .venv inherits its torch and gets the rest."""
     machine.torch(machine.root / "site")
