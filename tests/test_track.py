@@ -1,0 +1,407 @@
+"""tools/track.py: a log in TensorBoard, trackio and wandb. The latter two are replaced by a module
+with their interface; where they are installed, they are used as well."""
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import sqlite3
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from conftest import ROOT, run, start
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import track
+import train_gpt
+
+tensorboard = pytest.importorskip(
+    "tensorboard.backend.event_processing.event_accumulator",
+    reason="tensorboard is not installed: pip install -r requirements-dev.txt",
+)
+
+
+def event(kind: str, **fields) -> str:
+    """A line of a log."""
+    return json.dumps({"event": kind, "seconds": fields.get("step", 0) / 2, **fields}) + "\n"
+
+
+def settings(run_id="r", started="2026-11-24T10:00:00Z", **knobs) -> str:
+    facts = {"versions": "python 3", "runtime": "runtime: ranks:1"}
+    knobs = {"num_layers": 3, "compile": "0", "tie_embeddings": True, **knobs}
+    return event("start", run_id=run_id, started=started, hyperparameters=knobs, **facts)
+
+
+def step(number: int, loss: float) -> str:
+    return event("train", step=number, train_loss=loss, lr_scale=0.5, train_seconds=number / 4)
+
+
+FINISHED = event("finished", bytes=9000)
+LOG = settings() + step(1, 6.5) + step(2, 6.25) + event("val", step=2, val_bpb=2.5) + FINISHED
+
+
+class Recorder(ModuleType):
+    """A module with the interface that trackio and wandb share. `fails` raises in this call."""
+
+    def __init__(self, name: str, fails: str = ""):
+        super().__init__(name)
+        self.fails, self.calls = fails, []
+
+    def record(self, call: str, what) -> None:
+        self.calls.append((call, what))
+        if call == self.fails:
+            raise RuntimeError("the network is down\nand more")
+
+    def init(self, project, name, config, **options) -> None:
+        assert not options or self.__name__ == "wandb"
+        self.record("init", {"project": project, "name": name, "config": config, **options})
+
+    def log(self, values, step) -> None:
+        self.record("log", (step, values))
+
+    def finish(self) -> None:
+        self.record("finish", None)
+
+    def logged(self, name: str) -> list[tuple[int, float]]:
+        rows = [what for call, what in self.calls if call == "log"]
+        return [(step, values[name]) for step, values in rows if name in values]
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A function that runs track.py here on logs/r.jsonl. While it waits, it does the next of these
+    `actions`. Returns its exit status."""
+    monkeypatch.chdir(tmp_path)
+    Path("logs").mkdir()
+
+    def go(*arguments, module=None, actions=()) -> int:
+        if module is not None:
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        left = iter(actions)
+        clock = SimpleNamespace(sleep=lambda _: next(left)(), strptime=time.strptime)
+        monkeypatch.setattr(track, "time", clock)
+        monkeypatch.setattr(sys, "argv", ["track.py", "logs/r.jsonl", *arguments])
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            train_gpt.run_program(track.main)
+        except SystemExit as ended:
+            if isinstance(ended.code, str):
+                print(ended.code, file=sys.stderr)
+                return 1
+            return ended.code
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        assert next(left, None) is None, "it ended too early"
+        return 0
+
+    return go
+
+
+def written(text: str, mode: str = "w") -> None:
+    with open("logs/r.jsonl", mode) as file:
+        file.write(text)
+
+
+def shown(folder: Path) -> tuple[dict[str, list], "tensorboard.EventAccumulator"]:
+    """(what TensorBoard shows: (step, value) by name, the reader)."""
+    reader = tensorboard.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    reader.Reload()
+    names = reader.Tags()["scalars"]
+    return {name: [(e.step, e.value) for e in reader.Scalars(name)] for name in names}, reader
+
+
+def sent_of(path: Path) -> dict[str, list]:
+    """What a log has: (step, value) by name."""
+    found, last = {}, 0
+    for line in path.read_text().splitlines():
+        fields = json.loads(line)
+        last = fields.get("step", last)
+        for name, value in track.metrics(fields).items():
+            found.setdefault(name, []).append((last, value))
+    return found
+
+
+SCORES = ("average", "roundtrip", "sliding_window")
+NAMES = {"train/loss", "train/lr_scale", "train/tokens_per_second", "train/qat", "train/seq_len"}
+NAMES |= {"val/loss", "val/bpb", "train_seconds", "memory/resident"}
+NAMES |= {"bytes/model", "bytes/code", "bytes/total"}
+
+
+def test_a_real_run_is_followed(tmp_path, env):
+    """From before its start to its end, by another process."""
+    command = [ROOT / "tools" / "track.py", "logs/r.jsonl", "--to", "tensorboard"]
+    follower = start(command, {}, tmp_path)
+    try:
+        assert follower.stdout.readline() == "waiting for logs/r.jsonl; Ctrl-C ends\n"
+        knobs = env(RUN_ID="r", VAL_LOSS_EVERY=6, EVAL_STRIDE=32)
+        trained = run([ROOT / "train_gpt.py"], knobs, tmp_path)
+        assert trained.returncode == 0, trained.stderr
+        out, err = follower.communicate(timeout=100)
+    finally:
+        follower.kill()
+    assert (follower.returncode, err) == (0, ""), err
+    places = "logs/r.jsonl to tensorboard, logs/tensorboard/r"
+    assert out == f"sending {places}\nthe run in tensorboard ends with step 12\n"
+    expected = sent_of(tmp_path / "logs" / "r.jsonl")
+    scores = [f"{kind}/{name}" for kind in ("score", "score_loss", "score_s") for name in SCORES]
+    assert set(expected) == {*scores, *NAMES}
+    found, reader = shown(tmp_path / "logs" / "tensorboard" / "r")
+    assert set(found) == set(expected)
+    for name, points in expected.items():
+        assert dict(found[name]) == pytest.approx(dict(points), rel=1e-6), name  # fp32
+    (text,) = reader.Tensors("configuration/text_summary")
+    assert b"| num_layers | 3 |" in text.tensor_proto.string_val[0]
+
+
+def test_names_of_other_scores():
+    """And a switch is a number."""
+    assert str(track.metrics({"event": "train", "qat": True})) == "{'train/qat': 1}"
+    for name, part in (
+        ("final_int6_ttt_lora_exact", "ttt_lora"),
+        ("final_int6_sliding_window_partial", "sliding_window_partial"),
+    ):
+        assert track.metrics({"event": name, "val_bpb": 1.5}) == {f"score/{part}": 1.5}
+
+
+@pytest.mark.parametrize("to", ["trackio", "wandb"])
+def test_a_finished_log_is_sent(to, program):
+    written(LOG)
+    module = Recorder(to)
+    assert program("--to", to, "--project", "mine", module=module) == 0
+    (_, options), *_, last = module.calls
+    config = options.pop("config")
+    own = {"id": "r-2026-11-24T10-00-00Z", "resume": "allow", "dir": Path("logs")}
+    assert options == {"project": "mine", "name": "r"} | (own if to == "wandb" else {})
+    assert config["num_layers"] == 3 and config["runtime"] == "runtime: ranks:1"
+    assert module.logged("train/loss") == [(1, 6.5), (2, 6.25)]
+    assert module.logged("train_seconds") == [(1, 0.25), (2, 0.5)]
+    assert module.logged("bytes/total") == [(2, 9000)]
+    assert last == ("finish", None)
+
+
+def test_a_growing_log_is_read_by_whole_lines(program, capsys):
+    module = Recorder("wandb")
+    half = len(LOG) // 2
+    assert LOG[half - 1] != "\n"
+    actions = [
+        lambda: None,
+        lambda: written(""),
+        lambda: written(LOG[:half], "a"),
+        lambda: None,
+        lambda: written(LOG[half:], "a"),
+    ]
+    assert program("--to", "wandb", module=module, actions=actions) == 0
+    assert module.logged("train/loss") == [(1, 6.5), (2, 6.25)]
+    assert capsys.readouterr().out.count("waiting for logs/r.jsonl") == 1
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_a_run_that_replaces_the_log_is_another(to, program):
+    """Also if the file has the same length or is for a moment empty or gone."""
+    old = settings() + step(1, 6.5) + step(2, 6.25)
+    new = old.replace("10:00", "11:00").replace("6.25", "4.25")
+    newer = settings(started="2026-11-24T12:00:00Z") + event("peak_memory", resident=7)
+    newer += step(1, 6.5) + step(2, 2.25)
+    module = Recorder("wandb") if to == "wandb" else None
+    written(old)
+    actions = [
+        lambda: written(new),
+        lambda: None,
+        lambda: written(""),
+        lambda: os.remove("logs/r.jsonl"),
+        lambda: written(newer + FINISHED),
+    ]
+    assert program("--to", to, module=module, actions=actions) == 0
+    if module:
+        calls = [call for call, _ in module.calls]
+        assert calls.count("init") == calls.count("finish") == 3
+        assert calls[:4] == ["init", "log", "log", "finish"]
+        assert module.logged("train/loss")[1::2] == [(2, 6.25), (2, 4.25), (2, 2.25)]
+    else:
+        found, _ = shown(Path("logs/tensorboard/r"))
+        assert found["train/loss"] == [(1, 6.5), (2, 2.25)]
+        assert found["memory/resident"] == [(0, 7)]
+
+
+RESUMED = (
+    LOG.removesuffix(FINISHED)
+    + step(3, 6.0)
+    + settings(started="2026-11-24T12:00:00Z")
+    + event("resumed", step=1)
+    + step(2, 5.25)
+    + step(3, 5.0)
+    + step(4, 4.0)
+    + FINISHED
+)
+
+
+def test_tensorboard_shows_a_step_at_once(program):
+    written(settings() + step(1, 6.5))
+    seen = []
+    actions = [
+        lambda: seen.append(shown(Path("logs/tensorboard/r"))[0]["train/loss"]),
+        lambda: written(FINISHED, "a"),
+    ]
+    assert program("--to", "tensorboard", actions=actions) == 0
+    assert seen == [[(1, 6.5)]]
+
+
+@pytest.fixture
+def new_york(monkeypatch):
+    """The time zone of this process; logs have UTC."""
+    monkeypatch.setenv("TZ", "EST5EDT")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_a_resumed_run_in_tensorboard_shows_its_last_values(program, new_york):
+    written(RESUMED)
+    for _ in range(2):  # sent again, nothing is shown twice
+        assert program("--to", "tensorboard") == 0
+    found, reader = shown(Path("logs/tensorboard/r"))
+    assert found["train/loss"] == [(1, 6.5), (2, 5.25), (3, 5.0), (4, 4.0)]
+    assert found["bytes/total"] == [(4, 9000)]
+    times = [point.wall_time for point in reader.Scalars("train/loss")]
+    assert times[0] == datetime(2026, 11, 24, 10, tzinfo=UTC).timestamp() + 0.5
+    assert [times[i] - times[0] for i in (1, 3)] == [7200 + 0.5, 7200 + 1.5]
+
+
+def test_a_resumed_run_in_wandb_has_each_step_once(program):
+    written(RESUMED)
+    module = Recorder("wandb")
+    assert program("--to", "wandb", module=module) == 0
+    assert [call for call, _ in module.calls].count("init") == 1
+    assert module.logged("train/loss") == [(1, 6.5), (2, 6.25), (3, 6.0), (3, 5.0), (4, 4.0)]
+
+
+def test_the_configuration_is_in_tensorboards_table_of_runs(program):
+    from tensorboard.plugins.hparams import metadata
+
+    written(LOG.removesuffix(FINISHED))
+    assert program("--to", "tensorboard", "--once", "--dir", "elsewhere") == 0
+    _, reader = shown(Path("elsewhere/tensorboard/r"))
+    begins = reader.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    knobs = metadata.parse_session_start_info_plugin_data(begins).hparams
+    assert knobs["num_layers"].number_value == 3 and knobs["versions"].string_value == "python 3"
+    assert knobs["started"].string_value == "2026-11-24T10:00:00Z"
+    assert reader.SummaryMetadata(metadata.SESSION_END_INFO_TAG)
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_numbers_that_are_not_finite_and_lines_that_were_cut(to, program):
+    cut = '{"event": "train", "step": 3, "tra\n1\n'
+    written(settings() + step(1, math.nan) + step(2, math.inf) + cut + step(4, 6.0) + FINISHED)
+    module = Recorder("wandb") if to == "wandb" else None
+    assert program("--to", to, module=module) == 0
+    found = module.logged("train/loss") if module else shown(Path("logs/tensorboard/r"))[0]
+    (first, nan), *rest = found if module else found["train/loss"]
+    assert first == 1 and math.isnan(nan) and rest == [(2, math.inf), (4, 6.0)]
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def terminated():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("ends, status", [(interrupted, 130), (terminated, 143)])
+def test_a_signal_ends_the_following_of_a_run_that_died(ends, status, program):
+    """And the tracker's run is closed."""
+    written(LOG.removesuffix(FINISHED))
+    module = Recorder("wandb")
+    assert program("--to", "wandb", module=module, actions=[ends]) == status
+    assert len(module.logged("train/loss")) == 2
+    assert module.calls[-1] == ("finish", None)
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_a_tracker_that_fails_is_one_sentence(fails, program, capsys):
+    written(LOG)
+    module = Recorder("wandb", fails)
+    assert program("--to", "wandb", module=module) == 1
+    what = "error: cannot send to wandb: RuntimeError: the network is down"
+    advice = "the log has everything: start this command again"
+    assert capsys.readouterr().err == f"{what}; {advice}\n"
+    assert fails == "init" or module.calls[-1][0] == "finish"
+
+
+@pytest.mark.parametrize("to", track.MODULES)
+def test_a_missing_package_is_one_sentence(to, program, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, track.MODULES[to], None)
+    assert program("--to", to) == 1, "it does not wait for the log first"
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"error: --to {to}: ModuleNotFoundError: ")
+    assert printed.endswith(f"; pip install {to}\n") and printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text, part",
+    [
+        (None, "cannot use logs/r.jsonl: No such file or directory; check the path"),
+        ("", "logs/r.jsonl is empty: the run has not begun"),
+        (step(1, 6.0), "logs/r.jsonl does not begin with the settings of a run; give the logs/<"),
+        ("import os\n", "logs/r.jsonl does not begin with the settings of a run; give the logs/<"),
+    ],
+)
+def test_what_is_not_a_log(text, part, program, capsys):
+    if text is not None:
+        written(text)
+    assert program("--to", "wandb", "--once", module=Recorder("wandb")) == 1
+    assert capsys.readouterr().err.startswith(f"error: {part}")
+
+
+def test_an_unknown_tracker_is_refused(program, capsys):
+    assert program("--to", "comet") == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["trackio", "wandb"])
+def test_the_real_services_keep_a_log_without_network(to, tmp_path):
+    if importlib.util.find_spec(to) is None:
+        pytest.skip(f"{to} is not installed: pip install {to}")
+    log = tmp_path / "r.jsonl"
+    log.write_text(RESUMED.replace("6.25", "NaN"))
+    environ = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "t"), "HOME": str(tmp_path)}
+    result = run([ROOT / "tools" / "track.py", log, "--to", to], environ, tmp_path, fresh=True)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    if to == "trackio":
+        with sqlite3.connect(tmp_path / "t" / "parameter-golf.db") as base:
+            rows = base.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+        found = [(at, json.loads(values).get("train/loss")) for at, values in rows]
+        found = [point for point in found if point[1] is not None]
+        assert found == [(1, 6.5), (2, "NaN"), (3, 6.0), (3, 5.0), (4, 4.0)]
+    else:
+        found = dict(wandb_history(next(tmp_path.glob("wandb/offline*/*.wandb")), "train/loss"))
+        assert math.isnan(found.pop(2)) and found == {1: 6.5, 3: 5.0, 4: 4.0}
+
+
+def wandb_history(path: Path, name: str):
+    """The (step, value) of a metric in a file of wandb, which has the format of LevelDB's log:
+    blocks of 32 KiB; a record has 4 bytes of checksum, 2 of length and 1 of type."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, whole = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        part = data[place + 7 : place + 7 + size]
+        whole = whole + part if kind in (3, 4) else part  # 1: all, 2: first, 3: middle, 4: last
+        place += 7 + size
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record.FromString(whole)
+            items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
+            if name in items:
+                yield json.loads(items["_step"]), json.loads(items[name])
