@@ -61,7 +61,8 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         assert sum(kind["share"] for kind in kinds) == pytest.approx(1)
         names = {"roundtrip", "sliding_window", "ttt_sgd"}
         assert rank["evaluation"].keys() == names and all(rank["evaluation"].values())
-        assert rank["training"]["gptq_seconds"] > 0 and rank["training"]["memory_mib"]["resident"]
+        assert rank["training"]["gptq_seconds"] > 0 < rank["training"]["read_ms"]
+        assert rank["training"]["memory_mib"]["resident"]
         sizes = {name: part["bytes"] for name, part in rank["collectives"].items()}
         assert not sizes if ranks == 1 else sizes["all-gather"] == sizes["reduce-scatter"] > 1000
     assert lines[-2] == "a run would work; logs/check.json has all figures"
@@ -173,6 +174,7 @@ def report():
             "kinds": kinds,
             "loss": 6.9,
             "gradients_ms": 70.0,
+            "read_ms": 5.0,
             "gptq_seconds": 4.0,
             "memory_mib": {"allocated": 17_000, "reserved": 20_000},
         },
@@ -200,7 +202,7 @@ def test_a_good_machine_has_an_expectation_and_a_line_to_paste(report, capsys):
     preflight.print_verdict(found)
     printed = capsys.readouterr().out
     assert f"expected: {steps:,} steps in 600 s of training" in printed
-    assert "bound of defaults is 44.36 ms on an H100" in printed
+    assert "step:     80.0 ms, 1.80 times the modelled bound of defaults, 44.36 ms" in printed
 
 
 def test_a_run_that_its_steps_end(report):
@@ -245,6 +247,7 @@ def change(report: dict, value: object, *path: str, ranks=range(8)) -> None:
             range(8),
             "collectives take 13.5 ms, over 15 %",
         ),
+        (81.0, ["training", "read_ms"], [3], "reading a batch takes 81 ms, longer than a step"),
         (700.0, ["evaluation", "sliding_window"], range(8), "evaluation takes 703 s, over"),
     ],
 )

@@ -7,7 +7,8 @@
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
 kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It
 prints what it found, what is slower than it should be, the steps to expect, and one line of knobs
-to paste; logs/check.json has the same. The exit status is 0 only if a run would work.
+to paste; logs/check.json has the same. The exit status is 0 only if a run would work. Compiling
+takes minutes the first time; a run then finds it in the cache.
 """
 
 import argparse
@@ -154,9 +155,17 @@ def seconds_of(work: Callable[[], object], runtime: Runtime) -> float:
     return time.perf_counter() - began
 
 
+def read_ms(loader: train_gpt.TrainingLoader) -> float:
+    """Milliseconds to read the last batch of the data, which is in no cache yet."""
+    last = max(0, loader.blocks // loader.step_rows - 1)
+    began = time.perf_counter()
+    loader.reader.submit(loader.read, last).result()
+    return 1000 * (time.perf_counter() - began)
+
+
 def training(run: train_gpt.Run) -> dict:
-    """Real steps of each kind of the run: milliseconds, peak memory, the seconds of GPTQ. Raises
-    UserError if the loss is not finite."""
+    """Real steps of each kind of the run: milliseconds, peak memory, the time of GPTQ and of
+    reading. Raises UserError if the loss is not finite."""
     hp, runtime = run.hp, run.runtime
     numbers, kinds, gradients_ms = itertools.count(), [], 0.0
 
@@ -182,6 +191,7 @@ def training(run: train_gpt.Run) -> dict:
             run.trainer.optimizer.finish()
     gptq = [run.calibrate(range(1))[1] for _ in range(2)] if hp.gptq_batches else [0.0]
     found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms}
+    found["read_ms"] = read_ms(run.loader)
     found["gptq_seconds"] = 1.1 * hp.gptq_batches * gptq[-1]  # as Run.reserve_for_gptq
     return found | {"memory_mib": train_gpt.peak_memory(runtime.device)}
 
@@ -189,20 +199,18 @@ def training(run: train_gpt.Run) -> dict:
 def evaluation(run: train_gpt.Run) -> dict[str, float]:
     """Expected seconds of each final score: a batch of each rank, or of test-time training a part
     of the text, times how often it fits the whole."""
-    hp, runtime, val = run.hp, run.runtime, run.val
-    found = {}
+    hp, runtime, found = run.hp, run.runtime, {}
     for name, (how, stride) in train_gpt.final_passes(hp).items():
         if name.startswith("ttt"):
             found[name] = test_time_training(run, name, how, stride)
             continue
         scorer = run.make_scorer(how, stride)
         windows = scorer.windows()
-        windows = windows[:, windows[3] == stride]
+        windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
         batch = runtime.comm.size * train_gpt.eval_rows(hp, runtime, scorer.window)
         work = functools.partial(scorer.score, windows[:, :batch])
         work()  # compiles
         found[name] = seconds_of(work, runtime) * math.ceil(windows.shape[1] / batch)
-    assert val is not None
     return found
 
 
@@ -213,16 +221,13 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     end = min(SGD_CHUNKS * hp.ttt_chunk_tokens, val.targets)
     if name == "ttt_lora":
         end = int([*val.documents, val.targets][: documents + 1][-1])
-    tokens, nbytes = (
-        t[: end + extra].cpu().numpy() for t, extra in ((val.tokens, 1), (val.nbytes, 0))
-    )
+    tokens, nbytes = val.tokens[: end + 1].cpu().numpy(), val.nbytes[:end].cpu().numpy()
     part = train_gpt.Validation.of(tokens, nbytes, runtime.device)
-    scorer = train_gpt.Evaluator(run.eval_forward, part, hp, runtime, how, stride)
+    make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
+    train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
-    train_gpt.warm_up_evaluation(
-        functools.partial(type(scorer), run.eval_forward, part, hp, runtime), hp
-    )
-    seconds = seconds_of(functools.partial(adapt, run.trainer.model, scorer), runtime)
+    work = functools.partial(adapt, run.trainer.model, make_scorer(how, stride))
+    seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
     return min(whole, hp.eval_max_seconds) if hp.eval_max_seconds else whole
 
@@ -282,10 +287,10 @@ def slow_hardware(report: dict) -> list[str]:
     return found
 
 
-def step_seconds(hp: Hyperparameters, report: dict) -> float:
-    """Of a step with whole sequences."""
+def whole_step(hp: Hyperparameters, report: dict) -> dict:
+    """The first kind of steps with whole sequences."""
     kinds = first(report, "training", "kinds")
-    return next(kind["ms"] for kind in kinds if kind["seq_len"] == hp.train_seq_len) / 1000
+    return next(kind for kind in kinds if kind["seq_len"] == hp.train_seq_len)
 
 
 def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
@@ -308,10 +313,11 @@ def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     published = Hyperparameters(skip_gates=False, short_seq_parts=1)
     batch = published.train_batch_tokens * flops.flops_per_token(published, published.train_seq_len)
     usual = batch / 8 / STEP_399 / (PRODUCTS * flops.PEAK_FLOPS["H100"])
-    plain = dataclasses.replace(hp, loop_visits=1)
-    work = hp.train_batch_tokens * flops.flops_per_token(plain, hp.train_seq_len)
-    work /= len(report["ranks"])
-    reached = work / step_seconds(hp, report) / statistics.median(values(report, "products"))
+    step = whole_step(hp, report)
+    model = hp if step["looping"] else dataclasses.replace(hp, loop_visits=1)
+    work = hp.train_batch_tokens * flops.flops_per_token(model, hp.train_seq_len)
+    speed = work / len(report["ranks"]) / step["ms"] * 1000
+    reached = speed / statistics.median(values(report, "products"))
     if not first(report, "machine", "memory_mib") or reached > SLOW * usual:
         return []
     return [
@@ -344,9 +350,15 @@ def slow_rest(hp: Hyperparameters, report: dict) -> list[str]:
         found.append(
             f"training reserves {used['reserved']:,} of {total:,} MiB: set MICRO_BATCH_TOKENS={half}"
         )
+    read = max(values(report, "training", "read_ms"))
+    if read > whole_step(hp, report)["ms"]:
+        found.append(
+            f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a local "
+            "disk and set DATA_PATH"
+        )
     moved = first(report, "collectives") or {}
     waited = sum(part["ms"] for part in moved.values())
-    if total and waited > 150 * step_seconds(hp, report):
+    if total and waited > 0.15 * whole_step(hp, report)["ms"]:
         found.append(
             f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between the "
             "GPUs (nvidia-smi topo -m) and at NCCL_DEBUG=INFO"
@@ -372,6 +384,7 @@ def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
         seconds = limit
     scores = sum(first(report, "evaluation").values())
     found = {"steps": steps, "train_seconds": seconds + reserve, "evaluation_seconds": scores}
+    found["step_ms"] = whole_step(hp, report)["ms"]
     tokens = steps * hp.train_batch_tokens
     return found | {"epochs": tokens / first(report, "data", "train_tokens")}
 
@@ -453,7 +466,9 @@ def describe(section: str, report: dict) -> str:
             parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({part})")
         gradients = spread(values(report, section, "gradients_ms"), ".1f")
         memory = train_gpt.memory_line(one["memory_mib"])
-        return f"{'; '.join(parts)}; gradients alone {gradients} ms; GPTQ {one['gptq_seconds']:.1f} s; {memory}"
+        read = spread(values(report, section, "read_ms"), ".1f")
+        parts += [f"gradients alone {gradients} ms", f"a batch is read in {read} ms"]
+        return f"{'; '.join(parts)}; GPTQ {one['gptq_seconds']:.1f} s; {memory}"
     parts = [f"{name} {seconds:.1f} s" for name, seconds in one.items()]
     return f"{', '.join(parts)} (expected)"
 
@@ -465,7 +480,10 @@ def print_verdict(report: dict) -> None:
         run = report["expected"]
         if report["bound"]:
             name, ms = report["bound"]
-            print(f"step:     the modelled lower bound of {name} is {ms} ms on an H100")
+            print(
+                f"step:     {run['step_ms']:.1f} ms, {run['step_ms'] / ms:.2f} times the modelled "
+                f"bound of {name}, {ms} ms; #399's published step takes {1000 * STEP_399} ms"
+            )
         print(
             f"expected: {run['steps']:,} steps in {run['train_seconds']:.0f} s of training, "
             f"{run['epochs']:.2f} epochs, {run['evaluation_seconds']:.0f} s of evaluation"
