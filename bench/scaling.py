@@ -141,15 +141,17 @@ def count(
     def noted(
         comm: Comm, collective: Callable, out: torch.Tensor, *source: torch.Tensor
     ) -> Callable[[], None]:
-        if comm.size > 1:
-            kind = next(kind for kind in PASSES if collective.__name__.startswith(kind))
-            members = tuple(dist.get_process_group_ranks(comm.group or dist.group.WORLD))
-            inner = "shard" if comm is whole.shard else "replicate"
-            group = "all" if len(members) == ranks else inner
-            calls.append(
-                Call(kind, group, members, max(tensor.nbytes for tensor in (out, *source)))
-            )
-        return start(comm, collective, out, *source)
+        if comm.size == 1:
+            return start(comm, collective, out, *source)
+        kind = next(kind for kind in PASSES if collective.__name__.startswith(kind))
+        members = tuple(dist.get_process_group_ranks(comm.group or dist.group.WORLD))
+        inner = "shard" if comm is whole.shard else "replicate"
+        group = "all" if len(members) == ranks else inner
+        nbytes = max(tensor.nbytes for tensor in (out, *source))
+        calls.append(Call(kind, group, members, nbytes))
+        return lambda: (
+            None
+        )  # torch 2.9's fake group refuses meta tensors, which hold nothing anyway
 
     with (
         pretended(rank, ranks, shard_ranks) as whole,
