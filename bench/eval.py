@@ -103,7 +103,7 @@ def validation_text(
 
 def forward_of(script: ModuleType, hp, runtime, weights: dict | None = None) -> Callable:
     """The forward of a model with these or random weights, compiled if the machine compiles."""
-    model = script.GPT(hp, runtime.attend, runtime.dtype)
+    model = script.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
     if weights is None:
         model.initialise(0)
     else:
@@ -260,7 +260,7 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
         for curve, window, stride in cases:
             changed = dataclasses.replace(hp, eval_seq_len=window, eval_stride=stride)
             val = train_gpt.Validation(changed, runtime.device)
-            model = train_gpt.GPT(changed, runtime.attend, runtime.dtype)
+            model = train_gpt.GPT(changed, runtime.attend, runtime.dtype, runtime.fused_mlp)
             with train_gpt.reading_artifact(path):
                 model.load_state_dict(train_gpt.load_artifact(blob))
             forward = model.to(runtime.device)

@@ -93,7 +93,7 @@ class Variant:
         self.mode, self.micro, self.runtime = mode, micro, runtime
         self.parts = batch.split(max(1, micro // hp.train_seq_len))
         compiled = mode == "compiled"
-        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype)
+        model = train_gpt.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = model.initialise(hp.seed)
         self.forward = self.timed(
             "forward", train_gpt.compile_whole(model.to(runtime.device), compiled)
