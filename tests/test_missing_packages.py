@@ -31,12 +31,19 @@ def test_a_python_without_packages_is_one_sentence(path, tmp_path):
     assert result.stderr == expected and result.returncode == 1
 
 
-@pytest.mark.parametrize("program, package", [("compare", "scipy"), ("plot", "matplotlib")])
+@pytest.mark.parametrize(
+    "program, package",
+    [
+        ("compare --help", "scipy"),
+        ("plot --help", "matplotlib"),
+        ("report --html x.html x.txt", "plotly"),
+        ("report --html x.html x.txt", "jinja2"),
+    ],
+)
 def test_a_missing_package_of_a_tool_is_one_sentence(program, package, tmp_path):
     (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError('No module named it')")
-    result = run(
-        [ROOT / "tools" / f"{program}.py", "--help"], {"PYTHONPATH": str(tmp_path)}, tmp_path
-    )
+    name, *words = program.split()
+    result = run([ROOT / "tools" / f"{name}.py", *words], {"PYTHONPATH": str(tmp_path)}, tmp_path)
     install = "`pip install -r requirements-dev.txt`"
     outside = sys.prefix == sys.base_prefix  # of a virtual environment
     advice = f"run {'`source .venv/bin/activate`, or ' * outside}{install}"

@@ -35,6 +35,17 @@ def test_runs_of_one_configuration_are_one_curve(swept):
     assert steps[-1] == 12 and ms[-1] == pytest.approx(1000 * (b.seconds - a.seconds) / 2)
 
 
+def test_groups_with_equal_titles_are_all_kept(swept, tmp_path):
+    """Seeds 1 and 2 of one configuration, 3 and 4 of another, named alike."""
+    for number, path in enumerate([*logs_of(swept, "0.005"), *logs_of(swept, "0.025")], 1):
+        written(tmp_path, path.read_text(), f"s_seed{number}.txt")
+    found = plot.groups([runs.read_run(path) for path in runs.find_logs(str(tmp_path))])
+    assert {name: len(group) for name, group in found.items()} == {
+        "s (2 seeds)": 2,
+        "s (2 seeds) from s_seed3": 2,
+    }
+
+
 def test_plots_are_drawn(swept, tmp_path):
     published = written(tmp_path, PUBLISHED)
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"

@@ -20,6 +20,7 @@ def test_every_program_ends_in_one_way():
         "common.py",
         "flops.py",
         "legality.py",
+        "page.py",
         "runs.py",
         "published.py",
         "shards.py",

@@ -46,7 +46,12 @@ def groups(members: list[Run]) -> dict[str, list[Run]]:
                 break
         else:
             found.append([run])
-    return {name_of(group, found): group for group in found}
+    named: dict[str, list[Run]] = {}
+    for group in found:
+        title = name_of(group, found)
+        # Equal, for example, for s_seed1 and 2 beside s_seed3 and 4 of another configuration
+        named[f"{title} from {group[0].path.stem}" if title in named else title] = group
+    return named
 
 
 def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:

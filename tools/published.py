@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import Run, UserError
+from runs import Point, Run, UserError
 from train_gpt import require
 
 CURVES = Path(__file__).resolve().parent.parent / "records" / "published" / "curves.json"
@@ -49,6 +49,30 @@ class Published(NamedTuple):
     @property
     def mean(self) -> float:
         return statistics.fmean(self.losses)
+
+
+class Track(NamedTuple):
+    """One seed of a record, with the fields of `runs.Run` from which curves are drawn."""
+
+    train: list[Point]
+    val: list[Point]
+    settings: dict[str, str]
+
+
+def tracks(name: str) -> list[Track]:
+    """The seeds of a record. Only #399's times are exact enough for the speed between two points;
+    those of the others are rounded to 6 s."""
+    settings = {"TRAIN_BATCH_TOKENS": "786432"} if name == "399" else {}
+    found = []
+    for seed in json.loads(CURVES.read_text())[name].values():
+        points: dict[str, list[Point]] = {"train": [], "val": []}
+        for step, kind, nats, bpb, seconds in seed["curve"]:
+            fields = {f"{kind}_loss": nats} | ({} if bpb is None else {"val_bpb": bpb})
+            if step and seconds:
+                fields["lr_scale"] = RATES[name](step, seconds)
+            points[kind].append(Point(step, seconds, fields))
+        found.append(Track(**points, settings=settings))
+    return found
 
 
 class Row(NamedTuple):
@@ -125,13 +149,18 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         yield Row(step, kind, ours, published, 0.0 if why_not else off, why_not)
 
 
+def check_vocabulary(run: Run, name: str) -> None:
+    """Raise UserError if a run has another vocabulary than a record."""
+    vocabulary = run.settings.get("VOCAB_SIZE", VOCABULARIES[name])
+    other = f"{run.path} has VOCAB_SIZE={vocabulary}, but #{name} has {VOCABULARIES[name]} pieces"
+    require(vocabulary == VOCABULARIES[name], f"{other}: nats per token cannot be compared")
+
+
 def follow(run: Run, name: str) -> tuple[bool, str]:
     """(whether no loss is behind the published track, the report). Raises UserError if nothing can
     be compared."""
     require(name in RATES, f"--published {name}: choose one of {', '.join(RATES)}")
-    vocabulary = run.settings.get("VOCAB_SIZE", VOCABULARIES[name])
-    other = f"{run.path} has VOCAB_SIZE={vocabulary}, but #{name} has {VOCABULARIES[name]} pieces"
-    require(vocabulary == VOCABULARIES[name], f"{other}: nats per token cannot be compared")
+    check_vocabulary(run, name)
     rows = list(rows_of(run, name))
     compared = [row for row in rows if not row.why_not]
     if not compared:

@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
 """Print some sampled text, a demonstration's results beside simpler ways to code the same text, and
-its loss curve.
+its loss curve; or write an HTML page about runs.
 
     python tools/report.py logs/demo.jsonl logs/demo.int6.xz
+    python tools/report.py --html runs.html "logs/base_seed*.txt" "logs/new_seed*.txt"
 
 The log names the data. All of its validation text is decoded and compressed.
+
+The page is one file that needs no network. It groups runs that differ only in their seeds and
+compares each group with that of the first log. A log's .jsonl and .int6.xz are used if they lie
+beside it.
 """
 
 import argparse
-import json
 import lzma
 import math
 import os
@@ -19,7 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import caseops
+import published
 import train_gpt
+from runs import read_events
 from sample import load
 from train_gpt import UserError
 
@@ -27,21 +33,6 @@ from train_gpt import UserError
 import numpy as np
 import sentencepiece
 import torch
-
-
-def read_events(path: Path) -> list[dict]:
-    """The events of a run's log of JSON lines."""
-    try:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        if {"event", "hyperparameters"} <= events[0].keys() and all(
-            "event" in event for event in events
-        ):
-            return events
-        raise ValueError("it does not begin with a run's settings")
-    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run"
-        ) from error
 
 
 def validation(data: str, tokenizer: str) -> tuple[int, bytes]:
@@ -131,20 +122,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("log", type=Path, help="logs/<RUN_ID>.jsonl")
-    parser.add_argument("artifact")
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        help="logs/<RUN_ID>.jsonl and its artifact; with --html logs, folders of logs, patterns",
+    )
+    parser.add_argument("--html", type=page_file, help="write a page about the logs to this file")
+    parser.add_argument(
+        "--published", choices=published.RATES, help="draw a record's curves into the page"
+    )
     parser.add_argument(
         "--prompt", default="", help="of the sample (default: the beginning of the validation text)"
     )
     parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
     arguments = parser.parse_args()
-    history = read_events(arguments.log)
+    if arguments.html:
+        import page
+
+        page.write(arguments.html, arguments.logs, arguments.published)
+    elif len(arguments.logs) != 2:
+        parser.error("give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html and logs")
+    else:
+        print_report(Path(arguments.logs[0]), arguments.logs[1], arguments.prompt, arguments.tokens)
+
+
+def page_file(name: str) -> Path:
+    """The path of a page. Another suffix is an error, so a log given in its place is not
+    replaced."""
+    if not name.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"{name} does not end in .html")
+    return Path(name)
+
+
+def print_report(log: Path, artifact: str, prompt: str, length: int) -> None:
+    """Print the report about one run, with a sample of `length` tokens."""
+    history = read_events(log)
     events = {event["event"]: event for event in history}  # the last of each kind
     knobs = events["start"]["hyperparameters"]
     tokens, text = validation(knobs["data_path"], knobs["tokenizer_path"])
     rows = table(events, tokens, text)
-    prompt = arguments.prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
-    continued = sample(arguments.artifact, knobs["tokenizer_path"], prompt, arguments.tokens)
+    prompt = prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
+    continued = sample(artifact, knobs["tokenizer_path"], prompt, length)
     print(f"\na sample, begun with {prompt!r}:\n")
     print("\n".join("    " + line for line in continued.splitlines()))
     model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]

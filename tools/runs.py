@@ -9,6 +9,7 @@ relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
 import dataclasses
 import functools
 import glob
+import json
 import re
 import statistics
 import sys
@@ -182,6 +183,21 @@ def read_run(path: Path) -> Run:
         code_bytes=_last_size(text, "Code size[^:\n]*"),
         total_bytes=_last_size(text, "Total submission size[^:\n]*"),
     )
+
+
+def read_events(path: Path) -> list[dict]:
+    """The events of a run's log of JSON lines."""
+    try:
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        if {"event", "hyperparameters"} <= events[0].keys() and all(
+            "event" in event for event in events
+        ):
+            return events
+        raise ValueError("it does not begin with a run's settings")
+    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run"
+        ) from error
 
 
 def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
@@ -376,6 +392,15 @@ def mean_std(values: list[float]) -> tuple[float, float | None]:
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
+def summary(rows: list[list[float | None]]) -> tuple[list[float | None], list[float | None]]:
+    """(means, standard deviations) of the columns, None for a column that has a None."""
+    stats = [
+        (None, None) if None in column else mean_std(list(column))
+        for column in zip(*rows, strict=True)
+    ]
+    return [mean for mean, _ in stats], [std for _, std in stats]
+
+
 COLUMNS = (  # title, width, format, how to read it
     ("steps", 7, ".0f", lambda run: run.steps),
     ("ms/step", 9, ".2f", lambda run: run.step_ms),
@@ -404,10 +429,5 @@ def table(members: list[Run], names: list[str] | None = None) -> str:
     lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in COLUMNS)]
     lines += [line(name, row) for name, row in zip(names, rows, strict=True)]
     if len(members) > 1:
-        stats = [
-            (None, None) if None in column else mean_std(list(column))
-            for column in zip(*rows, strict=True)
-        ]
-        lines.append(line("mean", [mean for mean, _ in stats]))
-        lines.append(line("std", [std for _, std in stats]))
+        lines += map(line, ("mean", "std"), summary(rows))
     return "\n".join([*lines, f"{'n':{width}}{len(members):>7}"])

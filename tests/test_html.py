@@ -1,0 +1,320 @@
+"""tools/report.py --html: the page, read with a parser. No browser runs here."""
+
+import json
+import os
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from conftest import ROOT, run
+from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
+from test_published import log_of
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import compare
+import page
+import plot
+import runs
+from train_gpt import UserError
+
+EMPTY = {"meta", "input", "wbr", "br"}
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+class Page(HTMLParser):
+    """The elements, rows of tables, texts and scripts of a page. An element that is not closed, or
+    closed twice, fails."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.elements, self.rows, self.texts, self.scripts = [], [], [], [], []
+        self.source = path.read_text()
+        self.feed(self.source)
+        self.close()
+        assert not self.open
+        *_, self.own = self.scripts
+        self.curves, self.bars = (
+            json.loads(re.search(rf"^const {name} = (.*);$", self.own, re.M)[1])
+            for name in ("CURVES", "BARS")
+        )
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in EMPTY:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] == ["script"]:
+            self.scripts.append(data)
+        elif self.open[-1:] != ["style"]:
+            self.texts.append(data)
+        if self.open[-1:] in (["td"], ["th"]):
+            self.rows[-1][-1] += data.replace("\n", "")
+
+    def row(self, name: str) -> list[str]:
+        """The cells of the first row with this name."""
+        return next(cells[1:] for cells in self.rows if cells and cells[0] == name)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def written_page(tmp_path, *logs, record=None) -> Page:
+    page.write(tmp_path / "x.html", list(map(str, logs)), record)
+    return Page(tmp_path / "x.html")
+
+
+@pytest.fixture(scope="module")
+def sweep(swept):
+    """The page of a sweep, made as a user would."""
+    options = ["--html", "x.html", "logs/t_MATRIX_LR=0.005*.txt", "logs/t_MATRIX_LR=0.025*.jsonl"]
+    result = run([ROOT / "tools" / "report.py", *options], {}, swept[0])
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert result.stdout.startswith("written: x.html, ")
+    return Page(swept[0] / "x.html")
+
+
+def test_the_page_is_one_file(sweep):
+    """Nothing is loaded from elsewhere, and no button sends anything there."""
+    tags = {tag for tag, _ in sweep.elements}
+    assert not tags & {"link", "img", "iframe", "object", "embed", "base", "form"}
+    for _, attributes in sweep.elements:
+        assert not {"src", "href", "srcset", "data", "action"} & attributes.keys()
+    library, own = sweep.scripts
+    assert "plotly.js v" in library[:500] and len(library) > 1e6
+    rest = sweep.source.replace(library, "")
+    assert not re.search(r"https?:|//[\w-]+\.|@import|url\(|\bfetch|XMLHttp|import\(", rest)
+    assert 'modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]' in own
+    viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
+    assert ("meta", viewport) in sweep.elements and "prefers-color-scheme: dark" in sweep.source
+
+
+def test_scores_are_those_of_compare(sweep, swept):
+    a, b = ([runs.read_run(path) for path in logs_of(swept, r)] for r in ("0.005", "0.025"))
+    of_a, of_b, _ = compare.losses(a, b)
+    assert sweep.row("t_MATRIX_LR=0.005 (2 seeds)")[1] == "baseline, A"
+    score, nats, better, margin, *levels = sweep.row("t_MATRIX_LR=0.025 (2 seeds)")
+    mean, std = runs.mean_std([one.score.bpb for one in b])
+    assert score == f"{mean:.5f} ± {std:.5f}"
+    assert nats == f"{sum(of_b) / 2 - sum(of_a) / 2:+.5f}"
+    assert better == f"{compare.welch(of_a, of_b).p:.2g}"
+    assert margin == f"{compare.welch(of_a, of_b, compare.RECORD.margin).p:.2g}"
+    for level, rule in zip(levels, (compare.RECORD, compare.LATER), strict=True):
+        counts, why = compare.verdict(a, b, False, rule)
+        assert level == ("reached" if counts else "not reached")
+        assert f"{why}." in sweep.text
+    assert (compare.RECORD, compare.LATER.level) == ((0.005, 0.01), 0.25)
+
+
+def test_a_gain_for_the_later_board_alone(tmp_path):
+    """0.012 nats: the sentences say what is missing for the challenge."""
+    score = r"(final_int6_sliding_window_exact) .*"
+    for name, losses in {"a": (1.900, 1.904, 1.908), "b": (1.888, 1.892, 1.896)}.items():
+        for seed, loss in enumerate(losses):
+            text = re.sub(score, rf"\1 val_loss:{loss} val_bpb:{loss / 1.7:.8f}", PUBLISHED)
+            text = text.replace("seed:42", f"seed:{seed}")
+            text = text.replace("iterations:9000", f"iterations:900{'ab'.index(name)}")
+            written(tmp_path, text, f"{name}_seed{seed}.log")
+    found = written_page(tmp_path, tmp_path)
+    a, b = (runs.read_group(str(tmp_path / f"{name}_seed*.log")) for name in "ab")
+    assert found.row("b (3 seeds)")[-2:] == ["not reached", "reached"]
+    for level, rule in zip(page.LEVELS, (compare.RECORD, compare.LATER), strict=True):
+        assert f"b (3 seeds): {level}: {compare.verdict(a, b, False, rule)[1]}." in found.text
+    assert "seeds of each would be needed" in found.text
+    assert "The gain reaches the later board's level." in found.text
+
+
+def test_runs_are_those_of_the_text_table(sweep, swept):
+    members = [runs.read_run(path) for path in logs_of(swept)]
+    head, *lines = runs.table(members).splitlines()
+    titles = [title for title, *_ in runs.COLUMNS]
+    order = [titles.index(name) for name in page.HEADINGS]
+    for line, member in zip(lines, members, strict=False):
+        cells = line.split()[1:]
+        assert sweep.row(member.path.stem) == [cells[i] for i in order]
+    means = [cells[1:] for cells in sweep.rows if cells and cells[0] in ("mean", "std")]
+    for line, cells in zip(lines[2:4], means[2:], strict=True):
+        assert cells == [line.split()[1:][i] for i in order]
+
+
+def test_curves_are_over_steps_and_time(sweep, swept):
+    """Each of the four panels, each group with its mean and its band."""
+    assert [set(figures) for figures in sweep.curves] == [{"step", "seconds"}] * 4
+    members = [runs.read_run(path) for path in logs_of(swept, "0.005")]
+    fields = ("train_loss", "val_bpb", "lr_scale", "speed")
+    for figures, field in zip(sweep.curves, fields, strict=True):
+        for x, figure in figures.items():
+            band, line, *others = figure["data"]
+            curves = [page.read_curve(one, field, x) for one in members]
+            if field != "speed":
+                kind = "val" if field == "val_bpb" else "train"
+                curves = [plot.curve(getattr(one, kind), x, field) for one in members]
+            at, values = plot.together(curves)
+            assert line["x"] == at.tolist() and line["y"] == values.mean(axis=0).tolist()
+            assert max(band["y"]) == values.max() and min(band["y"]) == values.min()
+            assert [trace["meta"]["color"] for trace in others] == [1, 1]
+    (step, ms), tokens = plot.step_times(members[0].train), members[0].settings
+    speed = page.read_curve(members[0], "speed", "step")
+    assert speed[0].tolist() == step.tolist()
+    assert speed[1] == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
+
+
+def test_the_first_steps_are_outside_the_axis_but_in_the_data():
+    trace = page.go.Scatter(x=list(range(101)), y=[9.0, *[2 - i / 100 for i in range(1, 101)]])
+    low, high = page.late_range([trace], "train_loss")
+    assert low == pytest.approx(1 - 0.0475) and high == pytest.approx(1.95 + 0.0475)
+    assert page.late_range([trace], "speed")[0] == 0
+    assert page.late_range([trace], "lr_scale") is None
+    assert page.late_range([page.go.Scatter(x=[1], y=[float("nan")])], "val_bpb") is None
+
+
+def test_bytes_and_seconds_add_up(sweep, swept):
+    members = [runs.read_run(path) for path in logs_of(swept, "0.005")]
+    for figure, total in (
+        (sweep.bars["bytes"], sum(one.total_bytes for one in members) / 2),
+        (
+            sweep.bars["time"],
+            sum(page.events_of(one)["finished"]["seconds"] for one in members) / 2,
+        ),
+    ):
+        first, second = figure["data"]
+        assert sum(first["x"]) == pytest.approx(total) and first["meta"] != second["meta"]
+    assert {"code", "q", "tok_emb"} <= set(sweep.bars["bytes"]["data"][0]["y"])
+    assert {"warm-up", "training", "export", "all else"} <= set(sweep.bars["time"]["data"][0]["y"])
+
+
+def test_knobs_and_environment(sweep, swept):
+    meaning = "Muon learning rate of the banks"
+    assert sweep.row("MATRIX_LR") == ["0.025", "0.005", "0.025", meaning]
+    assert sweep.row("NUM_LAYERS")[:2] == ["11", "3"]
+    names = [cells[0] for cells in sweep.rows]
+    assert "SEED" not in names and "LOOP_VISITS" not in names
+    member = runs.read_run(logs_of(swept)[0])
+    assert sweep.row("device") == [member.device] and sweep.row("ranks") == ["1"]
+    assert sweep.row("torch") == [member.versions["torch"]]
+
+
+def test_what_a_log_says_is_not_run(swept, tmp_path):
+    """Names, knobs and devices with HTML, in the page and in Plotly's texts."""
+    text = logs_of(swept)[0].read_text()
+    text = text.replace("device:CPU", f"device:CPU </script>{HOSTILE}")
+    text = text.replace("* MODEL_DIM=32", f"* MODEL_DIM=</script>{HOSTILE}")
+    found = written_page(tmp_path, written(tmp_path, text, f"{HOSTILE}.txt"))
+    assert [tag for tag, _ in found.elements].count("script") == 2
+    assert "img" not in {tag for tag, _ in found.elements}
+    assert found.row(HOSTILE)[0] and HOSTILE in found.row("MODEL_DIM")[1]
+    names = {trace["name"] for figures in found.curves for trace in figures["step"]["data"]}
+    assert names == {"&lt;img src=x onerror=alert(1)&gt;"}
+
+
+def test_a_run_without_artifact_and_events(swept, tmp_path):
+    """One log alone, as in a record's folder; then with another run's artifact beside it."""
+    source = logs_of(swept)[0]
+    log = written(tmp_path, source.read_text(), "train_seed1.log")
+    other_log = logs_of(swept)[1]
+    artifact = other_log.with_name(f"{other_log.stem}.int6.xz").read_bytes()
+    for other in (b"", b"another", artifact):
+        if other:
+            (tmp_path / "train_seed1.int6.xz").write_bytes(other)
+        found = written_page(tmp_path, log)
+        member = runs.read_run(log)
+        assert found.bars["bytes"]["data"][0]["y"] == ["code", "weights"]
+        assert found.bars["bytes"]["data"][0]["x"] == [member.code_bytes, member.model_bytes]
+        assert "warm-up" not in found.bars["time"]["data"][0]["y"]
+    assert f"train_seed1: {member.score.bpb:.4f} bits per byte." in found.text
+    assert "p is Welch" not in found.text
+
+
+def test_runs_that_did_not_finish(swept, tmp_path):
+    """Alone, beside others, and one without a step."""
+    folder = copy_of(swept, tmp_path) / "logs"
+    first, second = sorted(folder.glob("t_MATRIX_LR=0.025_seed*.txt"))
+    first.write_text(re.sub(r"(?m)^final_int6.*\n", "", first.read_text()))
+    found = written_page(tmp_path, first)
+    last = runs.read_run(first).val[-1]
+    assert f"Last validation: {last.fields['val_bpb']:.4f} bits per byte at step 12." in found.text
+    assert found.row(first.stem)[0] == "–" and len(found.curves) == 4
+    empty = written(tmp_path, "started\n", "empty.txt")
+    found = written_page(tmp_path, first, second, empty)
+    assert f"{first.name} has no final score: the run did not finish." in found.text
+    assert f"Left out: {empty} has neither steps nor scores" in found.text
+    names = [trace["name"] for trace in found.curves[0]["step"]["data"]]
+    assert names == [second.stem, f"{first.stem}, not finished"]
+    with pytest.raises(UserError, match="empty.txt has neither steps nor scores"):
+        written_page(tmp_path, empty)
+
+
+def test_published_logs_are_read(tmp_path):
+    """With another tokenizer, and scored on another number of tokens."""
+    scored = [PUBLISHED.replace("1.12165091", f"1.12165091 val_tokens:{n}") for n in (7, 8)]
+    a, b, c = (
+        written(tmp_path / name, text, f"{name}.log")
+        for name, text in zip("abc", (scored[0], LATER, scored[1]), strict=True)
+    )
+    found = written_page(tmp_path, a, b, c)
+    of_a, of_b, note = compare.losses([runs.read_run(a)], [runs.read_run(b)])
+    nats = f"{of_b[0] - of_a[0]:+.5f}"
+    levels = ["not reached", "not reached"]
+    assert found.row("b") == ["1.05989", nats, "untested", "untested", *levels]
+    assert f"b: {note}." in found.text and "seeds cannot show it" in found.text
+    assert found.row("c") == ["1.12165", "", "", "", "", ""]
+    assert "c: not comparable: A and B were scored on 7 and 8 tokens" in found.text
+    assert "No p is corrected" in found.text
+    headline = (
+        f"b: 1.0599 bits per byte, {-float(nats):.5f} nats per token better than a (untested)"
+    )
+    assert f"{headline}. The gain reaches no level of the challenge." in found.text
+
+
+def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
+    log = written(tmp_path, log_of("399", "42"))
+    assert len(written_page(tmp_path, log).curves[0]["step"]["data"]) == 1
+    found = written_page(tmp_path, log, record="399")
+    for figures in found.curves:
+        assert figures["step"]["data"][-1]["name"] == "#399, published"
+        assert figures["step"]["data"][-1]["line"]["dash"] == "dash"
+    line = found.curves[0]["step"]["data"][-1]
+    assert line["y"][line["x"].index(200)] == pytest.approx((2.4382 + 2.4143 + 2.4116) / 3)
+    assert "train_seed42: on the published track in all" in found.text
+    log = written(tmp_path, log_of("399", "42", VOCAB_SIZE=400))
+    with pytest.raises(UserError, match="VOCAB_SIZE=400, but #399 has 1024"):
+        written_page(tmp_path, log, record="399")
+
+
+def test_a_failed_write_keeps_the_old_page(swept, tmp_path, monkeypatch):
+    (tmp_path / "x.html").write_text("old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        written_page(tmp_path, logs_of(swept)[0])
+    assert (tmp_path / "x.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "options, status, part",
+    [
+        (["--html", "x.html", "none*.txt"], 1, "there are no logs in none*.txt"),
+        (["--html", "x.html", "none.jsonl"], 1, "cannot read none.txt"),
+        (["--html", "logs/a.txt", "b.txt"], 2, "logs/a.txt does not end in .html"),
+        (["--html", "x.html"], 2, "required: logs"),
+        (["a.jsonl"], 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html and logs"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, status, part, tmp_path):
+    result = run([ROOT / "tools" / "report.py", *options], {}, tmp_path)
+    assert result.returncode == status and part in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())
