@@ -42,9 +42,7 @@ def test_a_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
     )
     with train_gpt.Runtime.start(hyperparameters()) as runtime:
         assert runtime.attention == "math"
-        assert runtime.notes[0].startswith(
-            "attention flash skipped: AssertionError: Expected output"
-        )
+        assert runtime.notes[0].startswith("attention flash skipped: AssertionError: ")
 
 
 def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):

@@ -48,7 +48,8 @@ def test_a_machine_that_works(ranks, check, tmp_path):
     changes = {"GPTQ_BATCHES": 2, "LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "SHORT_SEQ_PARTS": 2}
     done, report = check(ranks=ranks, CHECKPOINT_EVERY=5, TTT_ENABLED=1, **changes)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    # gloo of torch 2.9 has lines of its own
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert [line.split()[0] for line in lines if line.split()[:1] and line[0] != " "][
         :10
     ] == SECTIONS

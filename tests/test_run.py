@@ -714,6 +714,7 @@ def test_facts_of_a_gpu(one_gpu):
         "nccl": "2.27.5",
         "triton": "3.5.1",
         "flash_attn_3": "none",
+        "kernels": "none",
     }
 
 
