@@ -210,8 +210,12 @@ check() {  # of the machine
     local prompt
     if [ "$gpus" -gt 0 ]; then
         record_settings
+        export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # as torchrun sets it
     else
-        export COMPILE="${COMPILE:-0}"  # it would take most of the minute
+        if [ -z "${COMPILE:-}" ]; then
+            echo "the check does not compile; the demonstration's large model does, so its steps are faster"
+        fi
+        export COMPILE="${COMPILE:-0}"
         demonstration_settings
     fi
     trap - INT

@@ -164,7 +164,6 @@ KNOB_FACTS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
 COMPILE = ("auto", "0", "1", "train")
 # Of attention, in the order of preference where they are not timed.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
-FUSED_MLP = {"auto": ("plain", "fused"), "0": ("plain",), "1": ("fused",)}  # forms of the MLP
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
@@ -287,7 +286,7 @@ class Hyperparameters:
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the fastest here", "run", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: on a CPU with g++ and enough text; train: no scores", "run", choices=COMPILE)
-    fused_mlp: str = knob("auto", "Triton kernel of the MLP; auto: on a GPU, if faster", "run", choices=(*FUSED_MLP,))
+    fused_mlp: str = knob("auto", "Triton kernel of the MLP; auto: if it is faster", "run", choices=("auto", "0", "1"))
     # fmt: on
 
     @classmethod
@@ -2074,12 +2073,16 @@ def lora_chunks(hp: Hyperparameters, length: int) -> list[tuple[int, int]]:
     return chunks
 
 
+def lora_widths(hp: Hyperparameters) -> list[int]:
+    """The widths of the windows."""
+    return [min(hp.eval_seq_len, whole_tiles(hp.eval_seq_len // part)) for part in LORA_PARTS]
+
+
 def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]:
     """(documents of a forward, width of the window that scores a chunk, positions whose losses it
     computes)."""
     window = scorer.hp.eval_seq_len
-    widths = [min(window, whole_tiles(window // part)) for part in LORA_PARTS]
-    width = min(width for width in widths if width >= min(stop, window))
+    width = min(width for width in lora_widths(scorer.hp) if width >= min(stop, window))
     rows = min(LORA_ROWS[stop > window], scorer.runtime.micro_batch_tokens // window)
     # Within the first window all positions have losses, for few shapes.
     return max(1, rows), width, stop - begin if stop > window else width
@@ -3700,16 +3703,8 @@ class Runtime:
 def gpu_facts(device: torch.device) -> dict[str, str]:
     """What the speed of a GPU depends on: versions of driver and libraries, power limit, clocks.
     "unknown" for what nvidia-smi does not tell, "none" for a missing package."""
-    query = {"driver": "driver_version", "power limit": "power.limit", "clocks": "clocks.max.sm"}
-    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
-    chosen = name if name.isdigit() else f"GPU-{name.removeprefix('GPU-')}"
-    words = ["nvidia-smi", f"--query-gpu={','.join(query.values())}", f"--id={chosen}"]
-    try:
-        options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
-        told = subprocess.run([*words, "--format=csv,noheader"], **options).stdout.strip()
-        facts = dict(zip(query, told.split(", "), strict=True))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        facts = dict.fromkeys(query, "unknown")
+    query = {"driver": "driver_version", "power limit": "power.limit", "max clock": "clocks.max.sm"}
+    facts = ask_driver(device, query)
     facts["cudnn"] = str(torch.backends.cudnn.version())
     nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ("none",)
     facts["nccl"] = ".".join(map(str, nccl))
@@ -3717,6 +3712,19 @@ def gpu_facts(device: torch.device) -> dict[str, str]:
     for package, module in modules.items():
         facts[package] = package_version(package) if find_spec(module) else "none"
     return facts
+
+
+def ask_driver(device: torch.device, query: dict[str, str]) -> dict[str, str]:
+    """What nvidia-smi tells about this GPU, by the names that `query` gives to its properties."""
+    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
+    chosen = name if name.isdigit() else f"GPU-{name.removeprefix('GPU-')}"
+    words = ["nvidia-smi", f"--query-gpu={','.join(query.values())}", f"--id={chosen}"]
+    try:
+        options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
+        told = subprocess.run([*words, "--format=csv,noheader"], **options).stdout.strip()
+        return dict(zip(query, told.split(", "), strict=True))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return dict.fromkeys(query, "unknown")
 
 
 def package_version(package: str) -> str:
@@ -3859,13 +3867,14 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 # ---- Kernels: the fastest one that runs here and agrees with the plain form ----------------------
 CHECKED = 2048  # positions of the first sequence that are compared with the plain form in fp32
 AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 cause some 0.004
+EQUAL = 1.02  # times that differ by less than this factor count as equal
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
 # #196678).
 TILE = 128
 
 
 def whole_tiles(length: int) -> int:
-    """From TILE on the next multiple of it."""
+    """`length` rounded up to a multiple of TILE; unchanged below TILE."""
     return length if length < TILE else -(-length // TILE) * TILE
 
 
@@ -3880,7 +3889,8 @@ def choose_kernel(
     """(name, the runtime with times and notes) of the fastest kernel on rank 0 among those that
     pass their trial on all ranks. `kept` is taken if it passes. The name is "" if none passes.
 
-    A choice by time does not repeat, so a CPU, and DETERMINISTIC=1, take the first that passes."""
+    Of equal ones the first is taken, so that seeds of a sweep have the same. Even so a choice by
+    time may not repeat: a CPU, and DETERMINISTIC=1, take the first that passes."""
     timed = not torch.are_deterministic_algorithms_enabled()
     ms, notes = {}, []
     for name in sorted(names, key=lambda name: name != kept):
@@ -3898,12 +3908,14 @@ def choose_kernel(
         if name == kept or not timed:
             break
     times = {kind: {name: round(t, 3) for name, t in ms.items()}} if len(ms) > 1 else {}
-    chosen = {"kernel_ms": runtime.kernel_ms | times, "notes": (*runtime.notes, *notes)}
-    return min(ms, key=ms.get, default=""), dataclasses.replace(runtime, **chosen)
+    found = {"kernel_ms": runtime.kernel_ms | times, "notes": (*runtime.notes, *notes)}
+    limit = EQUAL * min(ms.values(), default=0.0)
+    chosen = next((name for name, t in ms.items() if t <= limit), "")
+    return chosen, dataclasses.replace(runtime, **found)
 
 
 def trial_shape(hp: Hyperparameters, runtime: Runtime) -> tuple[int, int]:
-    """(B, T) of a training forward; on a CPU some that are long enough for its kernels."""
+    """(B, T) of a training forward; on a CPU one that is long enough for its kernels."""
     if runtime.device.type == "cpu":
         return 2, 2 * PLAIN_ATTENTION
     rows = max(1, hp.train_batch_tokens // hp.train_seq_len // runtime.comm.size)
@@ -3911,8 +3923,9 @@ def trial_shape(hp: Hyperparameters, runtime: Runtime) -> tuple[int, int]:
 
 
 def compared(tensor: Tensor) -> Tensor:
-    """The part of (B, T, ...) that is compared; causal kernels do not need the rest for it."""
-    return tensor[:1, :CHECKED]
+    """The part of (B, T, ...) that is compared; causal kernels do not need the rest for it. It is of
+    the last row, whose place depends on all strides."""
+    return tensor[-1:, :CHECKED]
 
 
 @torch.enable_grad()
@@ -4041,18 +4054,33 @@ def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return queries.int(), keys.int()
 
 
+def kernels_for(runtime: Runtime) -> dict[str, tuple[str, ...]]:
+    """What this device can choose from, by kind, in the order of preference."""
+    if runtime.device.type == "cpu":
+        return {"attention": ("flash", "math"), "mlp": ("plain",)}
+    # `math` takes several times as long.
+    return {"attention": KERNELS[:-1], "mlp": ("plain", "fused")}
+
+
 def choose_attention(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
     """The runtime with the kernel asked for, with `kept`, or with the best one. Raises UserError if
     none can be used."""
-    on_gpu = runtime.device.type == "cuda"
-    # On a GPU `math` takes several times as long.
-    order = KERNELS[:-1] if on_gpu else ("flash", "math")
-    names = order if hp.attention == "auto" else (hp.attention,)
+    names = kernels_for(runtime)["attention"] if hp.attention == "auto" else (hp.attention,)
     name, runtime = choose_kernel("attention", names, kept, attention_trial(hp, runtime), runtime)
-    rocm = ", TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
-    advice = f"install one, or set a lower MICRO_BATCH_TOKENS{rocm} or, slow, ATTENTION=math"
+    rocm = " or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
+    advice = f"install one{rocm}; set a lower MICRO_BATCH_TOKENS if the memory was full"
+    advice += "; ATTENTION=math always works, slowly"
     require(name, f"ATTENTION={hp.attention}: {'; '.join(runtime.notes)}: {advice}")
     return dataclasses.replace(runtime, attention=name, attend=load_attention(name))
+
+
+def attention_lengths(hp: Hyperparameters) -> set[int]:
+    """The lengths of the sequences of a run."""
+    lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
+    if hp.ttt_enabled:
+        sgd = {min(hp.eval_seq_len, hp.ttt_chunk_tokens)}
+        lengths |= sgd if hp.ttt_mode == "sgd" else set(lora_widths(hp))
+    return lengths
 
 
 def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
@@ -4063,22 +4091,21 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
     for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads, hp.num_heads):
         shape = (rows, time, heads, hp.head_dim)
         tensors.append(torch.randn(shape, device=device, dtype=runtime.dtype, requires_grad=True))
-    *inputs, grad = tensors
-    *exact, exact_grad = (compared(t).detach().float().requires_grad_() for t in tensors)
+    *inputs, grad = *tensors[:3], tensors[3].detach()
+    exact = [compared(t).detach().float().requires_grad_() for t in inputs]
     checked_grad = torch.zeros_like(grad)
     compared(checked_grad).copy_(compared(grad))
     document = None
     if hp.doc_attention:
         document = (torch.arange(time, device=device) >= 100).long().expand(rows, -1)
     seen = document if document is None else compared(document)
-    bands = (0, time // 2) if hp.eval_mode == "banded" else (0,)
+    bands = (0, min(time, CHECKED) // 2) if hp.eval_mode == "banded" else (0,)
 
     @torch.enable_grad()
     def trial(name: str) -> Callable[[], object]:
         if name == "cudnn":
-            lengths = (hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len)
-            unfit = any(length % TILE for length in lengths)
-            require(not unfit, f"TRAIN_SEQ_LEN or EVAL_SEQ_LEN is no multiple of {TILE}")
+            unfit = [length for length in sorted(attention_lengths(hp)) if length % TILE]
+            require(not unfit, f"sequences of {unfit[:1]} tokens are no multiple of {TILE}")
         attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
         for band in bands:
             with torch.set_grad_enabled(band == 0):  # only evaluations have a band
@@ -4087,7 +4114,7 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
             results, expected = [found], [plain]
             if band == 0:
                 results += torch.autograd.grad(found, inputs, checked_grad)
-                expected += torch.autograd.grad(plain, exact, exact_grad)
+                expected += torch.autograd.grad(plain, exact, compared(grad).float())
             require_agreement(map(compared, results), expected)
         call = functools.partial(attend, band=0, document=document)
         return functools.partial(both_passes, call, inputs, grad)
@@ -4151,7 +4178,10 @@ def import_fa3() -> object:
 
 def load_fa3() -> Callable[..., Tensor]:
     """FlashAttention 3 (arXiv:2407.08608). Raises if it is missing or the GPU is not a Hopper."""
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    cuda = (
+        torch.cuda.is_available() and not torch.version.hip
+    )  # whose MI300 has a capability of 9, too
+    hopper = cuda and torch.cuda.get_device_capability()[0] == 9
     require(hopper, "it needs a Hopper GPU")
     fa3 = import_fa3()
 
@@ -4294,9 +4324,8 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
 
 def choose_mlp(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
     """The runtime with the form of the MLP asked for, with `kept`, or with the faster one."""
-    names = FUSED_MLP[hp.fused_mlp]
-    if runtime.device.type == "cpu" and hp.fused_mlp == "auto":
-        names = ("plain",)
+    forms = {"auto": kernels_for(runtime)["mlp"], "0": ("plain",), "1": ("fused",)}
+    names = forms[hp.fused_mlp]
     if names == ("plain",):
         return runtime
     name, runtime = choose_kernel("mlp", names, kept, mlp_trial(hp, runtime), runtime)

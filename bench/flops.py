@@ -16,11 +16,16 @@ import torch
 # Dense bf16 peaks in FLOP/s from the data sheets, by a part of the device's name.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
+    "GH200": 989e12,
     "H200": 989e12,
+    "H800": 989e12,
+    "H20": 148e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "RTX 4090 D": 147e12,
     "RTX 4090": 165e12,
 }
 
@@ -28,8 +33,12 @@ PEAK_FLOPS = {
 # Bytes/s of the memory from the data sheets. A card with another memory of the same name reaches less.
 BANDWIDTH = {
     "H100 PCIe": 2.0e12,
+    "H100 NVL": 3.9e12,
     "H100": 3.35e12,
+    "GH200": 4.0e12,
     "H200": 4.8e12,
+    "H800": 3.35e12,
+    "H20": 4.0e12,
     "B200": 7.7e12,
     "A100-SXM4-80GB": 2.039e12,
     "A100 80GB": 1.935e12,
@@ -40,7 +49,9 @@ BANDWIDTH = {
 
 
 def of_gpu(name: str, table: dict[str, float]) -> float | None:
-    """A table's value for the GPU of this name, or None if it is unknown."""
+    """A table's value for the GPU of this name; None if it is unknown, or not a whole desktop card."""
+    if "MIG" in name or "Laptop" in name:
+        return None
     return next((value for part, value in table.items() if part in name), None)
 
 

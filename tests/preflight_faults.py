@@ -6,6 +6,7 @@ a fault.
     nan      the loss is not finite
     memory   training needs more memory than there is
     died     rank 1 fails in a step
+    packages a package is missing
     none     nothing
 """
 
@@ -48,6 +49,8 @@ def main() -> None:
     if fault == "slow":
         preflight.product_speed = slow_product
         train_gpt.Trainer.backward = slow_backward
+    if fault == "packages":
+        train_gpt.find_spec = lambda name: None
     if fault == "disk":
         preflight.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)
     preflight.main()

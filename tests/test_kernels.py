@@ -54,22 +54,37 @@ def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):
         pass
 
 
+def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
+    """It would take longer than what it could save."""
+    compiled = []
+    real = train_gpt.compile_whole
+    monkeypatch.setattr(
+        train_gpt,
+        "compile_whole",
+        lambda call, wanted: compiled.append(wanted) or real(call, False),
+    )
+    with train_gpt.Runtime.start(hyperparameters(COMPILE=1)) as runtime:
+        assert runtime.compiled and compiled == [False]
+
+
 def test_a_cpu_has_the_plain_mlp_without_trying(hyperparameters, monkeypatch):
     monkeypatch.setattr(train_gpt, "mlp_trial", None)
     with train_gpt.Runtime.start(hyperparameters()) as runtime:
         assert runtime.fused_mlp is None and runtime.kernels()["mlp"] == "plain"
 
 
-def test_a_resumed_run_keeps_its_kernels(env, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_keeps_its_kernels(ranks, env, tmp_path):
     """The first run's ATTENTION=math is not set any more, and a damaged checkpoint has its kernels,
-    too."""
+    too. Only rank 0 reads them."""
     changes = {"RUN_ID": "kept", "CHECKPOINT_EVERY": 4, "RESUME": "auto"}
-    first = run([ROOT / "train_gpt.py"], env(**changes, ITERATIONS=8, ATTENTION="math"), tmp_path)
+    knobs = env(**changes, ITERATIONS=8, ATTENTION="math")
+    first = run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks)
     assert first.returncode == 0, first.stderr
     (tmp_path / "logs" / "kept.jsonl").unlink()
     newest = sorted((tmp_path / "checkpoints" / "kept").iterdir())[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
-    second = run([ROOT / "train_gpt.py"], env(**changes, ITERATIONS=12), tmp_path)
+    second = run([ROOT / "train_gpt.py"], env(**changes, ITERATIONS=12), tmp_path, ranks)
     assert second.returncode == 0, second.stderr
     assert "resumed: step:4" in second.stdout and " attention:math mlp:plain " in second.stdout
     (tmp_path / "logs" / "kept.jsonl").unlink()
@@ -80,9 +95,10 @@ def test_a_resumed_run_keeps_its_kernels(env, tmp_path):
 # ---- On a pretended GPU --------------------------------------------------------------------------
 @pytest.fixture
 def gpu(hyperparameters, monkeypatch):
-    """A function of faults {kernel: "missing", "wrong", "wrong gradient", "nan" or "band"} and
-    changed knobs: (hyperparameters, runtime without kernels, names of the kernels that were tried).
-    The clock has MS, and all ranks have the results of this one."""
+    """A function of faults {kernel: "missing", "wrong", "nan", "wrong gradient" (of an MLP the number
+    of the input), "band" or "documents"} and changed knobs: (hyperparameters, runtime without
+    kernels, names of the kernels that were tried). The clock has MS, and all ranks have the results
+    of this one."""
 
     def make(faults=None, ranks=1, **changes):
         faults, loaded, tried = faults or {}, [], []
@@ -94,6 +110,8 @@ def gpu(hyperparameters, monkeypatch):
                 tried.append((name, attend in compiled, tuple(q.shape), tuple(k.shape)))
                 fault = faults.get(name)
                 train_gpt.require(fault != "missing", "it does not work")
+                assert torch.is_grad_enabled() == (band == 0), "only evaluations have a band"
+                document = None if fault == "documents" else document
                 y = train_gpt.attend_last(q, k, v, band and band + 32 * (fault == "band"), document)
                 if fault == "wrong gradient":
                     y = y + 0.1 * (v.repeat_interleave(2, 2) - v.repeat_interleave(2, 2).detach())
@@ -106,7 +124,15 @@ def gpu(hyperparameters, monkeypatch):
             fault = faults.get("fused")
             train_gpt.require(fault != "missing", "it does not work")
             factor = {"wrong": 1.1, "nan": math.nan}.get(fault, 1.0)
-            return lambda *inputs: factor * train_gpt.plain_mlp(*inputs, slope)
+
+            def fused(*inputs):
+                y = factor * train_gpt.plain_mlp(*inputs, slope)
+                if isinstance(fault, int):
+                    changed = inputs[fault] * 0.2
+                    y = y + (changed - changed.detach()).sum()
+                return y
+
+            return fused
 
         def compile_whole(function, wanted):
             compiled.extend([function] * wanted)
@@ -181,6 +207,30 @@ def test_a_kernel_that_cannot_be_used_is_in_the_log(fault, gpu):
     assert runtime.kernel_ms["attention"] == {"cudnn": 3.4, "flash": 4.1}
 
 
+@pytest.mark.parametrize("checked, faults", [(64, {}), (256, {"fa3": "documents"})])
+def test_documents_and_a_part_of_long_sequences_are_compared(checked, faults, gpu, monkeypatch):
+    """A right kernel passes, although the gradients of its whole output differ."""
+    monkeypatch.setattr(train_gpt, "CHECKED", checked)
+    hp, runtime, _ = gpu(faults, DOC_ATTENTION=1)
+    assert train_gpt.choose_attention(hp, runtime).attention == ("cudnn" if faults else "fa3")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_all_gradients_of_the_fused_mlp_are_compared(number, gpu):
+    hp, runtime, _ = gpu({"fused": number})
+    (note,) = train_gpt.choose_mlp(hp, runtime).notes
+    assert note.startswith("mlp fused skipped: its results differ from the plain form's")
+
+
+def test_times_that_are_nearly_equal_do_not_decide(gpu, monkeypatch):
+    """Seeds of a sweep should have the same kernels."""
+    monkeypatch.setitem(MS, "cudnn", 2.86)
+    hp, runtime, _ = gpu()
+    assert train_gpt.choose_attention(hp, runtime).attention == "fa3"
+    monkeypatch.setitem(MS, "cudnn", 2.80)
+    assert train_gpt.choose_attention(hp, runtime).attention == "cudnn"
+
+
 @pytest.mark.parametrize("fault", ["missing", "wrong", "nan"])
 def test_a_fused_mlp_that_cannot_be_used_is_in_the_log(fault, gpu):
     """With FUSED_MLP=auto the plain form runs; a kernel that was asked for is not replaced."""
@@ -208,6 +258,12 @@ def test_a_kernel_is_compared_in_a_band_if_the_run_evaluates_in_one(gpu):
     assert chosen.attention == "cudnn" and "fa3 skipped: its results differ" in chosen.notes[0]
 
 
+def test_the_band_ends_within_what_is_compared(gpu, monkeypatch):
+    monkeypatch.setattr(train_gpt, "CHECKED", 128)
+    hp, runtime, _ = gpu({"fa3": "band"}, EVAL_MODE="banded")
+    assert train_gpt.choose_attention(hp, runtime).attention == "cudnn"
+
+
 @pytest.mark.parametrize("kind, name", [("attention", "flash"), ("mlp", "plain")])
 def test_a_kept_kernel_is_taken_without_times(kind, name, gpu):
     hp, runtime, tried = gpu()
@@ -233,6 +289,10 @@ def test_a_kernel_must_run_on_all_ranks_and_rank_0_decides(gpu):
     chosen = train_gpt.choose_attention(hp, runtime)
     assert chosen.attention == "fa3" and chosen.notes == ("attention cudnn skipped: no cuDNN here",)
     assert chosen.kernel_ms["attention"] == {"fa3": 2.9, "flash": 4.1, "mem_efficient": 9.5}
+    theirs = dict(zip(train_gpt.KERNELS, (9.0, 9.0, 1.0, 9.0), strict=False))
+    names = iter(train_gpt.KERNELS)
+    runtime.comm.gather = lambda mine: [(theirs[next(names)], ""), mine]
+    assert train_gpt.choose_attention(hp, runtime).attention == "flash", "this is rank 1"
 
 
 def test_a_run_that_repeats_bit_for_bit_does_not_choose_by_time(gpu):
@@ -265,6 +325,10 @@ def test_a_time_is_the_best_of_three_rounds(monkeypatch):
         ({"TRAIN_SEQ_LEN": 320, "TRAIN_BATCH_TOKENS": 640, "SHORT_SEQ_PARTS": 1}, True),
         ({"EVAL_SEQ_LEN": 192}, True),
         ({"SHORT_SEQ_PARTS": 4}, True),
+        ({"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 96}, True),
+        ({"TTT_CHUNK_TOKENS": 96}, False),
+        ({"TTT_ENABLED": 1, "TTT_MODE": "lora"}, True),  # windows of 32 positions
+        ({"TTT_ENABLED": 1, "TTT_MODE": "lora", "EVAL_SEQ_LEN": 1024}, False),
     ],
 )
 def test_cudnn_needs_whole_tiles(changes, refused, gpu):
@@ -282,6 +346,8 @@ def test_windows_of_low_rank_training_and_chunks_of_a_band_are_whole_tiles(hyper
         stops = range(8, 3 * window, 8)
         shapes = {stop: train_gpt.lora_shape(scorer, stop - 8, stop) for stop in stops}
         assert all(width >= min(stop, window) for stop, (_, width, _) in shapes.items())
+        rows = {rows for stop, (rows, *_) in shapes.items() if stop <= window}
+        assert rows == {train_gpt.LORA_ROWS[0]}, "at their start, in one window"
         return {width for _, width, _ in shapes.values()}
 
     assert widths(2688) == {384, 768, 1408, 2688}, "an eighth would be 336"
@@ -354,8 +420,11 @@ def test_flash_attention_3_without_a_package_names_it(hopper, monkeypatch):
         train_gpt.load_fa3()
 
 
-def test_nothing_is_downloaded_for_another_gpu(hopper, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+@pytest.mark.parametrize("capability, hip", [((8, 0), None), ((9, 4), "6.4")])
+def test_nothing_is_downloaded_for_another_gpu(hopper, monkeypatch, capability, hip):
+    """An MI300 has a capability of 9, too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(train_gpt, "import_fa3", None)
     with pytest.raises(train_gpt.UserError, match="it needs a Hopper GPU"):
         train_gpt.load_fa3()

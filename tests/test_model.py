@@ -406,6 +406,7 @@ def test_exactly_one_of_torchs_kernels_is_enabled(name):
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
         ]
+        assert torch.compiler.config.cache_key_tag == name, "or a cached graph has another kernel"
     finally:
         train_gpt.load_attention("flash")
     assert [i for i, on in enumerate(enabled) if on] == [train_gpt.KERNELS.index(name) - 1]

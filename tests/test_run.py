@@ -709,7 +709,7 @@ def test_facts_of_a_gpu(one_gpu):
     assert facts == {
         "driver": "570.86.10",
         "power limit": "700.00 W",
-        "clocks": "1980 MHz",
+        "max clock": "1980 MHz",
         "cudnn": "91002",
         "nccl": "2.27.5",
         "triton": "3.5.1",
@@ -721,7 +721,7 @@ def test_facts_of_a_gpu(one_gpu):
 @pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "sleep 0; echo"])
 def test_facts_that_nvidia_smi_does_not_tell(one_gpu, script):
     facts = one_gpu(script)
-    assert facts["driver"] == facts["power limit"] == facts["clocks"] == "unknown"
+    assert facts["driver"] == facts["power limit"] == facts["max clock"] == "unknown"
     assert facts["nccl"] == "2.27.5"
 
 

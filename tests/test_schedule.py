@@ -121,6 +121,7 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
     ):
         hp = Hyperparameters.from_env(changes)
         found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
+        assert sum(train_gpt.phases(hp).values()) == pytest.approx(1, abs=1e-9)
         assert found == expected
         for step_seconds in (0.08, 2.1):
             run = (schedule(hp, n, n * step_seconds, 600.0) for n in range(int(600 / step_seconds)))

@@ -553,6 +553,11 @@ def test_shards_hold_the_documents(sources, tmp_path):
         and sum(counts) == tally.splits["train"]["tokens"]
     )
     assert shards.problems(tmp_path / "out", manifest) == []
+    name = next(iter(manifest["files"]))
+    manifest["files"][name]["sha256"] = "0" * 64
+    (sentence,) = shards.problems(tmp_path / "out", manifest)
+    assert "its sha256 differs" in sentence
+    assert shards.problems(tmp_path / "out", manifest, hashes=False) == []
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
     train_gpt.check_manifest(str(tmp_path / "out"), str(tmp_path / "out" / "tokenizer.model"))

@@ -2,7 +2,7 @@
 """Check a machine before an expensive run: a minute of measurements on all ranks, and a verdict.
 
     ./run.sh check                                                # all GPUs, or the CPU
-    torchrun --standalone --nproc_per_node=8 tools/preflight.py   # the same; several nodes: docs/nodes.md
+    torchrun --standalone --nproc_per_node=8 tools/preflight.py   # the same; or on several nodes
 
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
 kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It
@@ -36,9 +36,11 @@ from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
 import torch
+import torch.distributed as dist
 
 REPORT = Path("logs/check.json")
-SLOW_RANK = 0.08  # how much slower than the others a rank may be
+# How much slower than the others a rank may be: of a GPU, and of a CPU, which others use as well.
+SLOW_RANK, SLOW_CPU = 0.08, 0.25
 SLOW = 0.85  # of what is usual
 # Of the data sheet's peak, what large products and copies reach. bench/h100.py takes 790 of 989
 # TFLOP/s for its bound.
@@ -47,13 +49,21 @@ PRODUCTS, COPIES = 0.8, 0.9
 # and backward (published, arXiv:2407.08608), and what a backward computes of a forward's.
 FA3_FORWARD, FA3_BACKWARD, BACKWARD = 371e12, 422e12, 2.5
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")  # GPUs that it needs
+MUCH = 1.1  # times as long as with it, to be worth a line
 STEP_399 = 0.08187  # seconds of #399's step on 8 x H100 (published)
 # Milliseconds of a step without depth recurrence on one of 8 H100s, with the plain and the fused
 # MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of records/.
-BOUNDS = {"defaults": (48.78, 44.36)}
+BOUNDS = {
+    "defaults": (48.78, 44.36),
+    "published": (48.77, 44.35),
+    "2135": (59.16, 52.93),
+    "frontier": (60.07, 53.79),
+}
 EVALUATION_CAP = 600.0  # seconds, by the rules of the challenge
 STEPS, MORE_STEPS = 10, 3  # timed steps with whole sequences, and of each other kind
-SGD_CHUNKS = 8  # of test-time training that are timed
+BATCHES = 8  # of each rank that are scored
+SGD_CHUNKS = 8  # of test-time training that are timed; it trains on all but the last
+SUSTAINED = 1.0  # seconds of products before those of a GPU that count, as it may become slower
 
 
 # ---- Measurements on each rank -------------------------------------------------------------------
@@ -81,18 +91,30 @@ def check_data(hp: Hyperparameters) -> dict:
     return {"shards": len(train.paths), "train_tokens": len(train), "val_tokens": len(val)}
 
 
-def check_disk(hp: Hyperparameters, runtime: Runtime) -> dict:
-    """Free bytes. Raises UserError if the run's files do not fit."""
+def check_disk(hp: Hyperparameters) -> dict:
+    """Free bytes, where rank 0 writes. Raises UserError if the run's files do not fit."""
     name = argparse.Namespace(artifact=REPORT)  # in the folder of the log
     train_gpt.require_space(hp, train_gpt.Comm(), name)
     return {"free_bytes": shutil.disk_usage(".").free}
 
 
 def product_speed(runtime: Runtime) -> float:
-    """FLOP/s of a large matrix product."""
-    n = 8192 if runtime.device.type == "cuda" else 1024
+    """FLOP/s of a large matrix product; on a GPU after a second of them."""
+    on_gpu = runtime.device.type == "cuda"
+    n = 8192 if on_gpu else 1024
     a, b = torch.randn(2, n, n, device=runtime.device).to(runtime.dtype)
-    return 2e3 * n**3 / train_gpt.milliseconds(lambda: a @ b, runtime)
+    end = time.perf_counter() + on_gpu * SUSTAINED
+    while True:
+        ms = train_gpt.milliseconds(lambda: a @ b, runtime)
+        if time.perf_counter() > end:
+            return 2e3 * n**3 / ms
+
+
+def load(runtime: Runtime) -> dict[str, str] | None:
+    """The state of a GPU right after the products."""
+    query = {"clock": "clocks.sm", "power": "power.draw", "temperature": "temperature.gpu"}
+    on_gpu = runtime.device.type == "cuda"
+    return train_gpt.ask_driver(runtime.device, query) if on_gpu else None
 
 
 def copy_speed(runtime: Runtime) -> float:
@@ -110,8 +132,8 @@ def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
             small += weights.numel()
             continue
         rows = math.ceil(len(weights) / comm.shard.size)
-        sizes = dict(dtype=runtime.dtype, device=runtime.device)
-        full = torch.zeros(comm.shard.size * rows, *weights.shape[1:], **sizes)
+        options = {"dtype": runtime.dtype, "device": runtime.device}
+        full = torch.zeros(comm.shard.size * rows, *weights.shape[1:], **options)
         banks.append((full, torch.zeros_like(full[:rows])))
     flat = torch.zeros(small + 3, device=runtime.device)
 
@@ -119,18 +141,24 @@ def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
         for arrived in list(collectives):
             arrived()
 
+    nbytes = sum(full.nbytes for full, _ in banks)
     calls = {
-        "reduce-scatter": lambda: wait_for(comm.shard.reduce_scatter(s, f) for f, s in banks),
-        "all-gather": lambda: wait_for(comm.shard.all_gather(f, s) for f, s in banks),
-        "all-reduce": lambda: wait_for([comm.all_reduce(flat)]),
+        "reduce-scatter": (
+            nbytes,
+            lambda: wait_for(comm.shard.reduce_scatter(s, f) for f, s in banks),
+        ),
+        "all-gather": (nbytes, lambda: wait_for(comm.shard.all_gather(f, s) for f, s in banks)),
+        "all-reduce": (flat.nbytes, lambda: wait_for([comm.all_reduce(flat)])),
     }
-    sizes = dict.fromkeys(calls, sum(full.nbytes for full, _ in banks)) | {
-        "all-reduce": flat.nbytes
-    }
+    if comm.replicate.size > 1:  # crosses nodes
+        calls["all-reduce of rows"] = (
+            sum(shard.nbytes for _, shard in banks),
+            lambda: wait_for(comm.replicate.all_reduce(shard) for _, shard in banks),
+        )
     found = {}
-    for name, call in calls.items():
+    for name, (size, call) in calls.items():
         call()  # the first one sets up the connection
-        found[name] = {"ms": train_gpt.milliseconds(call, runtime), "bytes": sizes[name]}
+        found[name] = {"ms": train_gpt.milliseconds(call, runtime), "bytes": size}
     return found
 
 
@@ -156,7 +184,8 @@ def seconds_of(work: Callable[[], object], runtime: Runtime) -> float:
 
 
 def read_ms(loader: train_gpt.TrainingLoader) -> float:
-    """Milliseconds to read the last batch of the data, which is in no cache yet."""
+    """Milliseconds to read the last batch of the data. A cold one if it is not in memory since its
+    download."""
     last = max(0, loader.blocks // loader.step_rows - 1)
     began = time.perf_counter()
     loader.reader.submit(loader.read, last).result()
@@ -167,6 +196,9 @@ def training(run: train_gpt.Run) -> dict:
     """Real steps of each kind of the run: milliseconds, peak memory, the time of GPTQ and of
     reading. Raises UserError if the loss is not finite."""
     hp, runtime = run.hp, run.runtime
+    if runtime.device.type == "cuda":  # products and kernels took memory, too
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     numbers, kinds, gradients_ms = itertools.count(), [], 0.0
 
     def steps(settings: train_gpt.StepSettings, count: int) -> float:
@@ -189,33 +221,40 @@ def training(run: train_gpt.Run) -> dict:
             gradients_ms = 1000 * min(seconds_of(work, runtime) for _ in range(3))
             run.trainer.optimizer.step(0.0, 0.0)  # clears the gradients
             run.trainer.optimizer.finish()
-    gptq = [run.calibrate(range(1))[1] for _ in range(2)] if hp.gptq_batches else [0.0]
+    if hp.gptq_batches and hp.max_wallclock_seconds:
+        run.reserve_for_gptq()
     found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms}
     found["read_ms"] = read_ms(run.loader)
-    found["gptq_seconds"] = 1.1 * hp.gptq_batches * gptq[-1]  # as Run.reserve_for_gptq
+    found["gptq_seconds"] = run.clock.reserve
     return found | {"memory_mib": train_gpt.peak_memory(runtime.device)}
 
 
 def evaluation(run: train_gpt.Run) -> dict[str, float]:
-    """Expected seconds of each final score: a batch of each rank, or of test-time training a part
-    of the text, times how often it fits the whole."""
-    hp, runtime, found = run.hp, run.runtime, {}
-    for name, (how, stride) in train_gpt.final_passes(hp).items():
+    """Expected seconds of each final score, from a part of the text."""
+    found = {}
+    for name, (how, stride) in train_gpt.final_passes(run.hp).items():
         if name.startswith("ttt"):
             found[name] = test_time_training(run, name, how, stride)
-            continue
-        scorer = run.make_scorer(how, stride)
-        windows = scorer.windows()
-        windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
-        batch = runtime.comm.size * train_gpt.eval_rows(hp, runtime, scorer.window)
-        work = functools.partial(scorer.score, windows[:, :batch])
-        work()  # compiles
-        found[name] = seconds_of(work, runtime) * math.ceil(windows.shape[1] / batch)
+        else:
+            found[name] = scoring(run, how, stride)
     return found
 
 
+def scoring(run: train_gpt.Run, how: train_gpt.Pass, stride: int) -> float:
+    """Expected seconds, from a few batches of each rank."""
+    scorer = run.make_scorer(how, stride)
+    windows = scorer.windows()
+    windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
+    batch = run.runtime.comm.size * train_gpt.eval_rows(run.hp, run.runtime, scorer.window)
+    scorer.score(windows[:, :batch])  # compiles
+    some = windows[:, : BATCHES * batch]
+    seconds = seconds_of(functools.partial(scorer.score, some), run.runtime)
+    return seconds * math.ceil(windows.shape[1] / batch) / math.ceil(some.shape[1] / batch)
+
+
 def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, stride: int) -> float:
-    """Expected seconds, from the first documents or chunks."""
+    """Expected seconds, from the first documents or chunks. After EVAL_MAX_SECONDS the rest is
+    scored with fixed weights."""
     hp, runtime, val = run.hp, run.runtime, run.val
     documents = train_gpt.LORA_BATCH * runtime.comm.size
     end = min(SGD_CHUNKS * hp.ttt_chunk_tokens, val.targets)
@@ -229,7 +268,12 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     work = functools.partial(adapt, run.trainer.model, make_scorer(how, stride))
     seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
-    return min(whole, hp.eval_max_seconds) if hp.eval_max_seconds else whole
+    if name == "ttt_sgd" and val.targets > end:
+        whole *= SGD_CHUNKS / (SGD_CHUNKS - 1)
+    limit = hp.eval_max_seconds
+    if not 0 < limit < whole:
+        return whole
+    return limit + (1 - limit / whole) * scoring(run, how, stride)
 
 
 # ---- The verdict ---------------------------------------------------------------------------------
@@ -252,25 +296,28 @@ def first(report: dict, *path: str):
 
 def slow_ranks(report: dict) -> list[str]:
     """Ranks that hold up all others."""
+    on_gpu = first(report, "machine", "memory_mib")
     speeds = {
-        "multiplies": values(report, "products"),
-        "copies": values(report, "copies"),
-        "computes gradients": [1 / ms for ms in values(report, "training", "gradients_ms")],
+        "multiplies": lambda rank: rank["products"],
+        "copies": lambda rank: rank["copies"],
+        "computes gradients": lambda rank: 1 / rank["training"]["gradients_ms"],
     }
     found = []
-    for what, each in speeds.items():
-        for rank, speed in enumerate(each):
-            others = [*each[:rank], *each[rank + 1 :]]
-            behind = 1 - speed / statistics.median(others) if others else 0.0
-            if behind > SLOW_RANK:
-                where = first({"ranks": report["ranks"][rank : rank + 1]}, "machine", "host")
-                found.append(f"rank {rank} ({where}) {what} {behind:.0%} slower than the others")
+    for what, speed in speeds.items():
+        for number, rank in enumerate(report["ranks"]):
+            others = [speed(other) for other in report["ranks"] if other is not rank]
+            behind = 1 - speed(rank) / statistics.median(others) if others else 0.0
+            if behind > (SLOW_RANK if on_gpu else SLOW_CPU):
+                where = rank["machine"]["host"]
+                found.append(f"rank {number} ({where}) {what} {behind:.0%} slower than the others")
     return found
 
 
 def slow_hardware(report: dict) -> list[str]:
-    """What is far below the data sheet of the GPU."""
+    """What is far below the data sheet of the GPU, which has bf16 products."""
     name = first(report, "machine", "device")
+    if report["chosen"]["dtype"] != "torch.bfloat16":
+        return []
     sheet = {
         "large products reach": ("TFLOP/s", 1e12, "products", flops.PEAK_FLOPS, PRODUCTS),
         "copies reach": ("GB/s", 1e9, "copies", flops.BANDWIDTH, COPIES),
@@ -279,7 +326,7 @@ def slow_hardware(report: dict) -> list[str]:
     for what, (unit, scale, section, peaks, part) in sheet.items():
         peak = flops.of_gpu(name, peaks)
         each = values(report, section)
-        if peak and each and statistics.median(each) < SLOW * part * peak:
+        if peak and statistics.median(each) < SLOW * part * peak:
             here, usual = (
                 f"{speed / scale:,.0f}" for speed in (statistics.median(each), part * peak)
             )
@@ -328,48 +375,54 @@ def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
 
 def missing_fa3(hp: Hyperparameters, report: dict) -> list[str]:
     """What attention costs without FlashAttention 3 on a Hopper GPU."""
-    gpu, ms = first(report, "machine", "device"), first(report, "attention", "ms")
-    if not any(name in gpu for name in HOPPER) or "fa3" in ms or not ms:
+    gpu, found = first(report, "machine", "device"), first(report, "attention")
+    ms, why = found["ms"], found["refused"].get("fa3", "")
+    if not any(name in gpu for name in HOPPER) or not why or not ms:
         return []
     rows = report["chosen"]["rows"]
     forward = 2 * rows * hp.num_heads * hp.train_seq_len**2 * hp.head_dim
     published = 1000 * (forward / FA3_FORWARD + BACKWARD * forward / FA3_BACKWARD)
     times = min(ms.values()) / published
+    if times < MUCH:
+        return []
+    fault = "is missing" if "No module" in why else f"was refused ({why})"
     return [
-        f"FlashAttention 3 is missing: attention takes {times:.1f} times as long as its published "
-        "speed on an H100; docs/pods.md has the command that installs it"
+        f"FlashAttention 3 {fault}: attention takes {times:.1f} times as long as with it "
+        "(published, H100); docs/pods.md has the command that installs it"
     ]
 
 
-def slow_rest(hp: Hyperparameters, report: dict) -> list[str]:
-    """Memory, collectives and evaluation at their limits."""
-    found = []
-    used, total = first(report, "training", "memory_mib"), first(report, "machine", "memory_mib")
-    if total and used["reserved"] > 0.95 * total:
-        half = report["chosen"]["micro_batch_tokens"] // 2
-        found.append(
-            f"training reserves {used['reserved']:,} of {total:,} MiB: set MICRO_BATCH_TOKENS={half}"
-        )
+def limits(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
+    """(sentence, knobs to set) where memory, reading, collectives or evaluation are at a limit."""
+    found: list[tuple[str, dict]] = []
+    total = first(report, "machine", "memory_mib")
+    used = max(max(each.values()) for each in values(report, "training", "memory_mib"))
+    if total and used > 0.95 * total:
+        text = f"training reserves {used:,} of {total:,} MiB: run with half the micro-batch"
+        found.append((text, {"MICRO_BATCH_TOKENS": report["chosen"]["micro_batch_tokens"] // 2}))
+    step = whole_step(hp, report)["ms"]
     read = max(values(report, "training", "read_ms"))
-    if read > whole_step(hp, report)["ms"]:
-        found.append(
-            f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a local "
-            "disk and set DATA_PATH"
+    if read > step:
+        text = (
+            f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a local"
         )
-    moved = first(report, "collectives") or {}
-    waited = sum(part["ms"] for part in moved.values())
-    if total and waited > 0.15 * whole_step(hp, report)["ms"]:
-        found.append(
-            f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between the "
-            "GPUs (nvidia-smi topo -m) and at NCCL_DEBUG=INFO"
-        )
-    scored = sum(first(report, "evaluation").values())
+        found.append((f"{text} disk and set DATA_PATH", {}))
+    waited = sum(part["ms"] for part in first(report, "collectives").values())
+    if total and waited > 0.15 * step:
+        text = f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between"
+        found.append((f"{text} the GPUs (nvidia-smi topo -m) and at NCCL_DEBUG=INFO", {}))
+    scored = report["expected"]["evaluation_seconds"]
     if scored > EVALUATION_CAP:
-        found.append(
-            f"evaluation takes {scored:.0f} s, over the challenge's {EVALUATION_CAP:.0f}: set "
-            "EVAL_MODE=banded, or EVAL_MAX_SECONDS for test-time training"
-        )
+        text = f"evaluation takes {scored:.0f} s, over the challenge's {EVALUATION_CAP:.0f}: limit"
+        knob = {"EVAL_MAX_SECONDS": 540} if hp.ttt_enabled else {"EVAL_MODE": "banded"}
+        found.append((f"{text} test-time training, or evaluate in one banded pass", knob))
     return found
+
+
+def scores(report: dict) -> dict[str, float]:
+    """Expected seconds of the final scores; the slowest rank decides."""
+    names = first(report, "evaluation")
+    return {name: max(values(report, "evaluation", name)) for name in names}
 
 
 def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
@@ -380,43 +433,53 @@ def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
     steps, seconds = hp.iterations, hp.iterations * mean
     limit = hp.max_wallclock_seconds - reserve
     if hp.max_wallclock_seconds and seconds > limit:  # progress is then the used part of the time
-        steps = int(sum(1000 * kind["share"] * limit / kind["ms"] for kind in kinds))
-        seconds = limit
-    scores = sum(first(report, "evaluation").values())
-    found = {"steps": steps, "train_seconds": seconds + reserve, "evaluation_seconds": scores}
+        fitting = sum(1000 * kind["share"] * limit / kind["ms"] for kind in kinds)
+        steps, seconds = min(steps, int(fitting)), limit
+    found = {"steps": steps, "train_seconds": seconds + reserve}
+    found["evaluation_seconds"] = sum(scores(report).values())
     found["step_ms"] = whole_step(hp, report)["ms"]
     tokens = steps * hp.train_batch_tokens
     return found | {"epochs": tokens / first(report, "data", "train_tokens")}
 
 
-def advice(hp: Hyperparameters, report: dict) -> list[str]:
-    """Settings that the expected run asks for."""
-    found = []
+def advice(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
+    """(sentence, knobs to set) that the expected run asks for."""
+    found: list[tuple[str, dict]] = []
     run = report["expected"]
     if run["epochs"] > 1:
-        found.append(f"the run reads the data {run['epochs']:.2f} times: download more shards")
+        text = f"the run reads the data {run['epochs']:.2f} times: download more shards"
+        found.append((text, {}))
     if not hp.warmdown_frac and hp.warmdown_iters > train_gpt.PHASE_LIMIT * run["steps"]:
-        found.append(
-            f"WARMDOWN_ITERS={hp.warmdown_iters} is over half of {run['steps']} steps: set "
-            "WARMDOWN_FRAC=0.41, its part of #399's run"
-        )
+        text = f"WARMDOWN_ITERS={hp.warmdown_iters} is over half of {run['steps']:,} steps"
+        found.append((f"{text}: #399's warmdown is 0.41 of its run", {"WARMDOWN_FRAC": 0.41}))
     return found
+
+
+def fastest(report: dict) -> dict[str, object]:
+    """The knobs that fix the kernels with the shortest times on rank 0."""
+    attention, mlp = (first(report, kind, "ms") for kind in ("attention", "mlp"))
+    fused = min(mlp, key=mlp.get) == "fused"
+    return {"ATTENTION": min(attention, key=attention.get), "FUSED_MLP": int(fused)}
 
 
 def judge(hp: Hyperparameters, report: dict) -> dict:
     """The report with what is expected, slow and advised, and the line to paste."""
-    complete = all(first(report, part) for part in ("training", "evaluation", "products", "data"))
-    report = report | {"slow": slow_ranks(report) + slow_hardware(report), "advice": []}
+    parts = ("machine", "products", "copies", "attention", "mlp", "training", "evaluation")
+    complete = all(len(values(report, part)) == len(report["ranks"]) for part in parts)
+    complete = complete and first(report, "data") is not None
+    report = report | {"slow": [], "advice": []}
     if complete:
         report |= {"expected": expected(hp, report), "bound": bound(hp, report)}
-        report["slow"] += slow_step(hp, report) + missing_fa3(hp, report) + slow_rest(hp, report)
-        report["advice"] = advice(hp, report)
-        chosen = report["chosen"]
-        knobs = {"ATTENTION": chosen["attention"], "FUSED_MLP": int(chosen["mlp"] == "fused")}
-        knobs["MICRO_BATCH_TOKENS"] = chosen["micro_batch_tokens"]
+        report["slow"] = slow_ranks(report) + slow_hardware(report)
+        report["slow"] += slow_step(hp, report) + missing_fa3(hp, report)
+        limited, advised = limits(hp, report), advice(hp, report)
+        report["slow"] += [sentence for sentence, _ in limited]
+        report["advice"] = [sentence for sentence, _ in advised]
+        knobs = fastest(report)
+        for _, changes in limited + advised:
+            knobs |= changes
         report["paste"] = " ".join(f"{name}={value}" for name, value in knobs.items())
-    report["works"] = complete and not report["errors"]
-    return report
+    return report | {"finished": True, "works": complete and not report["errors"]}
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -427,50 +490,79 @@ def spread(each: list[float], form: str = ",.0f") -> str:
     return " to ".join(numbers) if high > 1.01 * low else f"{high:{form}}"
 
 
-def describe(section: str, report: dict) -> str:
-    """A section's line: of all ranks, or of the first one that has it."""
-    found = values(report, section)
-    one = found[0]
-    if section == "machine":
-        machines = [", ".join(f"{key} {value}" for key, value in each.items()) for each in found]
-        unlike = list(dict.fromkeys(machines))
-        ranks = [f"{machines.count(text)} x {text}" for text in unlike]
-        return "\n".join(ranks)
-    if section == "data":
-        counts = f"{one['train_tokens']:,} training and {one['val_tokens']:,} validation tokens"
-        return f"{one['shards']} training shards, {counts}; lengths are right"
-    if section == "disk":
-        return f"{min(disk['free_bytes'] for disk in found) / 1e9:,.0f} GB free; the run fits"
-    if section == "products":
-        return f"{spread([speed / 1e12 for speed in found], ',.4g')} TFLOP/s"
-    if section == "copies":
-        return f"{spread([speed / 1e9 for speed in found])} GB/s"
-    if section == "collectives":
-        parts = []
-        for name, part in one.items():
-            ms = spread(values(report, section, name, "ms"), ".2f")
-            parts.append(f"{name} {part['bytes'] / 1e6:.1f} MB in {ms} ms")
-        return ", ".join(parts) or "none, as there is one rank"
-    if section in ("attention", "mlp"):
-        order = sorted(one["ms"], key=one["ms"].get)
-        parts = [
-            f"{name} {spread(values(report, section, 'ms', name), '.2f')} ms" for name in order
-        ]
-        parts += [f"no {name} ({why})" for name, why in one["refused"].items()]
-        return ", ".join(parts)
-    if section == "training":
-        parts = []
-        for kind in one["kinds"]:
-            more = " looping" * kind["looping"] + " QAT" * kind["qat"]
-            part = f"{kind['share']:.0%} of the run"
-            parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({part})")
-        gradients = spread(values(report, section, "gradients_ms"), ".1f")
-        memory = train_gpt.memory_line(one["memory_mib"])
-        read = spread(values(report, section, "read_ms"), ".1f")
-        parts += [f"gradients alone {gradients} ms", f"a batch is read in {read} ms"]
-        return f"{'; '.join(parts)}; GPTQ {one['gptq_seconds']:.1f} s; {memory}"
-    parts = [f"{name} {seconds:.1f} s" for name, seconds in one.items()]
-    return f"{', '.join(parts)} (expected)"
+def about_machines(report: dict) -> str:
+    """A line for each kind of machine, with the number of its ranks."""
+    each = values(report, "machine")
+    texts = [", ".join(f"{key} {value}" for key, value in facts.items()) for facts in each]
+    return "\n".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
+
+
+def about_data(report: dict) -> str:
+    data = first(report, "data")
+    counts = f"{data['train_tokens']:,} training and {data['val_tokens']:,} validation tokens"
+    return f"{data['shards']} training shards, {counts}; lengths are right"
+
+
+def about_load(report: dict) -> str:
+    """Each fact of all ranks, in their order if they differ."""
+    parts = []
+    for name in first(report, "load"):
+        parts.append(f"{name} {', '.join(dict.fromkeys(values(report, 'load', name)))}")
+    return "; ".join(parts)
+
+
+def about_collectives(report: dict) -> str:
+    parts = []
+    for name, part in first(report, "collectives").items():
+        ms = spread(values(report, "collectives", name, "ms"), ".2f")
+        parts.append(f"{name} {part['bytes'] / 1e6:.1f} MB in {ms} ms")
+    return ", ".join(parts) or "none, as there is one rank"
+
+
+def about_kernels(report: dict, kind: str) -> str:
+    found = first(report, kind)
+    parts = []
+    for name in sorted(found["ms"], key=found["ms"].get):
+        parts.append(f"{name} {spread(values(report, kind, 'ms', name), '.2f')} ms")
+    parts += [f"no {name} ({why})" for name, why in found["refused"].items()]
+    return ", ".join(parts)
+
+
+def about_training(report: dict) -> str:
+    one, parts = first(report, "training"), []
+    for kind in one["kinds"]:
+        more = " looping" * kind["looping"] + " QAT" * kind["qat"]
+        share = f"{kind['share']:.0%} of the run"
+        parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({share})")
+    for what, name in (("gradients alone", "gradients_ms"), ("reading a batch", "read_ms")):
+        parts.append(f"{what} {spread(values(report, 'training', name), '.1f')} ms")
+    memory = train_gpt.memory_line(one["memory_mib"])
+    return f"{'; '.join(parts)}; GPTQ {one['gptq_seconds']:.1f} s; {memory}"
+
+
+def about_evaluation(report: dict) -> str:
+    return f"{', '.join(f'{name} {s:.1f} s' for name, s in scores(report).items())} (expected)"
+
+
+LINES: dict[str, Callable[[dict], str]] = {
+    "machine": about_machines,
+    "data": about_data,
+    "disk": lambda report: (
+        f"{first(report, 'disk')['free_bytes'] / 1e9:,.0f} GB free; the run fits"
+    ),
+    "products": lambda report: f"{scaled(report, 'products', 1e12, ',.4g')} TFLOP/s",
+    "load": about_load,
+    "copies": lambda report: f"{scaled(report, 'copies', 1e9, ',.0f')} GB/s",
+    "collectives": about_collectives,
+    "attention": functools.partial(about_kernels, kind="attention"),
+    "mlp": functools.partial(about_kernels, kind="mlp"),
+    "training": about_training,
+    "evaluation": about_evaluation,
+}
+
+
+def scaled(report: dict, section: str, unit: float, form: str) -> str:
+    return spread([speed / unit for speed in values(report, section)], form)
 
 
 def print_verdict(report: dict) -> None:
@@ -502,14 +594,10 @@ class Check:
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
         self.comm = runtime.comm
-        rows = train_gpt.trial_shape(hp, runtime)[0]
-        chosen = {
-            **runtime.kernels(),
-            "micro_batch_tokens": runtime.micro_batch_tokens,
-            "rows": rows,
-        }
-        self.report: dict = {"works": False, "knobs": dataclasses.asdict(hp), "chosen": chosen}
-        self.report["errors"] = []
+        chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
+        chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
+        chosen["rows"] = train_gpt.trial_shape(hp, runtime)[0]
+        self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
         self.report["ranks"] = [{} for _ in range(self.comm.size)]
 
     def __call__(self, section: str, measure: Callable, *arguments, alone: bool = True) -> None:
@@ -518,12 +606,9 @@ class Check:
         try:
             result = measure(*arguments)
         except Exception as raised:  # whatever would end a run here
+            error = sentence_of(raised)
             if not alone and self.comm.size > 1:
-                sentence = f"{section} of rank {self.comm.rank}: {train_gpt.reason(raised)}"
-                raise UserError(sentence) from raised
-            error = train_gpt.reason(raised)
-            if isinstance(raised, torch.OutOfMemoryError):
-                error += "; set a lower MICRO_BATCH_TOKENS"
+                raise UserError(f"{section} of rank {self.comm.rank}: {error}") from raised
         found = self.comm.gather((result, error))
         for rank, (part, why) in enumerate(found):
             if why:
@@ -532,8 +617,19 @@ class Check:
                 self.report["ranks"][rank][section] = part
         if self.comm.rank == 0:
             if any(part is not None for part, _ in found):
-                print(f"{section + ':':12} {describe(section, self.report)}", flush=True)
+                print(f"{section + ':':12} {LINES[section](self.report)}", flush=True)
             save(self.report)
+
+
+def sentence_of(error: Exception) -> str:
+    """An error in the words of a report."""
+    full = isinstance(error, torch.OutOfMemoryError)
+    return train_gpt.reason(error) + "; set a lower MICRO_BATCH_TOKENS" * full
+
+
+def unfinished(*errors: str) -> dict:
+    """A report as long as the check has not finished."""
+    return {"finished": False, "works": False, "errors": list(errors)}
 
 
 def save(report: dict) -> None:
@@ -545,26 +641,24 @@ def save(report: dict) -> None:
 
 def check(hp: Hyperparameters) -> dict:
     """All sections, on this rank. Returns the report of all ranks."""
-    if os.environ.get("RANK", "0") == "0":
-        save({"works": False, "errors": ["the check did not finish"]})
+    train_gpt.require_packages(hp)
     with Runtime.start(hp) as runtime:
-        on_gpu = runtime.device.type == "cuda"
         section = Check(hp, runtime)
         first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         section("machine", machine, runtime)
         section("data", lambda: check_data(hp) if first_of_node else None)
-        section("disk", lambda: check_disk(hp, runtime) if first_of_node else None)
+        section("disk", lambda: check_disk(hp) if runtime.comm.rank == 0 else None)
         section("products", product_speed, runtime)
+        section("load", load, runtime)
         section("copies", copy_speed, runtime)
         section(
             "collectives",
             lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
             alone=False,
         )
-        attention = train_gpt.KERNELS[:-1] if on_gpu else ("flash", "math")
-        forms = ("plain", "fused") if on_gpu else ("plain",)
-        section("attention", kernels, train_gpt.attention_trial(hp, runtime), attention, runtime)
-        section("mlp", kernels, train_gpt.mlp_trial(hp, runtime), forms, runtime)
+        trials = {"attention": train_gpt.attention_trial, "mlp": train_gpt.mlp_trial}
+        for kind, names in train_gpt.kernels_for(runtime).items():
+            section(kind, kernels, trials[kind](hp, runtime), names, runtime)
         if not runtime.comm.share(section.report["errors"]):
             val = train_gpt.Validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
@@ -585,17 +679,24 @@ def main() -> None:
     )
     parser.parse_args()
     hp = Hyperparameters.from_env(dict(os.environ))
-    none = {"resume": "", "profile": "", "eval_only": "", "run_id": "check"}
+    none = {"resume": "", "profile": "", "eval_only": "", "run_id": hp.run_id or "check"}
     began = time.perf_counter()
+    rank_0 = os.environ.get("RANK", "0") == "0"
+    if rank_0:
+        save(unfinished("the check did not finish"))
     try:
         report = check(dataclasses.replace(hp, **none))
-    except UserError as error:
-        train_gpt.complain(str(error))
-        sys.exit(1)
-    if os.environ.get("RANK", "0") == "0":
-        print(f"the check took {time.perf_counter() - began:.0f} s")
-    if not report["works"]:
-        train_gpt.complain("; ".join(report["errors"]) or "a section has no result")
+        errors = report["errors"] or ["a section has no result"] * (not report["works"])
+    except (UserError, torch.OutOfMemoryError) as error:
+        errors = [sentence_of(error)]
+        if rank_0:
+            save(json.loads(REPORT.read_text()) | unfinished(*errors))
+    if rank_0:
+        print(f"the check took {time.perf_counter() - began:.0f} s", flush=True)
+    if errors:
+        train_gpt.complain("; ".join(errors))
+        if dist.is_initialized():  # as in train_gpt.py
+            os._exit(1)
         sys.exit(1)
 
 
