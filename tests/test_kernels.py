@@ -54,6 +54,14 @@ def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):
         pass
 
 
+def test_other_ranks_hear_of_the_kept_kernels_from_rank_0(hyperparameters):
+    """They may have no such file."""
+    comm = train_gpt.Comm(1, 2)
+    comm.share = lambda value: {"attention": "math"} if value == {} else None
+    hp = hyperparameters(RESUME="auto", RUN_ID="kept")
+    assert train_gpt.kernels_of_checkpoint(hp, comm) == {"attention": "math"}
+
+
 def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
     """It would take longer than what it could save."""
     compiled = []

@@ -244,10 +244,10 @@ def test_a_run_that_its_steps_end(report):
     assert found["steps"] == 1000 and found["train_seconds"] == pytest.approx(seconds + 4)
     for knobs in ({"MAX_WALLCLOCK_SECONDS": 0}, {"MAX_WALLCLOCK_SECONDS": 700}):
         assert judge(report, **knobs)["expected"]["steps"] == 9000
-    # Time ends the run before its last step, and the sum over kinds says 7,000.9 steps
+    # Time ends the run before its last step, and the sum over kinds says over 200,000 steps
     kinds = report["ranks"][0]["training"]["kinds"]
     kinds[0]["ms"], kinds[1]["ms"] = 1.0, 200.0
-    assert judge(report, ITERATIONS=5000)["expected"]["steps"] == 5000
+    assert judge(report, ITERATIONS=6000)["expected"]["steps"] == 6000
 
 
 def test_configurations_have_their_bounds(report):
@@ -473,7 +473,7 @@ def test_training_leaves_no_gradients_and_knows_the_time_of_gptq(run_of):
     run.loader.close()
 
 
-@pytest.mark.parametrize("ranks, shard", [(3, 3), (4, 2)])
+@pytest.mark.parametrize("ranks, shard", [(3, 3), (4, 4), (4, 2)])
 def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monkeypatch):
     """As one of 3 ranks, and as one of two nodes with 2 ranks each."""
     calls = []
