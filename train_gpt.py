@@ -3865,7 +3865,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Kernels: the fastest one that runs here and agrees with the plain form ----------------------
-CHECKED = 2048  # positions of the first sequence that are compared with the plain form in fp32
+CHECKED = 2048  # positions of a sequence that are compared with the plain form in fp32
 AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 cause some 0.004
 EQUAL = 1.02  # times that differ by less than this factor count as equal
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
@@ -4087,11 +4087,11 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
     """The trial of attention kernels."""
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     rows, time = trial_shape(hp, runtime)
-    tensors = []  # q, k, v and the gradient of the output
-    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads, hp.num_heads):
+    inputs = []  # q, k, v
+    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads):
         shape = (rows, time, heads, hp.head_dim)
-        tensors.append(torch.randn(shape, device=device, dtype=runtime.dtype, requires_grad=True))
-    *inputs, grad = *tensors[:3], tensors[3].detach()
+        inputs.append(torch.randn(shape, device=device, dtype=runtime.dtype, requires_grad=True))
+    grad = torch.randn_like(inputs[0])  # of the output
     exact = [compared(t).detach().float().requires_grad_() for t in inputs]
     checked_grad = torch.zeros_like(grad)
     compared(checked_grad).copy_(compared(grad))
@@ -4104,8 +4104,8 @@ def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
     @torch.enable_grad()
     def trial(name: str) -> Callable[[], object]:
         if name == "cudnn":
-            unfit = [length for length in sorted(attention_lengths(hp)) if length % TILE]
-            require(not unfit, f"sequences of {unfit[:1]} tokens are no multiple of {TILE}")
+            unfit = next((n for n in sorted(attention_lengths(hp)) if n % TILE), 0)
+            require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
         attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
         for band in bands:
             with torch.set_grad_enabled(band == 0):  # only evaluations have a band
