@@ -136,7 +136,7 @@ def test_an_unknown_record_is_named():
 def test_readme_has_the_counts():
     """README has the sums of the log's table, which has what the test above counts."""
     log = (ROOT / "docs" / "log.md").read_text()
-    rows = re.findall(r"^\| #(\d+) \|.*\| (\d+) \| (\d*) \| 0 \|$", log, re.M)
+    rows = re.findall(r"^\| #(\d+) \|.*\| (\d+) \| (\d*) ?\| 0 \|$", log, re.M)
     found = {number: (int(equal), int(design or 0)) for number, equal, design in rows}
     assert found == {
         "399": (297, 7),
@@ -146,5 +146,5 @@ def test_readme_has_the_counts():
         "1493": (12, 0),
     }
     equal, design = map(sum, zip(*found.values(), strict=True))
-    text = (ROOT / "README.md").read_text()
+    text = " ".join((ROOT / "README.md").read_text().split())
     assert f"{equal} are equal, none differs but {design} of #399 and #2135" in text
