@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, run
-from sample_logs import PUBLISHED, logs_of, written
+from sample_logs import PUBLISHED, copy_of, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -163,7 +163,9 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
 def made(losses: list[float]) -> list[runs.Run]:
     """Runs with these final losses."""
     return [
-        SimpleNamespace(score=SimpleNamespace(loss=loss, bpb=loss / 2, tokens=9), seed=seed)
+        SimpleNamespace(
+            score=SimpleNamespace(loss=loss, bpb=loss / 2, tokens=9, nbytes=None), seed=seed
+        )
         for seed, loss in enumerate(losses)
     ]
 
@@ -208,3 +210,30 @@ def test_margin_and_level_are_options(swept, tmp_path):
     )
     assert lenient.returncode == 0 and "more than -9.0 at p" in lenient.stdout, lenient.stderr
     assert "nats: " in strict.stdout and strict.stdout != lenient.stdout
+
+
+@pytest.mark.parametrize("score", ["nan", "inf", "0.0"])
+def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
+    """Every comparison with nan is false, so it would have counted as a record."""
+    logs = copy_of(swept, tmp_path) / "logs"
+    (log, *_) = sorted(logs.glob("t_MATRIX_LR=0.005_seed*.txt"))
+    text = re.sub(
+        r"(final_int6_sliding_window_exact val_loss:\S+ val_bpb:)\S+",
+        rf"\g<1>{score}",
+        log.read_text(),
+    )
+    log.write_text(text)
+    with pytest.raises(UserError, match=f"has the score {score}: it cannot be compared"):
+        runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
+
+
+def test_texts_of_different_sizes_are_not_compared(swept, tmp_path):
+    """Also with other tokenizers the text must be the same."""
+    logs = copy_of(swept, tmp_path) / "logs"
+    sides = [runs.read_group(f"{logs}/t_MATRIX_LR={rate}_seed*.txt") for rate in ("0.025", "0.005")]
+    assert len(compare.losses(*sides)[0]) == len(sides[0])
+    for log in logs.glob("t_MATRIX_LR=0.005_seed*.txt"):
+        log.write_text(re.sub(r"val_bytes:\d+", "val_bytes:900", log.read_text()))
+    other = runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
+    with pytest.raises(UserError, match="the logs were scored on .* bytes: score all on the same"):
+        compare.losses(sides[0], other)

@@ -191,7 +191,7 @@ def test_bytes_and_seconds_add_up(sweep, swept):
         first, second = figure["data"]
         assert sum(first["x"]) == pytest.approx(total) and first["meta"] != second["meta"]
     assert {"code", "q", "tok_emb"} <= set(sweep.bars["bytes"]["data"][0]["y"])
-    assert {"warm-up", "training", "export", "all else"} <= set(sweep.bars["time"]["data"][0]["y"])
+    assert {"warm-up", "training", "export", "other"} <= set(sweep.bars["time"]["data"][0]["y"])
 
 
 def test_knobs_and_environment(sweep, swept):
@@ -243,7 +243,8 @@ def test_runs_that_did_not_finish(swept, tmp_path):
     first.write_text(re.sub(r"(?m)^final_int6.*\n", "", first.read_text()))
     found = written_page(tmp_path, first)
     last = runs.read_run(first).val[-1]
-    assert f"Last validation: {last.fields['val_bpb']:.4f} bits per byte at step 12." in found.text
+    end = f"{last.fields['val_bpb']:.4f} bits per byte at step 12."
+    assert re.search(rf"Last validation: \S+ {re.escape(end)}", found.text)
     assert found.row(first.stem)[0] == "–" and len(found.curves) == 4
     empty = written(tmp_path, "started\n", "empty.txt")
     found = written_page(tmp_path, first, second, empty)

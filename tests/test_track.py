@@ -148,7 +148,7 @@ def test_a_real_run_is_followed(tmp_path, env):
         follower.kill()
     assert (follower.returncode, err) == (0, ""), err
     places = "logs/r.jsonl to tensorboard, logs/tensorboard/r"
-    assert out == f"sending {places}\nthe run in tensorboard ends with step 12\n"
+    assert out == f"sending {places}\nsent to tensorboard up to step 12\n"
     expected = sent_of(tmp_path / "logs" / "r.jsonl")
     scores = [f"{kind}/{name}" for kind in ("score", "score_loss", "score_s") for name in SCORES]
     assert set(expected) == {*scores, *NAMES}

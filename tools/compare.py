@@ -32,8 +32,8 @@ with importing("requirements-dev.txt"):
 class Rule(NamedTuple):
     """What counts: B is better than A by more than a margin, in nats, at p below a level."""
 
-    margin: float = 0.005  # of the challenge's records
-    level: float = 0.01  # of the same
+    margin: float = 0.005  # nats, by the challenge's rule for records
+    level: float = 0.01  # of p, by the same rule
 
 
 RECORD = Rule()
@@ -80,6 +80,10 @@ def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
 
     Raises UserError if the scores cannot be compared.
     """
+    sizes = {run.score.nbytes for run in (*a, *b)} - {None}
+    if len(sizes) > 1:
+        counts = " and ".join(f"{size:,}" for size in sorted(sizes))
+        raise UserError(f"the logs were scored on {counts} bytes: score all on the same text")
     # Nats per token divided by bits per byte depends on the tokenizer and the text alone.
     rates = [[run.score.loss / run.score.bpb for run in side] for side in (a, b)]
     for side in rates:
@@ -142,7 +146,7 @@ def verdict(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tup
     gain = statistics.fmean(of_a) - statistics.fmean(of_b)
     test = welch(of_a, of_b, rule.margin)
     if gain < rule.margin:
-        way = "better" if gain > 0 else "worse"
+        way = "better" if gain >= 0 else "worse"
         wanted = f"at least {rule.margin} are required"
         return False, f"would not count: B is {way} by {abs(gain):.4f} nats, and {wanted}"
     if test is None:
@@ -257,6 +261,20 @@ def report(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tupl
     return counts, "\n".join([*lines, "", f"B {why}"])
 
 
+def margin(text: str) -> float:
+    """The type of --margin."""
+    if not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of nats")
+    return float(text)
+
+
+def level(text: str) -> float:
+    """The type of --level."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -264,11 +282,11 @@ def main() -> None:
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
     parser.add_argument("b", nargs="?", help="logs of the candidate")
     parser.add_argument(
-        "--margin", type=float, default=RECORD.margin, help="nats; the challenge's: %(default)s"
+        "--margin", type=margin, default=RECORD.margin, help="nats; the challenge's: %(default)s"
     )
     parser.add_argument(
         "--level",
-        type=float,
+        type=level,
         default=RECORD.level,
         help=f"p has to be below it; the challenge's: %(default)s, its later board's: {LATER.level}",
     )

@@ -9,6 +9,7 @@ import hashlib
 import html
 import json
 import math
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from runs import Run
 
 # isort: split
 import jinja2
+import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
@@ -36,14 +38,14 @@ HEADINGS = {  # of runs.COLUMNS, the score first
     "bytes": "submission, bytes",
     "steps": "steps",
     "ms/step": "ms per step",
-    "train s": "training, s",
-    "eval s": "last scoring, s",
+    "train s": "training and GPTQ, s",
+    "eval s": "final evaluation, s",
 }
 COLUMNS = sorted(runs.COLUMNS, key=lambda column: list(HEADINGS).index(column[0]))
 PANELS = (  # title, unit, format, field of a point
     ("Training loss", "nats per token", ".4f", "train_loss"),
     ("Validation score", "bits per byte", ".4f", "val_bpb"),
-    ("Learning rate", "share of its peak", ".3f", "lr_scale"),
+    ("Learning rate", "fraction of its peak", ".3f", "lr_scale"),
     ("Speed", "tokens per second", ",.0f", "speed"),
 )
 AXES = {"step": ("step", "step %{x}"), "seconds": ("training time, s", "%{x:,.1f} s")}
@@ -77,17 +79,24 @@ class Table(NamedTuple):
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
-def is_finished(run: Run) -> bool:
+def fault_of(run: Run) -> str:
+    """Why a run has no score: it did not finish, or its score is not finite. Else ""."""
     try:
-        return bool(run.score)
-    except runs.Unfinished:
-        return False
+        run.score  # noqa: B018  raises
+        return ""
+    except train_gpt.UserError as error:
+        return str(error)
+
+
+def is_finished(run: Run) -> bool:
+    return not fault_of(run)
 
 
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on runs that did not finish). A .jsonl stands for the text log
     beside it. Raises UserError if no log has a step."""
-    paths = [path for text in texts for path in runs.find_logs(text.replace(".jsonl", ".txt"))]
+    texts = [re.sub(r"\.jsonl$", ".txt", text) for text in texts]
+    paths = [path for text in texts for path in runs.find_logs(text)]
     members, notes = [], []
     for path in {path.resolve(): path for path in paths}.values():
         try:
@@ -100,7 +109,8 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     for run in members:
         if not is_finished(run):
             found.append(Group(f"{run.path.stem}, not finished", len(found), [run], False))
-            notes.append(f"{run.path.name} has no final score: the run did not finish.")
+            why = fault_of(run).removeprefix(f"{run.path.parent}/").partition(";")[0]
+            notes.append(f"{why}.")
     return found, notes
 
 
@@ -155,9 +165,12 @@ def headline(groups: list[Group], table: Table) -> str:
     """The result in one or two sentences. `table` is of the finished groups."""
     done = [group for group in groups if group.finished]
     if not done:
-        curves = [read_curve(run, "val_bpb", "step") for group in groups for run in group.members]
-        ends = [f"{y[-1]:.4f} bits per byte at step {x[-1]:,.0f}" for x, y in curves if len(x)]
-        return f"Not finished. Last validation: {ends[0] if ends else 'none'}."
+        ends = []
+        for run in (run for group in groups for run in group.members):
+            x, y = read_curve(run, "val_bpb", "step")
+            if len(x):
+                ends.append(f"{run.path.stem} {y[-1]:.4f} bits per byte at step {x[-1]:,.0f}")
+        return f"Not finished. Last validation: {', '.join(ends) or 'none'}."
     best = min(done, key=lambda group: group.bpb)
     text = f"{best.name}: {mean_std([run.score.bpb for run in best.members], '.4f')} bits per byte"
     if len(done) == 1:
@@ -243,6 +256,8 @@ def lines_of(curves: list[plot.Curve], color: int, name: str, form: str) -> list
     x, y = plot.together(curves)
     if not len(x):
         return []
+    # Interpolated points get no markers.
+    measured = all(np.array_equal(x, points[0]) for points in curves)
     low, mean, high = y.min(axis=0).tolist(), y.mean(axis=0).tolist(), y.max(axis=0).tolist()
     span = f" (%{{customdata[0]:{form}}} to %{{customdata[1]:{form}}})" * (len(curves) > 1)
     line = go.Scatter(
@@ -250,7 +265,7 @@ def lines_of(curves: list[plot.Curve], color: int, name: str, form: str) -> list
         y=mean,
         customdata=list(zip(low, high, strict=True)),
         name=html.escape(name),  # Plotly reads HTML
-        mode="lines+markers" if len(x) <= 12 else "lines",
+        mode="lines+markers" if measured and len(x) <= 12 else "lines",
         line={"width": 2, "dash": ("solid", "dot", "dash")[color // 8 % 3]},  # of eight colors
         hovertemplate=f"%{{y:{form}}}{span}",
         meta={"color": color},
@@ -387,7 +402,7 @@ def seconds_of(run: Run) -> dict[str, float]:
     for name, score in run.scores.items():
         parts[f"score: {name.removeprefix('final_').removeprefix('int6_')}"] = score.seconds or 0.0
     if "finished" in events and not run.resumed:
-        parts["all else"] = events["finished"]["seconds"] - sum(parts.values())
+        parts["other"] = events["finished"]["seconds"] - sum(parts.values())
     return {name: value for name, value in parts.items() if value > 0}
 
 
@@ -412,10 +427,17 @@ def environment(groups: list[Group]) -> Table:
     return Table(["", *titles], [Row([n, *(c.get(n) or "–" for c in shown)]) for n in names])
 
 
+def value_of(field: dataclasses.Field, text: str) -> object:
+    """The value of a knob in a log, or its text if this version of the script refuses it."""
+    try:
+        return train_gpt.parse(field, {field.name.upper(): text})
+    except train_gpt.UserError:
+        return text
+
+
 def knobs(groups: list[Group]) -> tuple[Table, Table]:
     """(the knobs that differ between groups, those of all groups that are not the default)."""
     settings = [group.members[0].configuration for group in groups]
-    changed = {name for group in groups for run in group.members for name in run.changed}
     differing, alike = [], []
     for field in dataclasses.fields(train_gpt.Hyperparameters):
         name = field.name.upper()
@@ -424,7 +446,7 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
         # A script without a knob counts as one with its default
         if len({found.get(name, start[1]) for found in settings}) > 1:
             differing.append(Row([*start, *values, end]))
-        elif name in changed & runs.CONFIGURATION:
+        elif name in settings[0] and value_of(field, values[0]) != field.default:
             alike.append(Row([*start, values[0], end]))
     heads = [
         ["knob", "default", *titles, "meaning"] for titles in ([g.name for g in groups], ["value"])

@@ -136,6 +136,8 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
     arguments = parser.parse_args()
+    if arguments.published and not arguments.html:
+        parser.error("--published needs --html; tools/compare.py --published prints the same")
     if arguments.html:
         import page
 

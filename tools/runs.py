@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import glob
 import json
+import math
 import re
 import statistics
 import sys
@@ -77,6 +78,7 @@ class Run:
     val: list[Point]
     steps: int | None
     train_seconds: float | None
+    step_seconds: float | None  # of these without GPTQ
     resumed: int  # how many times the run was resumed
     scores: dict[str, Score]  # by name, in log order
     model_bytes: int | None
@@ -91,7 +93,9 @@ class Run:
     @property
     def configuration(self) -> dict[str, str]:
         """The settings that define the experiment."""
-        return {name: value for name, value in self.settings.items() if name in CONFIGURATION}
+        ranks = {} if self.ranks is None else {"WORLD_SIZE": str(self.ranks)}
+        found = {name: value for name, value in self.settings.items() if name in CONFIGURATION}
+        return found | ranks
 
     @property
     def score_name(self) -> str | None:
@@ -112,12 +116,17 @@ class Run:
 
     @property
     def score(self) -> Score:
-        """The score that counts. Raises Unfinished if the run did not finish."""
+        """The score that counts. Raises Unfinished if the run did not finish, UserError if the
+        score is not finite."""
         if self.score_name is None or any("partial" in name for name in self.scores):
             raise Unfinished(
                 f"{self.path} has no final score: the run did not finish; run it again or leave it out"
             )
-        return self.scores[self.score_name]
+        score = self.scores[self.score_name]
+        if not (math.isfinite(score.loss) and 0 < score.bpb < math.inf):
+            # Left out, a run that diverged would improve the mean.
+            raise UserError(f"{self.path} has the score {score.bpb}: it cannot be compared")
+        return score
 
     @property
     def before_export(self) -> Score | None:
@@ -134,8 +143,8 @@ class Run:
 
     @property
     def step_ms(self) -> float | None:
-        """Mean milliseconds per step."""
-        return 1000 * self.train_seconds / self.steps if self.steps and self.train_seconds else None
+        """Mean milliseconds per step, without GPTQ."""
+        return 1000 * self.step_seconds / self.steps if self.steps and self.step_seconds else None
 
 
 def is_before_export(name: str) -> bool:
@@ -160,8 +169,9 @@ def read_run(path: Path) -> Run:
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
-    ends = re.findall(r"^(?:stopping_early|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
-    seconds += [float(value) / 1000 for value in ends]
+    ends = re.findall(r"^(stopping_early|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
+    seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
+    with_gptq = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
     find = functools.partial(_find, text)
     return Run(
         path=path,
@@ -177,7 +187,8 @@ def read_run(path: Path) -> Run:
         train=train,
         val=val,
         steps=max(steps, default=None),
-        train_seconds=max(seconds, default=None),
+        train_seconds=max(with_gptq, default=None),
+        step_seconds=max(seconds, default=None),
         scores=scores,
         model_bytes=_last_size(text, "Serialized model [^:\n]+"),
         code_bytes=_last_size(text, "Code size[^:\n]*"),

@@ -9,7 +9,8 @@ It waits for a log that does not exist yet, sends the log from its first line, f
 with the run's last event. A run that dies has no such event, because it may be resumed: Ctrl-C or
 SIGTERM ends the following. --once sends what is there and ends. A run that replaces the log becomes
 another run of the tracker. Where a resumed run repeats steps, TensorBoard shows the new values,
-trackio and wandb keep the first ones. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
+trackio and wandb keep the first ones. A log that is sent again continues wandb's run and replaces
+TensorBoard's; trackio makes another one. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
 """
 
 import argparse
@@ -27,7 +28,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from train_gpt import explaining, require, run_program
+from train_gpt import explaining, require, run_program, writing
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 POLL = 1.0  # seconds between two looks at the log
@@ -109,6 +110,8 @@ class TensorBoard:
     def __init__(self, module: ModuleType, arguments: argparse.Namespace, name: str, config: dict):
         self.module = module
         self.place = arguments.dir / "tensorboard" / name
+        with writing(self.place):
+            self.place.mkdir(parents=True, exist_ok=True)
         self.open(first_step=0)
         rows = "\n".join(f"| {knob} | {value} |" for knob, value in config.items())
         self.writer.add_text("configuration", f"| knob | value |\n|---|---|\n{rows}")
@@ -146,17 +149,22 @@ class Service:
             # The same log, sent again, continues the same run.
             key = re.sub(r"[^\w.=-]", "-", f"{name}-{config['started']}")
             options = {"id": key, "resume": "allow", "dir": arguments.dir}
-        module.init(project=arguments.project, name=name, config=config, **options)
+        self.run = module.init(project=arguments.project, name=name, config=config, **options)
+        self.last: dict[str, float] = {}
 
     def log(self, values: dict[str, float], step: int, when: float) -> None:
+        self.last |= values
         if step >= self.step:  # wandb refuses others
             self.module.log(values, step=step)
             self.step = step
 
     def resume(self, step: int) -> None:
-        """`log` leaves repeated steps out."""
+        """Nothing: `log` skips steps that were sent already."""
 
     def finish(self) -> None:
+        # wandb ignores the steps of a log that is sent again, and with the last one the scores.
+        if hasattr(self.run, "summary"):
+            self.run.summary.update(self.last)
         self.module.finish()
 
 
@@ -212,7 +220,7 @@ class Sender:
         if tracker:
             with self.sending():
                 tracker.finish()
-            print(f"the run in {self.arguments.to} ends with step {self.step}", flush=True)
+            print(f"sent to {self.arguments.to} up to step {self.step}", flush=True)
 
 
 def main() -> None:
@@ -229,6 +237,8 @@ def main() -> None:
         "--dir", type=Path, help="of TensorBoard's and wandb's files (default: that of the log)"
     )
     arguments = parser.parse_args()
+    wrong = f"{arguments.log} does not end in .jsonl: give the logs/<RUN_ID>.jsonl of a run"
+    require(arguments.log.suffix == ".jsonl", wrong)
     arguments.dir = arguments.dir or arguments.log.parent
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.closing(Sender(arguments)) as sender:
