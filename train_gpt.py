@@ -3485,7 +3485,8 @@ def find_checkpoint(
 def kernels_of_checkpoint(hp: Hyperparameters, comm: Comm) -> dict[str, str]:
     """The kernels of the run that RESUME continues, by kind; empty for a new run."""
     kernels = {}
-    for path in checkpoints_to_try(hp) if comm.rank == 0 and hp.resume else ():
+    resumes = hp.resume and not hp.eval_only
+    for path in checkpoints_to_try(hp) if comm.rank == 0 and resumes else ():
         # `find_checkpoint` reports what is wrong with it.
         with contextlib.suppress(Exception):
             from safetensors import safe_open
@@ -4178,9 +4179,8 @@ def import_fa3() -> object:
 
 def load_fa3() -> Callable[..., Tensor]:
     """FlashAttention 3 (arXiv:2407.08608). Raises if it is missing or the GPU is not a Hopper."""
-    cuda = (
-        torch.cuda.is_available() and not torch.version.hip
-    )  # whose MI300 has a capability of 9, too
+    # The capability of an MI300 begins with 9 as well.
+    cuda = torch.cuda.is_available() and not torch.version.hip
     hopper = cuda and torch.cuda.get_device_capability()[0] == 9
     require(hopper, "it needs a Hopper GPU")
     fa3 = import_fa3()

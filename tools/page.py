@@ -365,7 +365,7 @@ def bars(shares: list[tuple[Group, dict[str, float]]], form: str, count: int) ->
 
 
 def average(found: list[dict[str, float]]) -> dict[str, float]:
-    """The means of the parts, over the runs of which most parts are known."""
+    """The means of the parts, over the runs that have the same parts as the most complete one."""
     most = max(found, key=len)
     kept = [parts for parts in found if parts.keys() == most.keys()]
     return {name: statistics.fmean(parts[name] for parts in kept) for name in most}
@@ -408,7 +408,7 @@ def seconds_of(run: Run) -> dict[str, float]:
 
 # ---- Machine and knobs ---------------------------------------------------------------------------
 def environment(groups: list[Group]) -> Table:
-    """Facts about the machines: a column per group, or a single one if all are alike."""
+    """Facts about the machines: a column per group, or a single one if all are equal."""
     columns = []
     for group in groups:
         facts: dict[str, list[str]] = {}
