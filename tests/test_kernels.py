@@ -134,11 +134,10 @@ def gpu(hyperparameters, monkeypatch):
             factor = {"wrong": 1.1, "nan": math.nan}.get(fault, 1.0)
 
             def fused(*inputs):
-                y = factor * train_gpt.plain_mlp(*inputs, slope)
-                if isinstance(fault, int):
-                    changed = inputs[fault] * 0.2
-                    y = y + (changed - changed.detach()).sum()
-                return y
+                inputs = list(inputs)
+                if isinstance(fault, int):  # its gradient is 1.2 times too large
+                    inputs[fault] = inputs[fault] + 0.2 * (inputs[fault] - inputs[fault].detach())
+                return factor * train_gpt.plain_mlp(*inputs, slope)
 
             return fused
 
