@@ -218,7 +218,7 @@ class Hyperparameters:
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
     micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: what fits, at most 98,304", "run", low=0)
 
-    iterations: int = knob(9000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
+    iterations: int = knob(20_000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training and GPTQ; 0: ITERATIONS decides", "run", low=0)
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
@@ -1172,6 +1172,7 @@ class ParallelMuon:
 PHASE_LIMIT = 0.5
 SHORT_SEQ_FRACTION = 0.4  # of the run that SHORT_SEQ_PARTS cuts sequences for
 SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples (#399)
+MARGIN = 1 / 600  # of the time limit: for a short stall while the last steps are in flight
 
 
 class StepSettings(NamedTuple):
@@ -1189,11 +1190,11 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
-    steps = max(hp.iterations, 1)
+    planned = max(hp.iterations, 1)
     used = seconds / end if end else 0.0
-    progress = max(step / steps, used)
-    steps = min(steps, step / used) if used else steps
-    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / steps, PHASE_LIMIT)
+    progress = max(step / planned, used)
+    expected = min(planned, step / used) if used else planned  # steps of the run at this pace
+    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / expected, PHASE_LIMIT)
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     qat = hp.late_qat and lr_scale < hp.qat_threshold
     warmed = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
@@ -1244,27 +1245,26 @@ class Clock:
         self.seconds = seconds
 
     def reset(self, step: int, seconds: float, recent: list[float]) -> None:
-        """Continue before `step`, `seconds` into the run."""
+        """Set the clock to the start of `step`."""
         self.step = step - 1  # the last step whose time is known
         self.seconds = seconds  # that time
         self.paused_at = seconds
-        self.recent = recent or [0.0]  # seconds of recent steps
+        self.recent = recent or [0.0]  # seconds of the last 20 steps
         self.started = None
 
     def begins(self, step: int) -> float:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
         return self.seconds * step / max(self.step + 1, 1)
 
-    def spare(self, step: int) -> float:
-        """Seconds of the cap that are left after `step`, if it and all steps whose time is not
-        known yet take as long as the slowest recent one."""
-        unknown = step - self.step + self.in_flight + 1
-        latest_finish = self.seconds + unknown * max(self.recent)
-        return self.cap - self.reserve - latest_finish
-
     def end(self, step: int) -> float:
-        """The latest start at which `step` would still fit before the cap. Schedules end there."""
-        return self.begins(step) + self.spare(step)
+        """The latest start at which `step` still fits. Schedules end there, and so does the run.
+
+        All steps whose time is not known yet are charged the slowest of the last 20 but one: a
+        single stall does not end the run early."""
+        pace = sorted(self.recent)[-1 - len(self.recent) // 20]
+        unknown = step - self.step + self.in_flight + 1
+        limit = self.cap * (1 - MARGIN) - self.reserve
+        return self.begins(step) + limit - (self.seconds + unknown * pace)
 
 
 class WeightAverage:
@@ -1426,10 +1426,11 @@ class Run:
 
     def has_ended(self, step: int) -> bool:
         """Whether the run ends before `step`; the same on all ranks."""
-        if self.validation_due(step) or self.clock.spare(step) <= 0:
+        clock = self.clock
+        if self.validation_due(step) or clock.begins(step) >= clock.end(step):
             # Decide from what a checkpoint holds, so that a resumed run decides the same.
             self.read_reports()
-        return step >= self.hp.iterations or self.clock.spare(step) <= 0
+        return step >= self.hp.iterations or clock.begins(step) >= clock.end(step)
 
     def validation_due(self, step: int) -> bool:
         every = self.hp.val_loss_every

@@ -243,7 +243,7 @@ def test_a_run_that_its_steps_end(report):
     seconds = 1000 * (0.4 * 0.070 + 0.5 * 0.080 + 0.1 * 0.082)
     assert found["steps"] == 1000 and found["train_seconds"] == pytest.approx(seconds + 4)
     for knobs in ({"MAX_WALLCLOCK_SECONDS": 0}, {"MAX_WALLCLOCK_SECONDS": 700}):
-        assert judge(report, **knobs)["expected"]["steps"] == 9000
+        assert judge(report, ITERATIONS=9000, **knobs)["expected"]["steps"] == 9000
     # Time ends the run before its last step, and the sum over kinds says over 200,000 steps
     kinds = report["ranks"][0]["training"]["kinds"]
     kinds[0]["ms"], kinds[1]["ms"] = 1.0, 200.0
@@ -372,6 +372,9 @@ def test_the_line_to_paste_has_what_is_advised(report):
     found = judge(report, MAX_WALLCLOCK_SECONDS=300)
     knobs = "MICRO_BATCH_TOKENS=49152 EVAL_MODE=banded WARMDOWN_FRAC=0.41"
     assert found["paste"] == f"ATTENTION=fa3 FUSED_MLP=0 {knobs}"
+    found = judge(report, ITERATIONS=6000)
+    steps = int(re.search(r"ITERATIONS=(\d+)", found["paste"])[1])
+    assert judge(report, ITERATIONS=steps)["expected"]["train_seconds"] == 600
     found = judge(report, TTT_ENABLED=1)
     assert "EVAL_MAX_SECONDS=540" in found["paste"] and "EVAL_MODE" not in found["paste"]
 
@@ -391,6 +394,12 @@ def test_a_looping_run_is_compared_as_it_is_before_its_loop(report):
     [
         ({}, 10**9, "the run reads the data 6"),
         ({"MAX_WALLCLOCK_SECONDS": 300}, 8 * 10**9, "#399's warmdown is 0.41 of its run"),
+        (
+            {"ITERATIONS": 6000},
+            8 * 10**9,
+            "ITERATIONS=6000 ends the run after 461 of 600 s: set more",
+        ),
+        ({"ITERATIONS": 6000, "MAX_WALLCLOCK_SECONDS": 0}, 8 * 10**9, ""),
         ({"MAX_WALLCLOCK_SECONDS": 300, "WARMDOWN_FRAC": 0.41}, 8 * 10**9, ""),
     ],
 )

@@ -449,6 +449,11 @@ def advice(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
     if run["epochs"] > 1:
         text = f"the run reads the data {run['epochs']:.2f} times: download more shards"
         found.append((text, {}))
+    cap, seconds = hp.max_wallclock_seconds, run["train_seconds"]
+    if seconds < cap:
+        text = f"ITERATIONS={hp.iterations} ends the run after {seconds:.0f} of {cap:g} s"
+        steps = math.ceil(2 * hp.iterations * cap / seconds)
+        found.append((f"{text}: set more, so that the time limit ends it", {"ITERATIONS": steps}))
     if not hp.warmdown_frac and hp.warmdown_iters > train_gpt.PHASE_LIMIT * run["steps"]:
         text = f"WARMDOWN_ITERS={hp.warmdown_iters} is over half of {run['steps']:,} steps"
         found.append((f"{text}: #399's warmdown is 0.41 of its run", {"WARMDOWN_FRAC": 0.41}))
