@@ -37,6 +37,7 @@ import difflib
 import functools
 import gc
 import hashlib
+import io
 import json
 import linecache
 import lzma
@@ -53,6 +54,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -2267,10 +2269,10 @@ def inverse_factor(hessian: Tensor, power: Tensor, order: Tensor) -> Tensor:
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_MAGIC, ARTIFACT_VERSION = b"PGOLF\r\n\x1a", 10
+ARTIFACT_VERSION, ARTIFACT_ARRAYS = 11, ("header", "codes", "values")
 # Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
-# some 20 bytes of memory each.
-MAX_HEADER_BYTES, MAX_WEIGHTS = 1 << 20, 1 << 26
+# some 20 bytes of memory each; entries of the ZIP directory, of which an artifact has three.
+MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 # These hold the steps of ROW_RANGE exactly.
 STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
@@ -2283,9 +2285,11 @@ def outline(hp: Hyperparameters) -> dict[str, Tensor]:
         model = GPT(hp, None, torch.float32)
     weights = dict(model.named_parameters())
     count = sum(tensor.numel() for tensor in (*weights.values(), model.cos))
-    found = f"{count} weights and rotary factors exceed the limit of {MAX_WEIGHTS} of an artifact"
-    advice = "lower MODEL_DIM, NUM_LAYERS, ROPE_DIMS or EVAL_SEQ_LEN"
-    require(count <= MAX_WEIGHTS, f"{found}: {advice}")
+    require(
+        count <= MAX_WEIGHTS,
+        f"{count} weights and rotary factors exceed the limit of {MAX_WEIGHTS} of an artifact: "
+        "lower MODEL_DIM, NUM_LAYERS, ROPE_DIMS or EVAL_SEQ_LEN",
+    )
     return weights
 
 
@@ -2330,16 +2334,20 @@ def pack_artifact(
             streams.append(encode(codes))
             values = scale.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    fields: dict[str, object] = {}
+    header: dict[str, object] = {"version": ARTIFACT_VERSION}
     for role in ("model", "evaluation"):
-        fields[role] = {name: getattr(hp, name) for name in knobs_with(role)}
-    fields |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor}
-    fields |= {**(metadata or {}), "code_bytes": [len(stream) for stream in streams]}
-    header = json.dumps(fields).encode()
-    numbers = struct.pack("<HI", ARTIFACT_VERSION, len(header))
-    packed = lzma_pack(to_planes(np.concatenate(plain)))
-    body = b"".join((ARTIFACT_MAGIC, numbers, header, *streams, packed))
-    return body + hashlib.sha256(body).digest()
+        header[role] = {name: getattr(hp, name) for name in knobs_with(role)}
+    header |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor}
+    header |= {**(metadata or {}), "code_bytes": [len(stream) for stream in streams]}
+    parts = (
+        json.dumps(header).encode(),
+        b"".join(streams),
+        lzma_pack(to_planes(np.concatenate(plain))),
+    )
+    arrays = [np.frombuffer(part, np.uint8) for part in parts]
+    file = io.BytesIO()
+    np.savez(file, **dict(zip(ARTIFACT_ARRAYS, arrays, strict=True)))
+    return file.getvalue()
 
 
 def fit_artifact(
@@ -2351,33 +2359,28 @@ def fit_artifact(
     log: Callable,
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
-    tables'. Raises UserError if none fits.
-
-    An octave of wider steps saves about a bit per weight, a good guess that bisection bounds."""
+    tables'; the smallest one if none fits."""
     pack = functools.partial(pack_artifact, weights, hp, hessians, metadata)
     blob = pack()
-    if len(blob) <= max_bytes or hp.row_range == "published":
+    if len(blob) <= max_bytes:
         return blob
     best = pack(2**MAX_OCTAVES)
-    widest = f"steps {2**MAX_OCTAVES:.0f} times wider give {len(best)} bytes"
-    failed = f"TARGET_BYTES={hp.target_bytes} cannot be met: {widest}; {max_bytes} are available"
-    require(len(best) <= max_bytes, f"{failed}; make the model smaller")
-    coded = sum(tensor.numel() for kind, _, tensor in export_views(weights) if kind)
+    fine, coarse = (len(blob), 0.0), (len(best), MAX_OCTAVES)  # (bytes, octaves of wider steps)
     slack = max_bytes / 1000
-    octaves, low, high = 0.0, 0.0, MAX_OCTAVES
-    for _ in range(12):
-        octaves += (len(blob) - max_bytes + slack / 2) * 8 / coded
-        if not low < octaves < high:
-            octaves = (low + high) / 2
-        blob = pack(2**octaves)
+    for turn in range(12):
+        if len(best) >= max_bytes - slack:  # close enough, or even the widest steps do not fit
+            break
+        octaves = np.interp(max_bytes - slack / 2, *zip(coarse, fine, strict=True))
+        if turn % 2:  # one end alone may move for long
+            octaves = (fine[1] + coarse[1]) / 2
+        blob = pack(float(2**octaves))
         found = f"steps {2**octaves:.3f} times wider give {len(blob)} bytes"
         log(f"export: {found}; {max_bytes} are available")
         if len(blob) > max_bytes:
-            low = octaves
-            continue
-        best, high = blob, octaves
-        if max_bytes - len(best) <= slack:
-            break
+            fine = len(blob), octaves
+        else:
+            coarse = len(blob), octaves
+            best = max(best, blob, key=len)
     return best
 
 
@@ -2387,56 +2390,69 @@ class Entry(NamedTuple):
     kind: Matrix | None  # None if it is stored as fp16
     name: str
     shape: tuple[int, ...]
-    nbytes: int  # of its codes
+    stream: bytes  # its codes
 
 
-def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], int]:
-    """(header, the model's knobs, its tensors, offset of the codes). Raises an error if the file is
-    invalid.
+def read_array(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The content of an array of bytes, stored as it is. Nothing larger than the file is
+    allocated, whatever its headers claim; ZIP checks the CRC."""
+    member = archive.getinfo(f"{name}.npy")
+    require(member.compress_type == zipfile.ZIP_STORED, f"its {name} are compressed")
+    content = io.BytesIO(archive.read(member))
+    np.lib.format.read_magic(content)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(content)
+    array = content.read()
+    require(dtype == np.uint8 and shape == (len(array),), f"its {name} have another size or type")
+    return array
+
+
+def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], bytes]:
+    """(header, the model's knobs, its tensors, packed steps and plain values). Raises an error if
+    the file is invalid.
 
     Everything is checked before memory is allocated for it, and nothing is executed."""
-    start = len(ARTIFACT_MAGIC) + 6
-    is_ours = blob.startswith(ARTIFACT_MAGIC) and len(blob) >= start + 32
-    require(is_ours, "it is not an artifact of this script")
-    version, length = struct.unpack_from("<HI", blob, len(ARTIFACT_MAGIC))
-    differs = f"its format has version {version}, not {ARTIFACT_VERSION}"
-    require(version == ARTIFACT_VERSION, f"{differs}: score it with the script that made it")
-    require(hashlib.sha256(blob[:-32]).digest() == blob[-32:], "its checksum is wrong")
-    longest = min(MAX_HEADER_BYTES, len(blob) - start - 32)
-    require(length <= longest, f"its header claims {length} bytes")
-    header = json.loads(blob[start : start + length])
-    knobs = {"ROW_RANGE": str(header["row_range"])}
-    for role in ("model", "evaluation"):
-        knobs |= {name.upper(): str(header[role][name]) for name in knobs_with(role)}
+    ours = blob.startswith(b"PK") and blob.count(b"PK\1\2") < MAX_ENTRIES
+    require(ours, "it is not an artifact, or one before version 11: use the script that made it")
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        text, codes, values = (read_array(archive, name) for name in ARTIFACT_ARRAYS)
+    require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
+    header = json.loads(text)
+    require(
+        header["version"] == ARTIFACT_VERSION,
+        f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
+        "score it with the script that made it",
+    )
+    knobs = {"ROW_RANGE": header["row_range"]}
+    for role in ("model", "evaluation"):  # a knob that is younger than the file has its default
+        unknown = header[role].keys() - set(knobs_with(role))
+        require(not unknown, f"this script has no knob {' '.join(sorted(unknown)).upper()}")
+        knobs |= {name.upper(): str(value) for name, value in header[role].items()}
     hp = Hyperparameters.from_env(knobs)
     require(header["coder"] in CODERS, "its coder is unknown")
-    views = list(export_views(outline(hp)))
-    sizes = list(header["code_bytes"])
-    coded = [kind for kind, *_ in views if kind is not None]
-    valid = len(sizes) == len(coded) and all(type(n) is int and n >= 0 for n in sizes)
-    require(valid, "its tensors are not those of its model")
-    require(sum(sizes) <= len(blob) - start - length - 32, "it is shorter than its tensors")
-    nbytes = iter(sizes)
-    entries = [Entry(k, name, tuple(v.shape), next(nbytes) if k else 0) for k, name, v in views]
-    return header, hp, entries, start + length
+    sizes, stream = iter(header["code_bytes"]), io.BytesIO(codes)
+    entries = [
+        Entry(kind, name, tuple(view.shape), stream.read(next(sizes, 0)) if kind else b"")
+        for kind, name, view in export_views(outline(hp))
+    ]
+    whole = stream.tell() == len(codes) and next(sizes, None) is None
+    require(whole, "its tensors are not those of its model")
+    return header, hp, entries, values
 
 
 def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tensor]]:
     """(name, codes (L, out, in) int16 or None, fp32 values) of each tensor. Raises an error like
     `open_artifact`."""
-    header, _, entries, offset = open_artifact(blob)
+    header, _, entries, values = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
     counts = [math.prod(entry.shape[:2] if entry.kind else entry.shape) for entry in entries]
-    packed = blob[offset + sum(entry.nbytes for entry in entries) : -32]
-    plain = torch.from_numpy(from_planes(lzma_unpack(packed, 2 * sum(counts))))
+    plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
     for entry, values in zip(entries, plain.split(counts), strict=True):
         if entry.kind is None:
             yield entry.name, None, values.view(torch.float16).float().view(entry.shape)
             continue
-        codes = decode(blob[offset : offset + entry.nbytes], entry.shape)
+        codes = decode(entry.stream, entry.shape)
         scale = values.view(STEP_TYPES[header["row_range"]]).float().view(*entry.shape[:2], 1)
         yield entry.name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
-        offset += entry.nbytes
 
 
 def load_artifact(blob: bytes) -> dict[str, Tensor]:
@@ -2454,8 +2470,10 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and
     its windows unless `environ` sets others. Raises UserError if it is invalid or model or
     tokenizer differ from the artifact's."""
-    missing = f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz"
-    require(Path(path).is_file(), missing)
+    require(
+        Path(path).is_file(),
+        f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz",
+    )
     with reading_artifact(path):
         blob = read_small(Path(path))
         header, made, _, _ = open_artifact(blob)
@@ -2464,25 +2482,31 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     hp = Hyperparameters.from_env(stored | environ)
     for name in knobs_with("model"):
         here, there = getattr(hp, name), getattr(made, name)
-        differs = f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}"
-        require(here == there, f"{differs}: unset it")
+        require(
+            here == there,
+            f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it",
+        )
     outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
     package = CODER_PACKAGES.get(header["coder"])
-    decodable = not package or find_spec(package)
-    require(decodable, f"{path} needs a package: pip install {package}")
+    require(not package or find_spec(package), f"{path} needs a package: pip install {package}")
     digest = header.get("tokenizer_sha256")
     tokenizer = Path(hp.tokenizer_path)
-    same = not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest
-    other = f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256"
-    require(same, f"{other}: set it to that")
+    require(
+        not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest,
+        f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: "
+        "set it to that",
+    )
     return blob, hp
 
 
 def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn every error of reading an artifact into a UserError that names it. Hostile content can
     cause any."""
-    advice = "if truncated or altered, copy it again"
-    return explaining(f"artifact {path} cannot be used", Exception, advice=advice)
+    return explaining(
+        f"artifact {path} cannot be used",
+        Exception,
+        advice="if truncated or altered, copy it again",
+    )
 
 
 # ---- The whole run -------------------------------------------------------------------------------
@@ -2494,6 +2518,11 @@ def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
     require_packages(hp)
     outline(hp)  # an artifact that nothing can load is refused before the training
+    require(
+        not 0 < hp.target_bytes <= code_size(),
+        f"TARGET_BYTES={hp.target_bytes} is no more than the {code_size()} bytes of the script: "
+        "raise it, or pack the script (tools/pack_code.py)",
+    )
     with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
         run, checkpoint = prepare(hp, runtime, log)
         with contextlib.closing(run.loader):
@@ -2544,6 +2573,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         score = score_artifact(model, make_scorer, hp, log)
         total = len(blob) + code_size()
         log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
+        check_limits(total, 0.0, hp)
 
 
 def require_packages(hp: Hyperparameters) -> None:
@@ -2614,15 +2644,22 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     code_bytes = code_size()
     weights = run.trainer.optimizer.weights()
     blob, path = b"", None
+    fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
+    max_bytes = math.inf if fixed else hp.target_bytes - code_bytes
     log.stage("export")
     if comm.rank == 0:
         count = sum(w.numel() for w in weights.values())
         log(f"export: coding {count:,} weights, {'GPTQ' if hessians else 'plain'}")
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
-        max_bytes = hp.target_bytes - code_bytes if hp.target_bytes else math.inf
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
         path = keep_artifact(blob, log)
-    blob = comm.share(blob)
+    blob, path = comm.share((blob, path))
+    require(
+        len(blob) <= max_bytes,
+        f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**MAX_OCTAVES:.0f} times wider "
+        f"give {len(blob)} bytes, kept as {path}; {max_bytes} are available; "
+        "make the model smaller",
+    )
     total = len(blob) + code_bytes
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
     line = f"Total submission size int6+{hp.compressor}: {total} bytes"

@@ -194,10 +194,10 @@ def compare_coders(path: str, only: list[str] | None) -> None:
         decoded = time.perf_counter() - began
         entries = train_gpt.open_artifact(blob)[2]
     codes = {name: matrix for name, matrix, _ in tensors if matrix is not None}
-    weights = sum(math.prod(shape) for _, _, shape, _ in entries)
+    weights = sum(math.prod(entry.shape) for entry in entries)
     entropy = sum(map(order0_entropy, codes.values()))
     count = sum(matrix.size for matrix in codes.values())
-    rest = len(blob) - sum(nbytes for *_, nbytes in entries)
+    rest = len(blob) - sum(len(entry.stream) for entry in entries)
     print(
         f"{path}: {len(blob)} bytes, {weights} weights, {count} of them codes of {entropy / count:.4f} bits, "
         f"{entropy / 8:.0f} bytes; all else {rest} bytes ({100 * rest / len(blob):.2f} %); read in {decoded:.1f} s"

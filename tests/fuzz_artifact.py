@@ -3,15 +3,14 @@ JSON.
 
     python tests/fuzz_artifact.py 10000
 
-Most mutations get a correct checksum, so that they reach the checks behind it.
+Most mutations get correct checksums, so that they reach the checks behind them.
 """
 
-import hashlib
+import io
 import json
 import random
 import re
 import resource
-import struct
 import sys
 import tempfile
 import time
@@ -20,37 +19,47 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+
 import train_gpt
 from conftest import TINY, made, weights_of
-
-HEADER = len(train_gpt.ARTIFACT_MAGIC) + 6
 
 
 def mutate(blob: bytes, draw: random.Random) -> bytes:
     """A file damaged, truncated, stretched or forged in one of several ways."""
-    body, kind = bytearray(blob[:-32]), draw.randrange(8)
-    (length,) = struct.unpack_from("<I", body, HEADER - 4)
-    if kind == 0:  # noise in the streams
-        for _ in range(draw.choice((1, 1, 3, 30))):
-            body[draw.randrange(HEADER + length, len(body))] = draw.randrange(256)
-    elif kind == 1:  # noise anywhere
-        body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
-    elif kind == 2:
-        del body[draw.randrange(len(body)) :]
-    elif kind == 3:  # bytes removed or inserted
-        place, count = draw.randrange(HEADER, len(body)), draw.randrange(1, 40)
-        removed, inserted = (count if draw.random() < 0.5 else 0 for _ in range(2))
-        body[place : place + removed] = draw.randbytes(inserted)
+    kind = draw.randrange(8)
+    if kind < 3:  # the ZIP file itself
+        body = bytearray(blob)
+        if kind == 0:  # of which the ends hold its structure
+            place = draw.choice((draw.randrange(300), -draw.randrange(1, 300)))
+            body[place] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del body[draw.randrange(len(body)) :]
+        else:
+            body[draw.randrange(len(body))] ^= 1 << draw.randrange(8)
+        return bytes(body)
+    arrays = {name: array.tobytes() for name, array in np.load(io.BytesIO(blob)).items()}
+    if kind < 5:  # noise in one array, or bytes removed or inserted
+        name = draw.choice(("codes", "values"))
+        array = arrays[name] = bytearray(arrays[name])
+        place, count = draw.randrange(len(array)), draw.randrange(1, 40)
+        if draw.random() < 0.5:
+            array[place] = draw.randrange(256)
+        else:
+            removed, inserted = (count if draw.random() < 0.5 else 0 for _ in range(2))
+            array[place : place + removed] = draw.randbytes(inserted)
     else:  # another header, which is JSON
-        header = json.loads(body[HEADER : HEADER + length])
+        header = json.loads(arrays["header"])
         forge(header, draw)
-        text = json.dumps(header).encode()
+        text = bytearray(json.dumps(header).encode())
         if kind == 7:  # or almost JSON
-            text = bytearray(text)
             text[draw.randrange(len(text))] = draw.randrange(256)
-        body[HEADER - 4 : HEADER + length] = struct.pack("<I", len(text)) + bytes(text)
-    sealed = bytes(body) + hashlib.sha256(body).digest()
-    return sealed if draw.random() < 0.9 else bytes(body) + blob[-32:]
+        arrays["header"] = text
+    if draw.random() < 0.05:
+        del arrays[draw.choice(list(arrays))]
+    file = io.BytesIO()
+    np.savez(file, **{name: np.frombuffer(array, np.uint8) for name, array in arrays.items()})
+    return file.getvalue()
 
 
 def forge(value, draw: random.Random) -> None:

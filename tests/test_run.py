@@ -357,7 +357,33 @@ def test_target_bytes(script, tmp_path):
     assert result.returncode == 0, result.stderr
     size = (tmp_path / "final_model.int6.xz").stat().st_size
     assert "export: steps" in result.stdout and 17_000 < size <= limit
-    assert "TARGET_BYTES=1000 cannot be met" in sentence(script(TARGET_BYTES=1000))
+
+
+def test_a_target_below_the_script_is_refused_before_the_training(script, tmp_path):
+    code = (ROOT / "train_gpt.py").stat().st_size
+    result = script(TARGET_BYTES=code)
+    assert result.returncode == 1 and not (tmp_path / "logs").exists()
+    expected = f"error: TARGET_BYTES={code} is no more than the {code} bytes of the script: raise"
+    assert sentence(result).startswith(expected)
+
+
+def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tmp_path):
+    code = (ROOT / "train_gpt.py").stat().st_size
+    result = script(TARGET_BYTES=code + 2000, RUN_ID="small")
+    assert result.returncode == 1
+    path = tmp_path / "logs" / "small.int6.xz"
+    size = path.stat().st_size
+    expected = f"16 times wider give {size} bytes, kept as logs/small.int6.xz; 2000 are available"
+    assert expected in sentence(result)
+    assert train_gpt.load_artifact(path.read_bytes())
+
+
+def test_an_evaluation_checks_the_size(finished, env, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 100_000)
+    path = str(finished[0] / "final_model.int6.xz")
+    with pytest.raises(train_gpt.UserError, match="over the limit of 100000: not a valid run"):
+        train_gpt.evaluate_only(env(EVAL_ONLY=path, RUN_ID="again"), path)
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_inspection(hyperparameters, tmp_path):
     assert '"steps": 12' in result.stdout and '"model_dim": 32' in result.stdout
     assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M)
     entries = train_gpt.open_artifact(blob)[2]
-    for (kind, name, _, size), (_, codes, values) in zip(
+    for (kind, name, _, stream), (_, codes, values) in zip(
         entries, train_gpt.decode_artifact(blob), strict=True
     ):
         (line,) = [line for line in lines if line.split()[:1] == [name]]
@@ -323,12 +323,12 @@ def test_inspection(hyperparameters, tmp_path):
         shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
         assert shape == "x".join(map(str, codes.shape))
         stated = train_gpt.code_range(kind, hp, 1.5)[1]
-        assert (int(bits), int(nbytes)) == (kind.bits, size)
+        assert (int(bits), int(nbytes)) == (kind.bits, len(stream))
         assert float(clip) == pytest.approx(stated, abs=5e-4)
         assert float(entropy) == pytest.approx(
             inspect_artifact.order0_entropy(codes) / codes.size, abs=1e-4
         )
-        assert float(coded) == pytest.approx(8 * size / codes.size, abs=1e-4)
+        assert float(coded) == pytest.approx(8 * len(stream) / codes.size, abs=1e-4)
     parts = [int(word.strip(",")) for word in lines[-1].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
 

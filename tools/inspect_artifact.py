@@ -22,8 +22,6 @@ import train_gpt
 # isort: split
 import numpy as np
 
-CHECKSUM_BYTES = 32
-
 
 def order0_entropy(codes: np.ndarray) -> float:
     """Total bits of codes (L, ...) by the frequencies of their values, with one frequency table per
@@ -36,10 +34,14 @@ def order0_entropy(codes: np.ndarray) -> float:
 
 
 def row(
-    entry: tuple, codes: np.ndarray | None, hp: train_gpt.Hyperparameters, step_scale: float
+    entry: train_gpt.Entry,
+    codes: np.ndarray | None,
+    hp: train_gpt.Hyperparameters,
+    step_scale: float,
 ) -> str:
-    """The line of one tensor. `entry` is (kind, name, shape, bytes of its codes)."""
-    kind, name, shape, nbytes = entry
+    """The line of one tensor."""
+    kind, name, shape, stream = entry
+    nbytes = len(stream)
     line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
     if kind is None:
         return f"{line} {16:5} {'':7} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
@@ -54,7 +56,7 @@ def inspection(path: str) -> str:
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
-        header, hp, entries, start = train_gpt.open_artifact(blob)
+        header, hp, entries, values = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
         lines += [
             f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
@@ -63,10 +65,10 @@ def inspection(path: str) -> str:
         lines.append(f"{titles}   (bits per code)")
         tensors = zip(entries, train_gpt.decode_artifact(blob), strict=True)
         lines += [row(entry, codes, hp, header["step_scale"]) for entry, (_, codes, _) in tensors]
-    coded = sum(nbytes for *_, nbytes in entries)
-    plain = len(blob) - start - coded - CHECKSUM_BYTES
+    coded = sum(len(entry.stream) for entry in entries)
+    rest = len(blob) - coded - len(values)
     lines.append(
-        f"  codes {coded}, scales and plain values {plain}, header and checksum {start + CHECKSUM_BYTES} bytes"
+        f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"
     )
     return "\n".join(lines)
 

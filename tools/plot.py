@@ -207,10 +207,10 @@ def byte_shares(path: str) -> dict[str, int]:
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
-        _, _, entries, start = train_gpt.open_artifact(blob)
-    shares = {name: nbytes for _, name, _, nbytes in entries if nbytes}
-    shares["header, checksum"] = start + 32
-    shares["scales, plain values"] = len(blob) - sum(shares.values())
+        _, _, entries, values = train_gpt.open_artifact(blob)
+    shares = {entry.name: len(entry.stream) for entry in entries if entry.stream}
+    shares["steps, plain values"] = len(values)
+    shares["header, container"] = len(blob) - sum(shares.values())
     return shares
 
 
