@@ -29,8 +29,10 @@ def command() -> dict[str, str]:
 
 
 def test_defaults_are_the_record_run():
-    """Fault D1: #399 needed 23 variables for its record. Here its command changes nothing."""
-    assert Hyperparameters.from_env(command()) == Hyperparameters()
+    """Fault D1: #399 needed 23 variables for its record. Here its command only sets its number of
+    steps, which would end a run before its time limit does."""
+    ours = dataclasses.replace(Hyperparameters(), iterations=9000)
+    assert Hyperparameters.from_env(command()) == ours != Hyperparameters()
 
 
 def test_the_published_run_is_one_set_of_variables():
@@ -41,7 +43,7 @@ def test_the_published_run_is_one_set_of_variables():
     differing = {
         f.name for f in dataclasses.fields(hp) if getattr(hp, f.name) != getattr(ours, f.name)
     }
-    beyond = set(variables("published")) - set(command()) | {"LATE_QAT"}
+    beyond = set(variables("published")) - set(command()) | {"LATE_QAT", "ITERATIONS"}
     assert {name.upper() for name in differing} == beyond
     assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
     shape = (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads)
@@ -55,7 +57,14 @@ def test_the_published_run_is_one_set_of_variables():
 
 
 # Variables that a record's file gives although they are the defaults.
-REPEATED = {"LOOP_FIRST", "LOOP_LAYERS", "LOOP_START", "TTT_LORA_RANK", "GPTQ_BATCHES"}
+REPEATED = {
+    "ITERATIONS",
+    "LOOP_FIRST",
+    "LOOP_LAYERS",
+    "LOOP_START",
+    "TTT_LORA_RANK",
+    "GPTQ_BATCHES",
+}
 
 
 @pytest.mark.parametrize("name, count", [("frontier", 35_945_766), ("2135", 35_945_623)])
@@ -72,13 +81,13 @@ def test_the_leaders_configurations_are_models_that_fit_an_artifact(name, count)
 
 
 def test_one_gpu_changes_neither_model_nor_optimizer():
-    """records/one_gpu.env compares the record's model and optimizer; none of its variables repeats
-    a default. After another configuration it takes away none of its parts."""
+    """records/one_gpu.env compares the record's model and optimizer. After another configuration,
+    published.env with its 9,000 steps included, it takes away none of its parts."""
     one, ours = variables("one_gpu"), Hyperparameters()
     allowed = {"TRAIN_BATCH_TOKENS", "WARMDOWN_FRAC", "ITERATIONS", "VAL_LOSS_EVERY", "EVAL_STRIDE"}
     hp = Hyperparameters.from_env(one)
     differing = {f.name.upper() for f in train_gpt.KNOBS if getattr(hp, f.name) != f.default}
-    assert set(one) == differing == allowed
+    assert set(one) == differing | {"ITERATIONS"} == allowed
     assert hp.train_batch_tokens == ours.train_batch_tokens // 8  # 48 sequences of one of 8 ranks
     for name in ("published", "2135", "frontier"):
         alone = Hyperparameters.from_env(variables(name))
