@@ -1078,23 +1078,22 @@ class ParallelMuon:
         return report
 
     def reduce_gradients(self) -> None:
-        """Sum over the ranks: small gradients and report in one flat all-reduce, each bank by a
-        reduce-scatter in the node and an all-reduce of the owned rows over the replicas, which
-        overlaps with the next bank's reduce-scatter."""
-        node = self.comm.shard
-        arrivals = [self.comm.all_reduce(self.flat)]
-        scattered = []
+        """Sum over the ranks: each bank by a reduce-scatter in the node and an all-reduce of the
+        owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then small
+        gradients and report in one flat all-reduce."""
+        scattered, reduced = [], []
         for shard in self.banks.values():
             if shard.comm_buffer is not shard.grad_sum:
                 shard.comm_buffer.copy_(shard.grad_sum)
-            arrived = node.reduce_scatter(shard.grad_shard, shard.comm_buffer)
+            arrived = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
             scattered.append((shard, arrived))
         for shard, arrived in scattered:
-            # NCCL orders a collective of another group after what this stream has waited for.
             arrived()
-            arrivals.append(self.comm.replicate.all_reduce(shard.grad_shard))
-        for arrived in arrivals:
+            reduced.append(self.comm.replicate.all_reduce(shard.grad_shard))
+        for arrived in reduced:
             arrived()
+        # Last, as NCCL may hang if two groups that share ranks run collectives in either order.
+        self.comm.all_reduce(self.flat)()
 
     def gradient_norm(self) -> Tensor:
         """Norm () of the reduced gradient. The squares are gathered and not reduced, because

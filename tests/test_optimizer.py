@@ -416,6 +416,37 @@ def test_tensors_are_all_state(hyperparameters):
     )
 
 
+def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
+    """As a rank of two nodes with two ranks each. A collective reads its input when it starts, and
+    its result is there after its wait. Replicas would add up rows that the node has not summed yet;
+    NCCL may hang if the group of all ranks is in use together with one of its parts."""
+    hp, model, optimizer = prepared(hyperparameters)
+    whole, node, replicas = Comm(0, 4), Comm(0, 2), Comm(0, 2)
+    whole.shard, whole.replicate = node, replicas
+    optimizer = ParallelMuon(model, weights_of(model), hp, whole)
+    in_flight = []
+
+    def start(comm, collective, out, *source):
+        assert whole not in in_flight and (comm is not whole or not in_flight)
+        value = (source or [out])[0][: len(out)].clone()
+        in_flight.append(comm)
+
+        def wait():
+            in_flight.remove(comm)
+            out.copy_(value if comm is node else 3 * value)
+
+        return wait
+
+    monkeypatch.setattr(Comm, "start", start)
+    set_gradients(model, 1)
+    expected = {name: 3 * shard.grad[shard.mine] for name, shard in optimizer.banks.items()}
+    flat = 3 * optimizer.flat
+    optimizer.reduce_gradients()
+    assert not in_flight and torch.equal(optimizer.flat, flat)
+    for name, shard in optimizer.banks.items():
+        assert torch.equal(shard.grad_shard, expected[name]), name
+
+
 def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
     """Fault B17: any W works. Each row has one owner; there are fewer padding rows than ranks, and
     they stay zero."""
