@@ -66,7 +66,6 @@ from typing import NamedTuple
 
 try:
     import fcntl
-    import resource
 except ImportError:
     sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
@@ -280,14 +279,14 @@ class Hyperparameters:
     seed: int = knob(1337, "initialisation and data order", low=0)
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
-    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; or a checkpoint file", "run")
+    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: start anew", "run")
     shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the fastest here", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "auto: on a CPU with g++ and enough text; train: no scores", "run", choices=COMPILE)
+    compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: not for scores", "run", choices=COMPILE)
     fused_mlp: str = knob("auto", "Triton kernel of the MLP; auto: if it is faster", "run", choices=("auto", "0", "1"))
     # fmt: on
 
@@ -361,9 +360,8 @@ class Hyperparameters:
         is_name = "/" not in self.run_id and not self.run_id.startswith(".")
         bad_name = f"RUN_ID={self.run_id} is no file name: it must not have a slash"
         require(is_name, f"{bad_name} or begin with a dot")
-        resumable = self.resume in ("", "auto") or self.resume.endswith(".safetensors")
-        what = f"RESUME={self.resume} is neither auto nor a checkpoint, step_<N>.safetensors"
-        require(resumable, f"{what}: set RESUME=auto")
+        newest = "set RESUME=auto; it continues from the newest checkpoint of RUN_ID"
+        require(self.resume in ("", "auto"), f"RESUME={self.resume} is not auto: {newest}")
         named = self.run_id or not (self.checkpoint_every or self.resume)
         unnamed = "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one"
         require(named, unnamed)
@@ -2509,8 +2507,6 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
 
 
 # ---- The whole run -------------------------------------------------------------------------------
-# Targets times weights from which a CPU compiles; two cores score fewer before they have compiled.
-WORTH_COMPILING = 1e12
 
 
 def train_and_score(hp: Hyperparameters) -> None:
@@ -2530,8 +2526,8 @@ def train_and_score(hp: Hyperparameters) -> None:
                 run.restore(*checkpoint)
             run.train()
             averaged, hessians = run.finish()
-        memory = peak_memory(runtime.device)
-        log(memory_line(memory), event="peak_memory", **memory)
+        if memory := peak_memory(runtime.device):
+            log(memory_line(memory), event="peak_memory", **memory)
         log(f"exporting {averaged}")
         before = run.score_average()
         before.log(log, "final_average_exact")
@@ -2566,7 +2562,12 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         log.note(val.note)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        forward = compile_for_evaluation(model.to(runtime.device), val, runtime, log)
+        on_gpu = runtime.device.type == "cuda"
+        # On a CPU most texts are scored before their forward would be compiled.
+        compiled = runtime.compiled and hp.compile in (("auto", "1") if on_gpu else ("1",))
+        if compiled:
+            log("compiling, which takes minutes the first time", bar=("compiling", 0))
+        forward = compile_whole(model.to(runtime.device), compiled)
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(model, make_scorer, hp, log)
@@ -2577,20 +2578,18 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 
 def require_packages(hp: Hyperparameters) -> None:
     """Raise UserError if a package is missing that the run would need after its training."""
-    needs = {f"COMPRESSOR={hp.compressor}": CODER_PACKAGES.get(hp.compressor)}
-    if hp.checkpoint_every or hp.resume:
-        needs["CHECKPOINT_EVERY or RESUME"] = "safetensors"
-    for setting, package in needs.items():
-        found = not package or find_spec(package)
-        require(found, f"{setting} needs {package}: pip install {package}")
+    package = CODER_PACKAGES.get(hp.compressor)
+    found = not package or find_spec(package)
+    require(found, f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}")
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple | None]:
     """(the run, the checkpoint to continue from as arguments of `Run.restore`). Whatever could lose
     the run later is an error here."""
     log.require_unused(hp, runtime.comm)
+    if runtime.comm.rank == 0:
+        require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
-    require_space(hp, runtime.comm, log)
     log.header(hp, runtime, notes, resumed=path is not None)
     val = Validation(hp, runtime.device)
     log.note(val.note)
@@ -2605,15 +2604,11 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
-    """The most memory that this process has used, in MiB, by kind."""
-    if device.type == "cuda":
-        kinds = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-        }
-    else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        kinds = {"resident": used if sys.platform == "darwin" else used << 10}
+    """The most memory that this rank has used on its GPU, in MiB, by kind; empty on a CPU."""
+    if device.type == "cpu":
+        return {}
+    cuda = torch.cuda
+    kinds = {"allocated": cuda.max_memory_allocated(), "reserved": cuda.max_memory_reserved()}
     return {kind: size >> 20 for kind, size in kinds.items()}
 
 
@@ -2629,9 +2624,10 @@ def code_size() -> int:
 
 def evaluation_command(hp: Hyperparameters, log: Log) -> str:
     """The command that scores the artifact again."""
-    names = {"DATA_PATH": hp.data_path, "TOKENIZER_PATH": hp.tokenizer_path}
-    names["EVAL_ONLY"] = str(log.artifact)
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in names.items())
+    data, tokenizer, artifact = map(
+        shlex.quote, (hp.data_path, hp.tokenizer_path, str(log.artifact))
+    )
+    settings = f"DATA_PATH={data} TOKENIZER_PATH={tokenizer} EVAL_ONLY={artifact}"
     return f"{settings} python train_gpt.py"
 
 
@@ -2710,36 +2706,21 @@ def score_artifact(
     return f"{score.bits_per_byte:.4f} bits per byte ({name})"
 
 
-def compile_for_evaluation(
-    model: GPT, val: Validation, runtime: Runtime, log: Log
-) -> Callable[..., Tensor]:
-    """The forward of EVAL_ONLY. On a CPU a small text would be scored before its forward is
-    compiled."""
-    wanted, on_cpu = model.hp.compile, runtime.device.type == "cpu"
-    compiled = runtime.compiled and wanted != "train"
-    if compiled and on_cpu and wanted == "auto":
-        weights = sum(p.numel() for p in model.parameters())
-        compiled = val.targets * weights >= WORTH_COMPILING
-        if not compiled:
-            log.note("the text is too small to compile for on a CPU; COMPILE=1 compiles")
-    if compiled:
-        way = "; COMPILE=0 begins at once" if on_cpu else ""
-        line = f"compiling the evaluation, which takes minutes the first time{way}"
-        log(line, bar=("compiling", 0))
-    return compile_whole(model, compiled)
-
-
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
     """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may
     raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
-    slow = f"training took {seconds:.2f} s, over the limit of {cap:g}"
-    invalid = "this run is not a valid submission"
-    require(seconds <= cap, f"{slow}: {invalid}; lower MAX_WALLCLOCK_SECONDS")
-    over = f"{total - SUBMISSION_CAP} over the limit of {SUBMISSION_CAP}"
-    advice = f"set TARGET_BYTES={SUBMISSION_CAP} or a smaller model"
-    large = f"code and artifact are {total} bytes, {over}: not a valid run; {advice}"
-    require(total <= SUBMISSION_CAP, large)
+    require(
+        seconds <= cap,
+        f"training took {seconds:.2f} s, over the limit of {cap:g}: "
+        "this run is not a valid submission; lower MAX_WALLCLOCK_SECONDS",
+    )
+    require(
+        total <= SUBMISSION_CAP,
+        f"code and artifact are {total} bytes, {total - SUBMISSION_CAP} over the limit of "
+        f"{SUBMISSION_CAP}: not a valid submission; "
+        f"train with TARGET_BYTES={SUBMISSION_CAP} or a smaller model",
+    )
 
 
 # ---- Data: shards, the training loader, the validation stream with its byte counts ---------------
@@ -3375,19 +3356,18 @@ class Log:
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) --------------------------
 CHECKPOINTS = Path("checkpoints")
-CHECKPOINT_VERSION = 7
-CHECKPOINT_FILES = "step_*.safetensors"
+CHECKPOINT_VERSION = 8
+CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
 
 
 class Checkpoints:
-    """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.safetensors: whole tensors, with everything else
-    as metadata. A step only waits for the copy to host memory; a thread hashes, writes, syncs and
-    renames. The last two are kept."""
+    """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
+    metadata. A step only waits for the copy to host memory; a thread writes, syncs and renames. The
+    last two are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
         self.hp, self.comm, self.log = hp, comm, log
         self.folder = CHECKPOINTS / hp.run_id
-        self.copies: dict[str, Tensor] = {}  # in host memory
         self.writer = ThreadPoolExecutor(1)
         self.written = self.writer.submit(lambda: None)  # future of the newest checkpoint
         self.newest: Path | None = None
@@ -3395,8 +3375,7 @@ class Checkpoints:
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                # A killed run leaves what `replacing` and safetensors' save_file write to first.
-                for unfinished in (*self.folder.glob("*.partial"), *self.folder.glob(".tmp*")):
+                for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
 
     def due(self, step: int, seconds: float) -> bool:
@@ -3412,47 +3391,47 @@ class Checkpoints:
     def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
         """Copy the whole tensors and start writing them, with this metadata. All ranks must call
         this."""
-        self.written.result()
+        self.written.result()  # one copy at a time in host memory
         self.last = state
-        self.newest = self.folder / f"step_{state['step']:08d}.safetensors"
+        self.newest = self.folder / f"step_{state['step']:08d}.npz"
+        copies = {}
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
-                copy = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
-                self.copies[name] = copy
+                copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
         if self.comm.rank == 0:
             copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
             knobs = dataclasses.asdict(self.hp)
             metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": knobs, **state}
             metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
-            self.written = self.writer.submit(self.write, self.newest, metadata, copied)
+            self.written = self.writer.submit(self.write, self.newest, metadata, copies, copied)
 
-    def write(self, path: Path, metadata: dict, copied: torch.cuda.Event | None) -> None:
+    def write(
+        self,
+        path: Path,
+        metadata: dict,
+        tensors: dict[str, Tensor],
+        copied: torch.cuda.Event | None,
+    ) -> None:
         """In the writer's thread. After an error, such as a full disk, the run continues."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file  # unlike `save`, it releases the interpreter lock
-
         started = time.perf_counter()
         step = metadata["step"]
         if copied is not None:
             copied.synchronize()
         try:
-            norms = [torch.linalg.vector_norm(tensor) for tensor in self.copies.values()]
-            finite = all(norm.isfinite() for norm in norms)
+            finite = all(torch.linalg.vector_norm(t).isfinite() for t in tensors.values())
             require(finite, "it has values that are not finite")
-            text = {"checkpoint": json.dumps(metadata)}
-            text["sha256"] = checkpoint_digest(metadata, self.copies)
-            with replacing(path) as partial:
-                save_file(self.copies, partial, metadata=text)
+            with replacing(path) as partial, open(partial, "wb") as file:
+                np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
                 older.unlink(missing_ok=True)
             fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
             self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
-        except (UserError, SafetensorError, OSError) as error:
+        except (ValueError, OSError) as error:
             self.log.note(f"there is no checkpoint of step {step}: {error}")
             self.newest = max(self.folder.glob(CHECKPOINT_FILES), default=None)
 
     def continue_from(self, path: Path, state: dict) -> None:
-        """Delete later checkpoints: they are damaged, or of a branch that this run leaves."""
+        """Delete later checkpoints: they are damaged."""
         self.newest, self.last = path, state
         if self.comm.rank == 0:
             for later in self.folder.glob(CHECKPOINT_FILES):
@@ -3460,61 +3439,40 @@ class Checkpoints:
                     later.unlink()
 
 
-def checkpoint_digest(metadata: dict, tensors: dict[str, Tensor]) -> str:
-    """The sha256 over metadata and tensors, in hexadecimal."""
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors) of a checkpoint. Raises UserError if it is damaged; nothing in it is
-    executed."""
-    from safetensors import safe_open
-
-    advice = "copy or delete it"
-    with explaining("it is truncated or not a checkpoint", Exception, advice=advice):
-        with safe_open(path, framework="pt") as file:
-            text = file.metadata() or {}
-            names = file.keys()  # the file is no dict
-            tensors = {name: file.get_tensor(name) for name in names}
-        metadata = json.loads(text["checkpoint"])
-        stated, version = text["sha256"], metadata["version"]
-    differs = f"its format has version {version}, not {CHECKPOINT_VERSION}"
-    require(version == CHECKPOINT_VERSION, differs)
-    with explaining("its metadata is invalid", Exception, advice=advice):
-        numbers = [metadata[key] for key in ("step", "seconds", "samples", "reserve")]
-        numbers += metadata["recent"]
-        valid = all(isinstance(n, int | float) and n >= 0 for n in numbers)
-        valid = valid and len(metadata["hyperparameters"].keys()) > 0
-    require(stated == checkpoint_digest(metadata, tensors), "its checksum is wrong")
-    require(valid, "its metadata is invalid")
-    return metadata, tensors
+    """(metadata, tensors). Raises UserError if the file is damaged; nothing in it is executed."""
+    damaged = f"checkpoint {path} is truncated, altered or of another version"
+    with explaining(damaged, Exception, advice="copy or delete it"):
+        with np.load(path, allow_pickle=False) as file:
+            require(not file.zip.testzip(), "its checksum is wrong")
+            tensors = {name: file[name] for name in file.files}
+        metadata = json.loads(str(tensors.pop("metadata")))
+        require(metadata["version"] == CHECKPOINT_VERSION, f"version {metadata['version']}")
+    return metadata, {name: torch.from_numpy(array) for name, array in tensors.items()}
 
 
 def find_checkpoint(
     hp: Hyperparameters, comm: Comm
 ) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
-    """(path, metadata, tensors, notes for the log) of RESUME's checkpoint; only rank 0 has
-    tensors."""
-    found: Path | None = None
-    metadata, tensors, notes = {}, {}, []
-    for path in checkpoints_to_try(hp) if comm.rank == 0 else ():
+    """(path, metadata, tensors, notes for the log) of the newest complete checkpoint of RUN_ID, if
+    RESUME is set and there is one; only rank 0 reads and has tensors."""
+    folder = CHECKPOINTS / hp.run_id
+    files = sorted(folder.glob(CHECKPOINT_FILES), reverse=True) if comm.rank == 0 else []
+    earlier = f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID"
+    require(hp.resume or not hp.checkpoint_every or not files, earlier)
+    found, metadata, tensors, notes = None, {}, {}, []
+    for path in files if hp.resume else ():
         try:
             metadata, tensors = read_checkpoint(path)
-        except ValueError as error:
-            notes.append(f"checkpoint {path} skipped: {reason(error)}")
+        except UserError as error:
+            notes.append(f"skipped: {error}")
             continue
         require_same_run(hp, path, metadata)
         if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
             notes.append("train_gpt.py has changed since this checkpoint")
         found = path
         break
-    damaged = f"RESUME={hp.resume}: {'; '.join(notes)}"
-    advice = f"delete {CHECKPOINTS / hp.run_id} to start over"
-    require(found or not notes, f"{damaged}; {advice}")
+    require(found or not notes, f"{'; '.join(notes)}; delete {folder} to start over")
     found, metadata, notes = comm.share((found, metadata, notes))
     return found, metadata, tensors, notes
 
@@ -3523,68 +3481,43 @@ def kernels_of_checkpoint(hp: Hyperparameters, comm: Comm) -> dict[str, str]:
     """The kernels of the run that RESUME continues, by kind; empty for a new run."""
     kernels = {}
     resumes = hp.resume and not hp.eval_only
-    for path in checkpoints_to_try(hp) if comm.rank == 0 and resumes else ():
+    files = sorted((CHECKPOINTS / hp.run_id).glob(CHECKPOINT_FILES), reverse=True)
+    for path in files if comm.rank == 0 and resumes else ():
         # `find_checkpoint` reports what is wrong with it.
         with contextlib.suppress(Exception):
-            from safetensors import safe_open
-
-            with safe_open(path, framework="pt") as file:
-                kernels = json.loads(file.metadata()["checkpoint"])["kernels"]
+            kernels = read_checkpoint(path)[0]["kernels"]
             break
     return comm.share(kernels)
 
 
-def checkpoints_to_try(hp: Hyperparameters) -> list[Path]:
-    """RESUME's file, or with RESUME=auto those of RUN_ID, newest first. Raises UserError if the run
-    would mix with another one."""
-    folder = CHECKPOINTS / hp.run_id
-    own = sorted(folder.glob(CHECKPOINT_FILES), reverse=True)
-    if hp.resume == "auto":
-        return own
-    if not hp.resume:
-        earlier = f"{folder} holds an earlier run: set RESUME=auto to continue it"
-        require(not own or not hp.checkpoint_every, f"{earlier}, or another RUN_ID")
-        return []
-    inside = Path(hp.resume).resolve().parent == folder.resolve()
-    mixed = f"RESUME={hp.resume}, but RUN_ID={hp.run_id} has checkpoints of its own in {folder}"
-    advice = "set RESUME=auto to continue from the newest of those, or another RUN_ID"
-    require(not own or inside, f"{mixed}: {advice}")
-    return [Path(hp.resume)]
-
-
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     """Raise UserError if knobs differ that must not."""
-    before = metadata["hyperparameters"]
-    unlike = []
+    before, unlike = metadata["hyperparameters"], []
     for name in knobs_with("training", "model"):
         now, then = getattr(hp, name), before.get(name)
         if now != then:
             unlike.append(f"{name.upper()}={now} instead of {then}")
-    other = f"RESUME={hp.resume}: {path} is of another run, with {', '.join(unlike)}"
-    free = " ".join(knobs_with("evaluation", "run")).upper()
-    advice = f"set the same, or another RUN_ID; only these may change: {free}"
-    require(not unlike, f"{other}: {advice}")
+    require(
+        not unlike,
+        f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
+        f"only these may change: {' '.join(knobs_with('evaluation', 'run')).upper()}",
+    )
 
 
-def require_space(hp: Hyperparameters, comm: Comm, log: Log) -> None:
-    """Raise UserError, on all ranks, if the disk has no room for log and artifact or for the
-    checkpoints."""
+def require_space(hp: Hyperparameters) -> None:
+    """Raise UserError if the disk has no room for log and artifact or for the checkpoints."""
     weights = sum(tensor.numel() for tensor in outline(hp).values())
-    folder = CHECKPOINTS / hp.run_id
-    needs = {log.artifact.parent: (1 << 25) + 4 * weights}  # artifact and copy, 2 bytes per weight
+    need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
     if hp.checkpoint_every:
         # Up to four fp32 numbers per weight; two are kept while a third is written.
-        missing = max(1, 3 - len(list(folder.glob(CHECKPOINT_FILES))))
-        needs[folder] = missing * ((1 << 20) + 16 * weights)
-    need = sum(needs.values())  # all are on one disk, usually
-    full = ""
-    for place in needs if comm.rank == 0 else ():
-        existing = next(path for path in (place, *place.parents) if path.exists())
-        free = shutil.disk_usage(existing).free
-        if free < need:
-            full = f"{place} has {free >> 20} MiB of free space, but the run may need {need >> 20}"
-    full = comm.share(full)
-    require(not full, f"{full}: free some, or start it in another folder")
+        kept = len(list((CHECKPOINTS / hp.run_id).glob(CHECKPOINT_FILES)))
+        need += max(1, 3 - kept) * ((1 << 20) + 16 * weights)
+    free = shutil.disk_usage(".").free
+    require(
+        free >= need,
+        f"the disk has {free >> 20} MiB of free space, but the run may need {need >> 20}: "
+        "free some, or start it in another folder",
+    )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------

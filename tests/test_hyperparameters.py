@@ -123,11 +123,8 @@ def test_challenge_names_are_knobs():
         ("RUN_ID", "../x", "is no file name: it must not have a slash or begin with a dot"),
         ("RUN_ID", "a/b", "slash"),
         ("RUN_ID", "..", "begin with a dot"),
-        (
-            "RESUME",
-            "yes",
-            "is neither auto nor a checkpoint, step_<N>.safetensors: set RESUME=auto",
-        ),
+        ("RESUME", "yes", "is not auto: set RESUME=auto"),
+        ("RESUME", "checkpoints/r/step_00000009.safetensors", "from the newest checkpoint of RUN"),
         ("TIE_EMBEDDINGS", "0", "not supported: the head is the token embedding; unset it"),
     ],
 )

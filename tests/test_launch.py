@@ -131,7 +131,7 @@ def test_two_ranks_of_the_script_with_a_wrong_knob_print_one_sentence(tmp_path):
 def test_an_error_of_the_first_rank_alone_is_one_sentence(env, tmp_path):
     """The launcher's SIGTERM was an error of the others: a second sentence, after 5 s."""
     (tmp_path / "checkpoints" / "r").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "r" / "step_00000004.safetensors").touch()
+    (tmp_path / "checkpoints" / "r" / "step_00000004.npz").touch()
     environ = {**os.environ, **env(RUN_ID="r", CHECKPOINT_EVERY=4), "NPROC": "2"}
     command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
     result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from conftest import ROOT
 
-NAMES = ("numpy", "sentencepiece", "constriction", "zstandard", "safetensors", "tqdm")
+NAMES = ("numpy", "sentencepiece", "constriction", "zstandard", "tqdm")
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the
 # file `system` names. Its pip writes the pinned packages there, or fails if the file `managed`
@@ -253,7 +253,7 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
 def test_a_virtual_environment_without_pip_gets_it(machine):
     """As uv makes them. A .venv could not inherit their torch."""
     machine.torch(machine.root / "site")
-    machine.has("numpy", "safetensors", "sentencepiece")
+    machine.has("numpy", "sentencepiece")
     (machine.root / "pyvenv.cfg").touch()
     (machine.root / "no-pip").touch()
     result = machine.run()

@@ -94,7 +94,7 @@ def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
     lines = [
         f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()
     ]
-    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.safetensors")
+    lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.npz")
     lines.append("step:2/9 train_loss:4.5 train_time:210ms")
     found = runs.read_run(written(tmp_path, "\n".join(lines)))
     assert [(point.step, point.fields["train_loss"]) for point in found.train] == [

@@ -86,7 +86,6 @@ def preload() -> None:
 
     for module in (
         "constriction",
-        "safetensors.torch",
         "sentencepiece",
         "torch._dynamo",
         "torch.distributed.run",

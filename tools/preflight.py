@@ -93,8 +93,7 @@ def check_data(hp: Hyperparameters) -> dict:
 
 def check_disk(hp: Hyperparameters) -> dict:
     """Free bytes, where rank 0 writes. Raises UserError if the run's files do not fit."""
-    name = argparse.Namespace(artifact=REPORT)  # in the folder of the log
-    train_gpt.require_space(hp, train_gpt.Comm(), name)
+    train_gpt.require_space(hp)
     return {"free_bytes": shutil.disk_usage(".").free}
 
 
@@ -541,8 +540,10 @@ def about_training(report: dict) -> str:
         parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({share})")
     for what, name in (("gradients alone", "gradients_ms"), ("reading a batch", "read_ms")):
         parts.append(f"{what} {spread(values(report, 'training', name), '.1f')} ms")
-    memory = train_gpt.memory_line(one["memory_mib"])
-    return f"{'; '.join(parts)}; GPTQ {one['gptq_seconds']:.1f} s; {memory}"
+    parts.append(f"GPTQ {one['gptq_seconds']:.1f} s")
+    if one["memory_mib"]:
+        parts.append(train_gpt.memory_line(one["memory_mib"]))
+    return "; ".join(parts)
 
 
 def about_evaluation(report: dict) -> str:
