@@ -695,59 +695,6 @@ def test_the_mode_of_a_run(script):
     )
 
 
-# Compiling for EVAL_ONLY
-
-
-@pytest.mark.parametrize(
-    "wanted, device, worth, compiled, said",
-    [
-        (
-            "auto",
-            "cpu",
-            1e5,
-            False,
-            "note: the text is too small to compile for on a CPU; COMPILE=1 compiles",
-        ),
-        (
-            "auto",
-            "cpu",
-            1,
-            True,
-            "compiling the evaluation, which takes minutes the first time; COMPILE=0 begins at once",
-        ),
-        (
-            "1",
-            "cpu",
-            1e9,
-            True,
-            "compiling the evaluation, which takes minutes the first time; COMPILE=0 begins at once",
-        ),
-        ("auto", "cuda", 1e9, True, "compiling the evaluation, which takes minutes the first time"),
-        ("train", "cpu", 1, False, ""),
-    ],
-)
-def test_eval_only_says_that_it_compiles(
-    setting, monkeypatch, wanted, device, worth, compiled, said
-):
-    """Before it does. On a CPU a small text is scored eagerly: fewer targets times weights than
-    worth it."""
-    hp, runtime, val = setting(COMPILE=wanted)
-    model, lines = made(hp, runtime.attend), []
-    weights = sum(p.numel() for p in model.parameters())
-    monkeypatch.setattr(train_gpt, "WORTH_COMPILING", val.targets * weights * worth)
-    monkeypatch.setattr(
-        train_gpt, "compile_whole", lambda model, compiled: (model, compiled, list(lines))
-    )
-    runtime = dataclasses.replace(runtime, compiled=True, device=torch.device(device))
-    log = mock.Mock(side_effect=lambda line, **_: lines.append(line))
-    log.note = lambda text: log(f"note: {text}")
-    forward = train_gpt.compile_for_evaluation(model, val, runtime, log)
-    assert lines == [said] * bool(said)
-    assert forward == (model, compiled, lines)
-    eager, lines[:] = dataclasses.replace(runtime, compiled=False), []
-    assert train_gpt.compile_for_evaluation(model, val, eager, log) == (model, False, [])
-
-
 # Test-time training
 
 

@@ -130,7 +130,7 @@ def sent_of(path: Path) -> dict[str, list]:
 
 SCORES = ("average", "roundtrip", "sliding_window")
 NAMES = {"train/loss", "train/lr_scale", "train/tokens_per_second", "train/qat", "train/seq_len"}
-NAMES |= {"val/loss", "val/bpb", "train_seconds", "memory/resident"}
+NAMES |= {"val/loss", "val/bpb", "train_seconds"}
 NAMES |= {"bytes/model", "bytes/code", "bytes/total"}
 
 
@@ -207,7 +207,7 @@ def test_a_run_that_replaces_the_log_is_another(to, program):
     """Also if the file has the same length or is for a moment empty or gone."""
     old = settings() + step(1, 6.5) + step(2, 6.25)
     new = old.replace("10:00", "11:00").replace("6.25", "4.25")
-    newer = settings(started="2026-11-24T12:00:00Z") + event("peak_memory", resident=7)
+    newer = settings(started="2026-11-24T12:00:00Z") + event("peak_memory", reserved=7)
     newer += step(1, 6.5) + step(2, 2.25)
     module = Recorder("wandb") if to == "wandb" else None
     written(old)
@@ -227,7 +227,7 @@ def test_a_run_that_replaces_the_log_is_another(to, program):
     else:
         found, _ = shown(Path("logs/tensorboard/r"))
         assert found["train/loss"] == [(1, 6.5), (2, 2.25)]
-        assert found["memory/resident"] == [(0, 7)]
+        assert found["memory/reserved"] == [(0, 7)]
 
 
 RESUMED = (

@@ -37,7 +37,7 @@ METRICS = {  # names of what is sent, by event and field; "score": all that FINA
     "train": {"train_loss": "train/loss", "train_seconds": "train_seconds"}
     | {name: f"train/{name}" for name in ("lr_scale", "tokens_per_second", "qat", "seq_len")},
     "val": {"val_loss": "val/loss", "val_bpb": "val/bpb", "train_seconds": "train_seconds"},
-    "peak_memory": {name: f"memory/{name}" for name in ("allocated", "reserved", "resident")},
+    "peak_memory": {name: f"memory/{name}" for name in ("allocated", "reserved")},
     "artifact": {"model_bytes": "bytes/model", "code_bytes": "bytes/code"},
     "score": {"val_bpb": "score/{}", "val_loss": "score_loss/{}", "eval_seconds": "score_s/{}"},
     "finished": {"bytes": "bytes/total"},
