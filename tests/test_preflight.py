@@ -81,7 +81,7 @@ def test_low_rank_training_is_timed_on_some_documents(check):
 @pytest.mark.parametrize(
     "fault, sentence",
     [
-        ("disk", "disk of rank 0: logs has 1 MiB of free space, but the run may need"),
+        ("disk", "disk of rank 0: the disk has 1 MiB of free space, but the run may need"),
         ("nan", "training of rank 0: the mean training loss is nan: lower the learning rates"),
         (
             "memory",

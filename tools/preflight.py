@@ -395,7 +395,7 @@ def limits(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
     """(sentence, knobs to set) where memory, reading, collectives or evaluation are at a limit."""
     found: list[tuple[str, dict]] = []
     total = first(report, "machine", "memory_mib")
-    used = max(max(each.values()) for each in values(report, "training", "memory_mib"))
+    used = max(max(each.values(), default=0) for each in values(report, "training", "memory_mib"))
     if total and used > 0.95 * total:
         text = f"training reserves {used:,} of {total:,} MiB: run with half the micro-batch"
         found.append((text, {"MICRO_BATCH_TOKENS": report["chosen"]["micro_batch_tokens"] // 2}))
