@@ -30,6 +30,7 @@ is pull request 399 of the challenge's repository."""
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -64,10 +65,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+if sys.version_info < (3, 11):
+    sys.exit(f"error: this needs Python 3.11 or later, but {sys.executable} is {sys.version[:6]}")
 try:
     import fcntl
 except ImportError:
     sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
+
+# Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def complain(sentence: str) -> None:
@@ -417,6 +423,7 @@ def misspelt(environ: Iterable[str], known: list[str]) -> str:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.905)
         near = [other for other in near if "_" in name or not name.startswith(other)]
         near += [other for other in known if sorted(other) == sorted(name)]  # letters swapped
+        near += [other for other in known if other == name.upper()]
         near += [other for other in known if "_" in name and other.startswith(f"{name}_")]
         if near:
             wrong = f"{name} is set but is not a knob; did you mean {near[0]}?"
@@ -1170,7 +1177,7 @@ class ParallelMuon:
 # never reach the peak.
 PHASE_LIMIT = 0.5
 SHORT_SEQ_FRACTION = 0.4  # of the run that SHORT_SEQ_PARTS cuts sequences for
-SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples (#399)
+SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples; 0.5 in #399
 MARGIN = 1 / 600  # of the time limit: for a short stall while the last steps are in flight
 
 
@@ -1401,6 +1408,7 @@ class Run:
         step = first = self.clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
+        atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         with stop_signals() as self.signals, self.profiler() as profile:
             while not self.stopping:
                 ended = self.has_ended(step)
@@ -2518,7 +2526,8 @@ def train_and_score(hp: Hyperparameters) -> None:
         f"TARGET_BYTES={hp.target_bytes} is no more than the {code_size()} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
-    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+    require_data(hp, "val", "train")
+    with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run, checkpoint = prepare(hp, runtime, log)
         with contextlib.closing(run.loader):
             run.warm_up()
@@ -2555,7 +2564,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     blob, hp = read_artifact(path, environ)
     with reading_artifact(path):
         weights = load_artifact(blob)
-    with Runtime.start(hp) as runtime, contextlib.closing(Log(hp, runtime.comm)) as log:
+    require_data(hp, "val")
+    with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         log.require_unused(hp, runtime.comm)
         log.header(hp, runtime)
         val = Validation(hp, runtime.device)
@@ -2805,6 +2815,13 @@ class TokenStream:
             found = f"shard {path} holds token {tokens.max()}, but VOCAB_SIZE={self.vocab_size}"
             raise UserError(f"{found}: set the data's")
         return tokens
+
+
+def require_data(hp: Hyperparameters, *splits: str) -> None:
+    """Raise UserError if shards or tokenizer are missing: before a log is opened."""
+    for split in splits:
+        TokenStream(hp.data_path, split, hp.vocab_size)
+    ByteCounter(hp.tokenizer_path, hp.vocab_size)
 
 
 def require_documents(hp: Hyperparameters, path: Path, tokens: np.ndarray) -> None:
@@ -3234,6 +3251,7 @@ class Log:
         self.artifact = folder / f"{self.name}{''.join(ARTIFACT.suffixes)}"
         self.started = time.perf_counter()
         self.failure = ""  # what could not be written, and what to do
+        self.begun = False  # the log is of this run, not of an earlier one
         self.files = []
         self.bar = None
         if comm.rank == 0:
@@ -3258,10 +3276,15 @@ class Log:
             options = {"dynamic_ncols": True, "leave": False, "file": sys.stdout}
             self.bar = tqdm(total=1, bar_format=layout, **options)
 
-    def close(self) -> None:
-        """Remove the bar from the terminal."""
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        """Remove the bar from the terminal and write a user's error."""
         if self.bar is not None:
             self.bar.close()
+        if self.begun and isinstance(error, UserError):
+            self(f"error: {error}", console=False)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
@@ -3322,6 +3345,7 @@ class Log:
             for file in self.files:
                 file.truncate(0)
             self(SOURCE.decode() + "\n" + "=" * 100, console=False)
+        self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
         self(f"started: {started}\nhyperparameters (* differs from the default)", console=False)

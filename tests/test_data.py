@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 
 import train_gpt
-from conftest import VOCAB, evaluator, write_shard
+from conftest import VOCAB, evaluator, made, weights_of, write_shard
 from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, Validation
 
 
@@ -424,3 +424,29 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path, one_rank, monkey
     monkeypatch.setattr(train_gpt, "MAX_VALIDATION", 100)
     with pytest.raises(UserError, match="validation tokens, over the limit of 100"):
         Validation(hp, runtime.device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"DATA_PATH": "/nowhere"},
+        {"TOKENIZER_PATH": "/nowhere"},
+        {"VOCAB_SIZE": 300},
+        {"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"},
+    ],
+)
+def test_a_start_without_data_leaves_no_log(script, tmp_path, hyperparameters, changes):
+    hp = hyperparameters()
+    (tmp_path / "a.xz").write_bytes(train_gpt.pack_artifact(weights_of(made(hp)), hp))
+    result = script(**changes)
+    assert result.returncode == 1 and not (tmp_path / "logs").exists(), result.stderr
+
+
+def test_the_log_has_the_error_that_ended_the_start(script, tmp_path):
+    """An earlier run's log gets none."""
+    result = script(RUN_ID="a", EVAL_SEQ_LEN=1_000_000)
+    log = (tmp_path / "logs" / "a.txt").read_text()
+    assert "too few for EVAL_SEQ_LEN" in result.stderr and log.endswith(f"\n{result.stderr}")
+    (tmp_path / "logs" / "a.jsonl").write_text('{"event": "finished"}\n')
+    assert "is used by an earlier run" in script(RUN_ID="a").stderr
+    assert (tmp_path / "logs" / "a.txt").read_text() == log

@@ -1,4 +1,4 @@
-"""Programs without a package that they need."""
+"""How programs start, without a package or on an old Python, and how they end."""
 
 import ast
 import subprocess
@@ -29,6 +29,52 @@ def test_a_python_without_packages_is_one_sentence(path, tmp_path):
     )
     expected = "error: No module named 'numpy': run `source .venv/bin/activate`, or `pip install -r requirements.txt`\n"
     assert result.stderr == expected and result.returncode == 1
+
+
+@pytest.mark.parametrize("path", [ROOT / "train_gpt.py", *PROGRAMS], ids=lambda path: path.stem)
+def test_waiting_openmp_threads_sleep(path, tmp_path):
+    """On a busy machine a sample came at 4 tokens per second, instead of 150. OpenMP reads the
+    variable when torch is loaded."""
+    for name in ("numpy", "sentencepiece"):
+        (tmp_path / f"{name}.py").touch()
+    code = "import os, sys; sys.exit(f\"policy {os.environ.get('OMP_WAIT_POLICY')}\")"
+    (tmp_path / "torch.py").write_text(code)
+    for given, expected in (({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")):
+        environment = {"PYTHONPATH": str(tmp_path), **given}
+        result = subprocess.run(
+            [sys.executable, "-S", path, "--help"], env=environment, capture_output=True, text=True
+        )
+        assert result.stderr == f"policy {expected}\n"
+
+
+def test_an_older_python_is_one_sentence():
+    """Python 3.8 can parse the file up to the end."""
+    source = (ROOT / "train_gpt.py").read_text()
+    ast.parse(source, feature_version=(3, 8))
+    old = "import runpy, sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4 (main)'; "
+    code = f"{old}runpy.run_path({str(ROOT / 'train_gpt.py')!r})"
+    result = subprocess.run([sys.executable, "-SE", "-c", code], capture_output=True, text=True)
+    expected = f"error: this needs Python 3.11 or later, but {sys.executable} is 3.10.4\n"
+    assert result.stderr == expected and result.returncode == 1
+
+
+def test_what_is_older_than_the_training_is_freed_at_the_end(env, tmp_path):
+    """Objects that the garbage collector still ignored made thirty lines of "nanobind: leaked" with
+    Triton 3.9."""
+    code = f"""
+import os, runpy, sys, types
+class Freed:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        os.write(1, b"freed\\n")
+sys.modules["holder"] = types.ModuleType("holder")
+sys.modules["holder"].object = Freed()
+sys.argv = ["train_gpt.py"]
+runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")
+"""
+    result = run(["-c", code], env(ITERATIONS=1), tmp_path, fresh=True)
+    assert result.returncode == 0 and result.stdout.endswith("train_gpt.py\nfreed\n"), result
 
 
 @pytest.mark.parametrize(
