@@ -65,8 +65,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-if sys.version_info < (3, 11):
-    sys.exit(f"error: this needs Python 3.11 or later, but {sys.executable} is {sys.version[:6]}")
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"error: this needs Python 3.11 or later, and this is {sys.version.split()[0]}")
 try:
     import fcntl
 except ImportError:
