@@ -145,8 +145,9 @@ def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[Non
 
 def writing(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
-    advice = "free space or choose a writable folder"
-    return explaining(f"cannot write {path}", OSError, advice=advice)
+    return explaining(
+        f"cannot write {path}", OSError, advice="free space or choose a writable folder"
+    )
 
 
 def run_program(main: Callable[[], object]) -> None:
@@ -2604,12 +2605,13 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     val = Validation(hp, runtime.device)
     log.note(val.note)
     run = Run(hp, runtime, log, val)
-    parameters = sum(p.numel() for p in run.trainer.model.parameters())
-    shards = len(run.loader.stream.paths)
-    data = f"val_tokens:{val.targets} val_bytes:{val.total_bytes} train_shards:{shards}"
     accumulation = run.trainer.accumulation
-    work = f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
-    log(f"model_params:{parameters} {data} {work}")
+    log(
+        f"model_params:{sum(p.numel() for p in run.trainer.model.parameters())} "
+        f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
+        f"train_shards:{len(run.loader.stream.paths)} "
+        f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
+    )
     return run, (path, state, tensors) if path else None
 
 
@@ -3307,8 +3309,7 @@ class Log:
                 text.write(f"{line}\n")
                 if event:
                     seconds = round(time.perf_counter() - self.started, 3)
-                    found = {"event": event, "seconds": seconds, **fields}
-                    events.write(f"{json.dumps(found)}\n")
+                    events.write(f"{json.dumps({'event': event, 'seconds': seconds, **fields})}\n")
         except UserError as error:
             self.failure = self.failure or str(error)
 
@@ -3326,15 +3327,16 @@ class Log:
     def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
         """Raise UserError, on all ranks, if the run would replace the log of a finished run or,
         with EVAL_ONLY, of a training."""
-        kept = {"finished", "train"} if hp.eval_only else {"finished"}
-        used = False
+        used = None
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
-            events = re.findall(r'(?m)^\{"event": "(\w+)"', lines)
-            used = not kept.isdisjoint(events)
-        earlier = f"RUN_ID={self.name} is used by an earlier run"
-        advice = f"set another, or delete its log, {self.path}.txt and .jsonl"
-        require(not comm.share(used), f"{earlier}: {advice}")
+            kept = "finished|train" if hp.eval_only else "finished"
+            used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
+        require(
+            not comm.share(bool(used)),
+            f"RUN_ID={self.name} is used by an earlier run: "
+            f"set another, or delete its log, {self.path}.txt and .jsonl",
+        )
 
     def header(
         self, hp: Hyperparameters, runtime: Runtime, notes: Iterable[str] = (), resumed=False
@@ -3348,8 +3350,8 @@ class Log:
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
-        self(f"started: {started}\nhyperparameters (* differs from the default)", console=False)
-        self(settings, console=False)
+        heading = f"started: {started}\nhyperparameters (* differs from the default)"
+        self(f"{heading}\n{settings}", console=False)
         names = [name for name in PACKAGES if find_spec(name)]
         packages = ", ".join(f"{name} {package_version(name)}" for name in names)
         torches = f"torch {torch.__version__}, {packages}, cuda {torch.version.cuda}"
@@ -3482,8 +3484,10 @@ def find_checkpoint(
     RESUME is set and there is one; only rank 0 reads and has tensors."""
     folder = CHECKPOINTS / hp.run_id
     files = sorted(folder.glob(CHECKPOINT_FILES), reverse=True) if comm.rank == 0 else []
-    earlier = f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID"
-    require(hp.resume or not hp.checkpoint_every or not files, earlier)
+    require(
+        hp.resume or not hp.checkpoint_every or not files,
+        f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID",
+    )
     found, metadata, tensors, notes = None, {}, {}, []
     for path in files if hp.resume else ():
         try:

@@ -526,39 +526,27 @@ def test_mistakes(changes, part, knobs, tmp_path):
 # Damage
 
 
-def damage(folder: Path, kind: str, step: int = 6) -> None:
+def damage(folder: Path, step: int = 6) -> None:
+    """Flip a bit of a checkpoint."""
     file = folder / step_file(step)
     blob = bytearray(file.read_bytes())
-    if kind == "truncated":
-        del blob[-100:]
-    elif kind == "altered":
-        blob[len(blob) // 2] ^= 1
-    elif kind == "empty":
-        blob.clear()
+    blob[len(blob) // 2] ^= 1
     file.write_bytes(blob)
 
 
-DAMAGE = {
-    "truncated": "BadZipFile: File is not a zip file",
-    "altered": "its checksum is wrong",
-    "empty": "EOFError: No data left in file",
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_checkpoint_is_skipped(kind, stopped, undisturbed, knobs):
-    damage(stopped, kind)
+def test_a_damaged_checkpoint_is_skipped(stopped, undisturbed, knobs):
+    damage(stopped)
     result = faulty("none", 0, knobs, stopped)
     assert result.returncode == 0, result.stderr
     damaged = f"checkpoint {step_file(6)} is truncated, altered or of another version"
-    assert f"note: skipped: {damaged}: {DAMAGE[kind]}; copy or delete it" in result.stdout
+    assert f"note: skipped: {damaged}: its checksum is wrong; copy or delete it" in result.stdout
     assert "resumed: step:3 " in result.stdout
     assert losses(stopped) == losses(undisturbed) and exact(stopped) == exact(undisturbed)
 
 
 def test_without_a_usable_checkpoint_the_run_ends(stopped, knobs):
     for step in (3, 6):
-        damage(stopped, "altered", step)
+        damage(stopped, step)
     result = faulty("none", 0, knobs, stopped)
     assert result.returncode == 1 and "delete checkpoints/r to start over" in last_line(result)
     assert step_file(3) in last_line(result) and step_file(6) in last_line(result)
@@ -570,13 +558,13 @@ def test_a_run_deletes_the_damaged_checkpoints_that_it_skips(
     """They would count as the newest."""
     shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
-    damage(tmp_path, "altered", 12)
+    damage(tmp_path, 12)
     resume(knobs)
     assert kept(tmp_path) == [9]
 
 
-def test_no_flipped_byte_passes(tmp_path):
-    """It is an error, it hides a whole tensor, which the model then misses, or nobody reads it."""
+def test_no_flipped_byte_and_no_cut_passes(tmp_path):
+    """A flipped one is an error, it hides a whole tensor, which the model then misses, or nobody reads it."""
     path, text = tmp_path / "c.npz", json.dumps({"version": train_gpt.CHECKPOINT_VERSION})
     weight = np.arange(3000, dtype=np.float32)  # more than zipfile reads ahead
     np.savez(path, metadata=text, weight=weight, step=np.float32(1))
@@ -584,6 +572,10 @@ def test_no_flipped_byte_passes(tmp_path):
     assert metadata == json.loads(text) and tensors["weight"].tolist() == weight.tolist()
     inside = blob.index(weight.tobytes()) + 9  # one byte in the tensor stands for all
     places = [*range(inside), *range(inside + weight.nbytes - 9, len(blob))]
+    for end in range(0, len(blob), 7):
+        path.write_bytes(blob[:end])
+        with pytest.raises(UserError, match="is truncated, altered or of another version: "):
+            train_gpt.read_checkpoint(path)
     refused = 0
     for place in places:
         for flipped in (1, 6, 128):
@@ -656,7 +648,6 @@ class Code:
 @pytest.mark.parametrize(
     "name, content",
     [
-        ("step_00000012.npz", b""),
         ("step_00000012.npz", b"\x80\x04\x95pickle" * 9),
         ("step_00000012.npz", None),
         ("step_00000012.safetensors", b"\x02" + 7 * b"\0" + b"{}"),  # of version 7

@@ -154,8 +154,17 @@ def test_sizes_are_those_of_the_files(finished):
     assert sorted(p.name for p in folder.iterdir()) == ["final_model.int6.xz", "logs"]
 
 
+def scores(result) -> list[float]:
+    """The losses of round trip and sliding windows."""
+    pattern = r"final_int6_(?:roundtrip|sliding_window)_exact val_loss:(\S+)"
+    found = [float(nats) for nats in re.findall(pattern, result.stdout)]
+    assert len(found) == 2
+    return found
+
+
 def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tmp_path):
-    """The command works as it is printed. An evaluation ends in the same way."""
+    """The command works as it is printed: the model and its windows come from the file. An
+    evaluation ends in the same way."""
     folder, result = finished
     end, files, following = result.stdout.splitlines()[-3:]
     score = float(re.findall(r"final_int6_sliding_window_exact .* val_bpb:(\S+)", result.stdout)[0])
@@ -174,24 +183,18 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
         [ROOT / "train_gpt.py"], {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", **settings}, tmp_path
     )
     assert again.returncode == 0, again.stderr
+    assert scores(again) == pytest.approx(scores(result), abs=1e-7)
     found, _, following = again.stdout.splitlines()[-3:]
     assert found == end and following == "next: python tools/inspect_artifact.py logs/tiny.int6.xz"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_eval_only_repeats_the_scores(finished, env, tmp_path, ranks):
+def test_eval_only_repeats_the_scores_on_two_ranks(finished, env, tmp_path):
     """EVAL_ONLY loads the artifact and does nothing else: no training data, no new artifact."""
     folder, result = finished
-    only = run(
-        [ROOT / "train_gpt.py"], evaluating(env, folder / "final_model.int6.xz"), tmp_path, ranks
-    )
+    knobs = evaluating(env, folder / "final_model.int6.xz")
+    only = run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks=2)
     assert only.returncode == 0, only.stderr
-    for name in ("roundtrip", "sliding_window"):
-        pattern = rf"final_int6_{name}_exact val_loss:(\S+)"
-        before, after = (
-            float(re.search(pattern, text).group(1)) for text in (result.stdout, only.stdout)
-        )
-        assert after == pytest.approx(before, abs=1e-7)
+    assert scores(only) == pytest.approx(scores(result), abs=1e-7)
     assert "train_loss" not in only.stdout and [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
@@ -202,22 +205,11 @@ def test_cap_shorter_than_calibration(one_rank, tmp_path):
         run.warm_up()
 
 
-def test_eval_only_needs_no_variable_but_the_data(finished, env, tmp_path):
-    """The windows of the run come from the file, too. Another tokenizer is refused."""
-    folder, result = finished
-    needed = ("DATA_PATH", "TOKENIZER_PATH", "COMPUTE_DTYPE", "COMPILE", "DEVICE")
-    knobs = {name: env()[name] for name in needed} | {
-        "EVAL_ONLY": str(folder / "final_model.int6.xz")
-    }
-    texts = (result.stdout, run([ROOT / "train_gpt.py"], knobs, tmp_path).stdout)
-    before, after = (
-        [float(x) for x in re.findall(r"final_int6_\w+_exact val_loss:(\S+)", text)]
-        for text in texts
-    )
-    assert after == pytest.approx(before, abs=1e-7) and len(before) == 2
+def test_eval_only_refuses_another_tokenizer(finished, env, tmp_path):
     other = tmp_path / "other.model"
-    other.write_bytes((tmp_path / knobs["TOKENIZER_PATH"]).read_bytes() + b" ")
-    refused = run([ROOT / "train_gpt.py"], knobs | {"TOKENIZER_PATH": str(other)}, tmp_path)
+    other.write_bytes(Path(env()["TOKENIZER_PATH"]).read_bytes() + b" ")
+    knobs = evaluating(env, finished[0] / "final_model.int6.xz", TOKENIZER_PATH=other)
+    refused = run([ROOT / "train_gpt.py"], knobs, tmp_path)
     assert "is not the tokenizer of EVAL_ONLY=" in sentence(refused)
 
 
