@@ -117,7 +117,12 @@ SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 
 class UserError(ValueError):
-    """An error the user can fix: the variable or file, what was found, and what to do."""
+    """An error the user can fix: the variable or file, what was found, and what to do. `status`:
+    of the process that ends with it."""
+
+    def __init__(self, sentence: str, status: int = 1):
+        super().__init__(sentence)
+        self.status = status
 
 
 def require(condition: object, sentence: str) -> None:
@@ -1555,13 +1560,20 @@ class Run:
         self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
 
     def raise_if_stopped(self, step: int) -> None:
-        """Raise Stopped, on all ranks, if any has received a signal: one of the last validation is
-        in no step's report."""
+        """Raise UserError, on all ranks, if any has received a signal: also during the last
+        validation, which no report follows."""
         received = set().union(*self.runtime.comm.gather(self.signals))
-        if received:
-            number = min(received)  # SIGINT if there is one
-            self.checkpoints.written.result()  # so that rank 0 knows the newest
-            raise Stopped(number, step, self.runtime.comm.share(self.checkpoints.newest))
+        if not received:
+            return
+        number = min(received)  # SIGINT if there is one
+        self.checkpoints.written.result()  # so that rank 0 knows the newest
+        newest = self.runtime.comm.share(self.checkpoints.newest)
+        advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+        if self.hp.checkpoint_every:
+            advice = "no checkpoint could be written, see the log"
+        if newest:
+            advice = f"set RESUME=auto to continue from {newest}"
+        raise UserError(f"stopped by {number.name} after step {step}; {advice}", 128 + number)
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the
@@ -1663,13 +1675,6 @@ class Run:
         return torch.profiler.profile(schedule=window, on_trace_ready=handler)
 
 
-class Stopped(Exception):
-    """The run ends early, because a signal asked for it."""
-
-    def __init__(self, number: signal.Signals, step: int, checkpoint: Path | None):
-        self.number, self.step, self.checkpoint = number, step, checkpoint
-
-
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[signal.Signals]]:
     """The signals received so far. SIGTERM, which a launcher repeats, and the first Ctrl-C are only
@@ -1686,6 +1691,11 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
         signal.signal(number, note)
     try:
         yield received
+    except UserError as error:
+        # The same signal has ended a rank that did not note signals yet.
+        if received and isinstance(error.__cause__, RuntimeError):
+            raise KeyboardInterrupt(received[0]) from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -4370,26 +4380,24 @@ def main() -> None:
     about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
     layout = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout).parse_args()
-    # SIGTERM and Ctrl-C: `stop_signals` notes them during the training, which ends after its step
-    # with `Stopped`. Before and after it they raise KeyboardInterrupt.
+    # `stop_signals` notes SIGTERM and Ctrl-C during the training, which ends after its step. Before
+    # and after it they raise KeyboardInterrupt.
     signal.signal(signal.SIGTERM, interrupt)
     try:
         environ = dict(os.environ)
         hp = Hyperparameters.from_env(environ)
         return evaluate_only(environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:
-        status, sentence = 1, str(error)
+        status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:
         full = f"a GPU's memory is full ({reason(error)})"
         status, sentence = 1, f"{full}: set a lower MICRO_BATCH_TOKENS"
-    except Stopped as stopped:
-        status, sentence = 128 + stopped.number, about_stop(stopped, hp)
     except KeyboardInterrupt as interrupted:
-        terminated = bool(interrupted.args)
-        number, name = (signal.SIGTERM, "SIGTERM") if terminated else (signal.SIGINT, "Ctrl-C")
+        number = (*interrupted.args, signal.SIGINT)[0]
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
-        if terminated and os.environ.get("LOCAL_RANK", "0") != "0":
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             # The node's first rank says it, or the launcher ends the ranks that an error has left.
             os._exit(status)
     complain(sentence)
@@ -4403,17 +4411,6 @@ def interrupt(number: int, frame: object) -> None:
     """On SIGTERM outside the training: like Ctrl-C."""
     signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
     raise KeyboardInterrupt(signal.Signals(number))
-
-
-def about_stop(stopped: Stopped, hp: Hyperparameters) -> str:
-    """The last sentence of a run that a signal has ended."""
-    if stopped.checkpoint:
-        advice = f"set RESUME=auto to continue from {stopped.checkpoint}"
-    elif hp.checkpoint_every:
-        advice = "no checkpoint could be written, see the log"
-    else:
-        advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-    return f"stopped by {stopped.number.name} after step {stopped.step}; {advice}"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ start of a step.
     term   SIGTERM, as a batch system sends it
     int    Ctrl-C
     late   SIGTERM during the first validation
+    start  Ctrl-C on all ranks when the training begins: on RANK just before it notes signals, on
+           the others just after
     score  SIGTERM during the scores of the artifact
     nan    a gradient that is not finite
     jump   the clock jumps forward by 1,000 seconds
@@ -64,6 +66,18 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return score(*arguments)
 
+    def train(self):
+        if fault == "start" and int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        return training(self)
+
+    def ended(self, number):
+        if fault == "start" and number == 0 and int(os.environ["RANK"]) != rank:
+            os.kill(os.getpid(), signal.SIGINT)
+        return has_ended(self, number)
+
+    training, train_gpt.Run.train = train_gpt.Run.train, train
+    has_ended, train_gpt.Run.has_ended = train_gpt.Run.has_ended, ended
     score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
     validate, train_gpt.Run.validate = train_gpt.Run.validate, interrupted
     train_gpt.Run.train_step = faulty

@@ -170,9 +170,10 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_
         return step(number, settings)
 
     training.train_step = signalled
-    with pytest.raises(train_gpt.Stopped) as stopped:
+    sentence = f"stopped by SIGTERM after step 8; set RESUME=auto to continue from {step_file(8)}"
+    with pytest.raises(UserError, match=sentence) as stopped:
         training.train()
-    assert stopped.value.args == (signal.SIGTERM, 8, Path(step_file(8))) and kept(tmp_path) == [8]
+    assert stopped.value.status == 143 and kept(tmp_path) == [8]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -190,6 +191,15 @@ def test_a_signal_without_checkpoints_ends_the_run_with_a_sentence(
     advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
     assert f"error: stopped by {name} after step 8; {advice}\n" in result.stderr
     assert 'train_gpt.py", line' not in result.stderr and "lost a collective" not in result.stderr
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path):
+    """One rank ends at once, the other notes the signal and waits for it: after six seconds it said
+    that a collective operation was lost."""
+    result = faulty("start", 0, knobs, tmp_path, ranks=2, rank=early)
+    sentence = "error: interrupted by Ctrl-C; what was finished until then is in the log\n"
+    assert result.stderr.count("error: ") == result.stderr.count(sentence) == 1, result.stderr
 
 
 def test_the_second_interrupt_ends_a_run_at_once():
