@@ -20,7 +20,16 @@ GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of th
 TEXT
 }
 
+caller=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
+given=""  # the user's data, as words of a command
+for name in DATA_PATH TOKENIZER_PATH VOCAB_SIZE; do
+    if [ -z "${!name:-}" ]; then continue; fi
+    if [ "$name" != VOCAB_SIZE ] && [ "$caller" != "$PWD" ] && [[ "${!name}" != /* ]]; then
+        export "$name=$caller/${!name}"
+    fi
+    given+="$name=$(printf %q "${!name}") "
+done
 
 # Ctrl-C ends a run with a sentence of its own, and everything else with this one.
 interrupted() {
@@ -91,6 +100,10 @@ complete() {
     pip_install --no-user --constraint <(sed -n 's/^keep //p' <<<"$found") $missing
 }
 
+recent() {  # whether $PYTHON is new enough
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
 install_all() {  # with torch, if $PYTHON has none
     if packages "$1" >/dev/null; then complete "$1"; else pip_install -r "$1" --constraint constraints.txt; fi
 }
@@ -103,9 +116,15 @@ set_up() {
     # Such a .venv was made below, because pip could not write to the machine's Python.
     if grep -qs "^include-system-site-packages = true" .venv/pyvenv.cfg; then order="$venv python3"; fi
     for PYTHON in $order; do
-        if complete "$1"; then return; fi
+        if recent && complete "$1"; then return; fi
     done
     PYTHON=python3
+    if ! recent; then
+        local found
+        found=$(python3 -c 'import sys; print("python3 is", sys.version.split()[0])' || echo "there is no python3")
+        echo "error: Python 3.11 or later is needed, and $found: install one" >&2
+        exit 1
+    fi
     if packages "$1" >/dev/null; then
         site=--system-site-packages
         echo "making .venv, which also has the packages of $(command -v python3)" >&2
@@ -145,6 +164,7 @@ next_steps() {
     if [ -n "${RUN_ID:-}" ]; then artifact=logs/$RUN_ID.int6.xz; fi
     echo
     echo "next:"
+    if [ "$caller" != "$PWD" ]; then echo "    cd $(printf %q "$PWD")"; fi
     if [ "$PYTHON" = .venv/bin/python ]; then
         python=python
         if [ "${VIRTUAL_ENV:-}" != "$PWD/.venv" ]; then echo "    source .venv/bin/activate"; fi
@@ -155,7 +175,7 @@ next_steps() {
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         echo "    $data$python tools/sample.py $artifact --prompt 'The '"
         echo "    ${data}EVAL_ONLY=$artifact $python train_gpt.py"
-        echo "    SEEDS='1337 42 2025' ./run.sh"
+        echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
     else
         echo "    $python tools/compare.py 'logs/${RUN_ID:-run}_*.txt' 'logs/OTHER_*.txt'"
     fi
@@ -182,8 +202,6 @@ record() {  # on GPUs
 
 demonstration_settings() {  # on a CPU: a model of 1 or 4 million parameters, on Python's own text or on DATA_PATH
     local settings knob own="${DATA_PATH:-}"
-    # OpenMP threads that spin while they wait made bf16 ten times slower if anything else ran.
-    export OMP_WAIT_POLICY=PASSIVE
     settings=$(quietly "$PYTHON" tools/demo.py)
     echo "${settings##*$'\n'}"
     while IFS= read -r knob; do export "$knob"; done <<<"${settings%$'\n'*}"

@@ -31,6 +31,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import zlib
@@ -38,7 +39,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import caseops
 import shards
@@ -765,10 +767,9 @@ def main() -> None:
         )
     print(*tally.lines(), sep="\n")
     vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
-    out = arguments.out
-    print(
-        f"train on it: DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE={vocab_size} ./run.sh"
-    )
+    data, model = (shlex.quote(str(p)) for p in (arguments.out, arguments.out / "tokenizer.model"))
+    start = "./run.sh" if Path.cwd() == ROOT else shlex.quote(str(ROOT / "run.sh"))
+    print(f"train on it: DATA_PATH={data} TOKENIZER_PATH={model} VOCAB_SIZE={vocab_size} {start}")
 
 
 if __name__ == "__main__":

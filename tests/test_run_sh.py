@@ -43,7 +43,12 @@ case "${1:-} ${2:-}" in
         echo "include-system-site-packages = true" >.venv/pyvenv.cfg
         echo "$root/site" >.venv/system
     fi ;;
-*) PYTHONPATH="$root/site:$(cat "$root/system" 2>/dev/null || true)" exec %(python)s -S "$@" ;;
+*)
+    export PYTHONPATH="$root/site:$(cat "$root/system" 2>/dev/null || true)"
+    if [ -e "$root/old" ] && [ "$1" = -c ]; then
+        set -- -c "import sys; sys.version_info, sys.version = (3, 10, 12), '3.10.12 (main)'; $2"
+    fi
+    exec %(python)s -S "$@" ;;
 esac
 """
 # device_count() counts what the driver has; is_available() says whether this build can use it.
@@ -108,7 +113,7 @@ class Machine:
         path.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] && echo '{text}'\nexit {status}\n")
         path.chmod(0o755)
 
-    def start(self, *arguments, start_new_session=False, **environment):
+    def start(self, *arguments, start_new_session=False, cwd=None, **environment):
         found = {"PATH": f"{self.root / 'bin'}:{os.defpath}", "INSTALLED": str(self.installed)}
         found["TORCH"] = str(self.root.parent / "fresh" / "torch")
         return subprocess.Popen(
@@ -118,6 +123,7 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=start_new_session,
+            cwd=cwd or self.repository,
             # A shell's background ignores it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -322,6 +328,20 @@ def test_the_venv_is_next(machine):
     } == {PINS[name] for name in NAMES}
 
 
+def test_an_older_python_is_an_error(machine):
+    """Before pip, which would say ResolutionImpossible. It is not taken even if it has torch."""
+    (machine.root / "old").touch()
+    machine.torch(machine.root / "site")
+    machine.has(*NAMES)
+    result = machine.run()
+    assert result.returncode == 1 and machine.installations() == []
+    expected = "error: Python 3.11 or later is needed, and python3 is 3.10.12: install one\n"
+    assert result.stderr == expected
+    machine.python(machine.repository / ".venv" / "bin" / "python")
+    machine.torch(machine.repository / ".venv" / "site")
+    assert trained(machine.run()), "by .venv"
+
+
 def test_an_installation_that_fails_is_an_error(machine):
     result = machine.run(INSTALLED="/nowhere/file", TORCH="/nowhere")
     assert result.returncode == 1
@@ -446,11 +466,11 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
     (complete.repository / "tools" / "demo.py").write_text(
         "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')"
     )
-    show = "import os; print('rank', *map(os.environ.get, ['RANK', 'WORLD_SIZE', 'DATA_PATH', 'OMP_WAIT_POLICY']))"
+    show = "import os; print('rank', *map(os.environ.get, ['RANK', 'WORLD_SIZE', 'DATA_PATH']))"
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
     ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
-    assert ranks == ["rank 0 2 a b PASSIVE", "rank 1 2 a b PASSIVE"], result.stderr
+    assert ranks == ["rank 0 2 a b", "rank 1 2 a b"], result.stderr
 
 
 def test_own_data_are_used_as_they_are(complete):
@@ -482,6 +502,18 @@ def test_the_end_says_how_to_go_on(machine):
         activate not in plain.stdout
         and evaluate.replace("python train", "python3 train") in plain.stdout
     )
+
+
+def test_the_end_names_the_data_that_were_given(complete, tmp_path):
+    """Also for a sweep; quoted, and right if run.sh was started in another folder."""
+    (tmp_path / "here").mkdir()
+    given = {"DATA_PATH": "my data", "cwd": tmp_path / "here"}
+    data = str(tmp_path / "here" / "my data").replace(" ", "\\ ")
+    lines = complete.run(**given).stdout.partition("\nnext:\n")[2].splitlines()
+    assert lines[0] == f"    cd {complete.repository}"
+    assert lines[-1] == f"    DATA_PATH={data} SEEDS='1337 42 2025' ./run.sh"
+    plain = complete.run().stdout.partition("\nnext:\n")[2].splitlines()
+    assert plain[-1] == "    SEEDS='1337 42 2025' ./run.sh" and len(plain) == 3
 
 
 def test_requirements_are_what_is_imported():

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -654,7 +655,7 @@ def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def test_standard_input_and_what_is_printed(tmp_path):
-    out = tmp_path / "out"
+    out = tmp_path / "my out"
     text = "\n\n".join([*DOCUMENTS, "", "caf\u00e9 \u2581"])
     options = ["--vocab-size", 400, "--val-docs", 5, "--separator", r"\n\n", "--workers", 1]
     result = run_tool("-", "--out", out, *options, stdin=text)
@@ -662,8 +663,14 @@ def test_standard_input_and_what_is_printed(tmp_path):
     assert "val: 5 documents" in result.stdout
     assert "1 empty ones" in result.stdout
     assert "normaliser: 1 documents, 2 bytes removed" in result.stdout
-    assert f"DATA_PATH={out} TOKENIZER_PATH={out}/tokenizer.model VOCAB_SIZE=400" in result.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], (
+    line = result.stdout.splitlines()[-1].removeprefix("train on it: ")
+    assert shlex.split(line) == [
+        f"DATA_PATH={out}",
+        f"TOKENIZER_PATH={out}/tokenizer.model",
+        "VOCAB_SIZE=400",
+        str(ROOT / "run.sh") if Path.cwd() != ROOT else "./run.sh",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["my out"], (
         "the copy of standard input is gone"
     )
 
