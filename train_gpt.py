@@ -43,6 +43,7 @@ import json
 import linecache
 import lzma
 import math
+import operator
 import os
 import platform
 import re
@@ -173,7 +174,14 @@ def run_program(main: Callable[[], object]) -> None:
 # The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
 # change on resume.
 ROLES = ("training", "model", "evaluation", "run")
-KNOB_FACTS = {"low", "high", "choices", "multiple_of", "at_most", "section"}
+# What a knob must be. The last two name another knob; a divisor is checked before it divides.
+LIMITS = {
+    "low": ("at least", operator.ge),
+    "high": ("at most", operator.le),
+    "choices": ("one of", lambda value, choices: value in choices),
+    "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
+    "at_most": ("at most", operator.le),
+}
 COMPILE = ("auto", "0", "1", "train")
 # Of attention, in the order of preference where they are not timed.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
@@ -182,8 +190,8 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
 def knob(default, text: str, role="training", **limits):
-    """An environment variable. Limits: `low`, `high` (inclusive), `choices`, or another knob."""
-    assert role in ROLES and limits.keys() <= KNOB_FACTS
+    """An environment variable. `limits` are those of LIMITS and `section`, a heading of --help."""
+    assert role in ROLES and limits.keys() <= {*LIMITS, "section"}
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
@@ -211,7 +219,6 @@ class Hyperparameters:
     loop_first: int = knob(3, "first layer of the loop", "model", low=0)
     loop_layers: int = knob(3, "layers of the loop", "model", low=0)
     lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", low=0, at_most="num_layers")
-    parallel_last_n: int = knob(0, "last layers with parallel attention and MLP", "model", low=0, at_most="num_layers")
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
     doc_attention: bool = knob(False, "attention sees only the position's own document", "model")
@@ -276,9 +283,7 @@ class Hyperparameters:
     ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
     ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
-    ttt_epochs: int = knob(3, "SGD steps per chunk", "run", low=1)
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run", low=0)
-    ttt_momentum: float = knob(0.9, "SGD momentum", "run", low=0, high=1)
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs that low-rank changes reach, of q,k,v,out,mlp,head", "run")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
     ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run", low=0)
@@ -306,80 +311,75 @@ class Hyperparameters:
     def from_env(cls, environ: dict[str, str]) -> Hyperparameters:
         """The knobs set in `environ`, all others at their defaults. Raises UserError naming the
         variable."""
-        wrong = misspelt(environ, [field.name.upper() for field in KNOBS])
-        require(not wrong, wrong)
+        refuse_misspelt(environ, [field.name.upper() for field in KNOBS])
         return cls(**{field.name: parse(field, environ) for field in KNOBS})
 
     def __post_init__(self) -> None:
-        for field in KNOBS:
-            self._require_bounds(field)
-        for field in KNOBS:  # after all bounds, as a divisor must not be 0
-            self._require_relations(field)
-        self._require_model()
-        self._require_run()
+        values = dataclasses.asdict(self)
+        for name, value in values.items():
+            finite = not isinstance(value, float) or math.isfinite(value)
+            require(finite, f"{name.upper()}={value} is not a finite number")
+        for limit, (relation, holds) in LIMITS.items():
+            for field in KNOBS:
+                if limit in field.metadata:
+                    value, bound = values[field.name], field.metadata[limit]
+                    other = f"{bound.upper()}={values[bound]}" if bound in values else bound
+                    shown = ", ".join(bound) if limit == "choices" else other
+                    sentence = f"{field.name.upper()}={value!r} is not {relation} {shown}"
+                    require(holds(value, values.get(bound, bound)), sentence)
+        for holds, sentence in self.rules():
+            require(holds, sentence)
 
-    def _require_bounds(self, field: dataclasses.Field) -> None:
-        name, value = field.name.upper(), getattr(self, field.name)
-        low, high, choices = map(field.metadata.get, ("low", "high", "choices"))
-        finite = not isinstance(value, float) or math.isfinite(value)
-        require(finite, f"{name}={value} is not a finite number")
-        require(low is None or value >= low, f"{name}={value} is below its minimum {low}")
-        require(high is None or value <= high, f"{name}={value} is above its maximum {high}")
-        allowed = f"{name}={value!r} is not one of {', '.join(choices or ())}"
-        require(choices is None or value in choices, allowed)
-
-    def _require_relations(self, field: dataclasses.Field) -> None:
-        name, value = field.name.upper(), getattr(self, field.name)
-        if other := field.metadata.get("multiple_of"):
-            divisor = getattr(self, other)
-            wrong = f"{name}={value} is not a multiple of {other.upper()}={divisor}"
-            require(value % divisor == 0, wrong)
-        if other := field.metadata.get("at_most"):
-            limit = getattr(self, other)
-            require(value <= limit, f"{name}={value} exceeds {other.upper()}={limit}")
-
-    def _require_model(self) -> None:
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """What must hold between knobs, and the sentence of the error if it does not."""
         width = f"MODEL_DIM / NUM_HEADS = {self.head_dim}"
-        require(self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs")
-        rotary_fits = self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim
-        require(rotary_fits, f"ROPE_DIMS={self.rope_dims} must be even and at most {width}")
-        untied = "TIE_EMBEDDINGS=0 is not supported: the head is the token embedding; unset it"
-        require(self.tie_embeddings, untied)
-        no_bucket = "BIGRAM_VOCAB_SIZE=1 has only the bucket for starts: set 0 or at least 2"
-        require(self.bigram_vocab_size != 1, no_bucket)
-        loop_end = self.loop_first + self.loop_layers
-        loop_fits = self.loop_visits == 1 or loop_end <= self.num_layers - self.lanes_last_n
-        overlap = "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N"
-        require(loop_fits, f"{overlap}: the loop must end before the lanes")
-        one_skip = not (self.skip_gates and self.skip_lerp)
-        require(one_skip, "SKIP_GATES=1 and SKIP_LERP=1 are two kinds of skips: set SKIP_GATES=0")
-        one_end = not (self.lanes_last_n and self.parallel_last_n)
-        require(
-            one_end, "LANES_LAST_N and PARALLEL_LAST_N exclude each other: set one of them to 0"
+        yield self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs"
+        yield (
+            self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim,
+            f"ROPE_DIMS={self.rope_dims} must be even and at most {width}",
         )
-
-    def _require_run(self) -> None:
-        chunk_fits = self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len
-        chunk = f"TTT_LORA_CHUNK={self.ttt_lora_chunk}"
-        require(chunk_fits, f"{chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}")
+        yield self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is tied; unset it"
+        yield self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or at least 2"
+        yield (
+            self.loop_visits == 1
+            or self.loop_first + self.loop_layers <= self.num_layers - self.lanes_last_n,
+            "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N: end the loop before lanes",
+        )
+        yield (
+            not (self.skip_gates and self.skip_lerp),
+            "SKIP_GATES=1 and SKIP_LERP=1 are two kinds of skips: set SKIP_GATES=0",
+        )
+        yield (
+            self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
+            f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}",
+        )
         targets = self.ttt_lora_targets.split(",")
-        known = set(targets) <= set(LORA_TARGETS) and len(set(targets)) == len(targets)
-        chosen = f"TTT_LORA_TARGETS={self.ttt_lora_targets!r}"
-        require(known, f"{chosen} is not a list, without repetition, of {','.join(LORA_TARGETS)}")
-        every = f"CHECKPOINT_EVERY={self.checkpoint_every!r}"
-        interval = re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every)
-        require(interval, f"{every} is neither a number of steps (500) nor of seconds (60s)")
-        is_name = "/" not in self.run_id and not self.run_id.startswith(".")
-        bad_name = f"RUN_ID={self.run_id} is no file name: it must not have a slash"
-        require(is_name, f"{bad_name} or begin with a dot")
-        newest = "set RESUME=auto; it continues from the newest checkpoint of RUN_ID"
-        require(self.resume in ("", "auto"), f"RESUME={self.resume} is not auto: {newest}")
-        named = self.run_id or not (self.checkpoint_every or self.resume)
-        unnamed = "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one"
-        require(named, unnamed)
-        one_average = not (self.ema_enabled and self.swa_enabled)
-        two = "EMA_ENABLED=1 and SWA_ENABLED=1 both choose the exported weights"
-        require(one_average, f"{two}: set one of them to 0")
+        yield (
+            set(targets) <= set(LORA_TARGETS) and len(set(targets)) == len(targets),
+            f"TTT_LORA_TARGETS={self.ttt_lora_targets!r} is not a list, without repetition, of "
+            f"{','.join(LORA_TARGETS)}",
+        )
+        yield (
+            re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every),
+            f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither steps (500) nor seconds (60s)",
+        )
+        yield (
+            "/" not in self.run_id and not self.run_id.startswith("."),
+            f"RUN_ID={self.run_id} is no file name: it must not have a slash or begin with a dot",
+        )
+        yield (
+            self.resume in ("", "auto"),
+            f"RESUME={self.resume} is not auto: set RESUME=auto; it continues from the newest "
+            "checkpoint of RUN_ID",
+        )
+        yield (
+            self.run_id or not (self.checkpoint_every or self.resume),
+            "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
+        )
+        yield (
+            not (self.ema_enabled and self.swa_enabled),
+            "EMA_ENABLED=1 and SWA_ENABLED=1 both choose what is exported: set one to 0",
+        )
 
     @property
     def head_dim(self) -> int:
@@ -420,21 +420,20 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
         raise UserError(f"{name}={text!r} is not {wanted}: {example}") from None
 
 
-def misspelt(environ: Iterable[str], known: list[str]) -> str:
-    """A sentence about the first variable that is nearly one of the known ones, or "".
-
-    Machines set MODEL_DIR, DEVICES and the like. So a short name with another letter is not near,
-    nor is one word with more letters."""
+def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
+    """Raise UserError for the first variable that is nearly one of the known ones: in lower case,
+    with letters swapped, without a last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.905)
-        near = [other for other in near if "_" in name or not name.startswith(other)]
-        near += [other for other in known if sorted(other) == sorted(name)]  # letters swapped
-        near += [other for other in known if other == name.upper()]
-        near += [other for other in known if "_" in name and other.startswith(f"{name}_")]
+        near = [other for other in known if sorted(other) == sorted(name.upper())]
+        if "_" in name or not name.startswith(tuple(known)):  # machines set DEVICES and the like
+            near += difflib.get_close_matches(name, known, n=1, cutoff=0.905)
+        if "_" in name:
+            near += [other for other in known if other.startswith(f"{name}_")]
         if near:
-            wrong = f"{name} is set but is not a knob; did you mean {near[0]}?"
-            return f"{wrong} If it is not for this program, unset it"
-    return ""
+            raise UserError(
+                f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this "
+                "program, unset it"
+            )
 
 
 def knobs_with(*roles: str) -> tuple[str, ...]:
@@ -444,12 +443,11 @@ def knobs_with(*roles: str) -> tuple[str, ...]:
 
 def knob_help() -> str:
     """The table of --help: every knob with default, meaning and bounds."""
-    signs = {"low": ">=", "high": "<=", "multiple_of": "multiple of", "at_most": "<="}
     lines = []
     for field in KNOBS:
         meta = field.metadata
         default = int(field.default) if isinstance(field.default, bool) else field.default
-        bounds = [f"{sign} {str(meta[key]).upper()}" for key, sign in signs.items() if key in meta]
+        bounds = [f"{LIMITS[key][0]} {str(meta[key]).upper()}" for key in LIMITS if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
         if "section" in meta:
             lines.append(f"\n{meta['section']}")
@@ -752,18 +750,15 @@ class GPT(nn.Module):
         self, x: Tensor, lane: Tensor | None, x0: Tensor, w: Weights, view: View
     ) -> tuple[Tensor, Tensor | None]:
         """One layer of the stream x and, in layers with lanes, of the second lane, (B, n, D)."""
-        hp = self.hp
         mixed = self.resid_mix[w.layer, 0] * x + self.resid_mix[w.layer, 1] * x0
         mixed = mixed.to(self.dtype)
         attended = self.attention(rms_norm(mixed), w, view)
         if lane is None:
-            before = mixed[:, view.first :]
-            x = before + attended
-            parallel = w.layer >= hp.num_layers - hp.parallel_last_n  # (#1493)
-            return x + self.mlp(before if parallel else x, w), None
+            x = mixed[:, view.first :] + attended
+            return x + self.mlp(x, w), None
         lanes = [old[:, view.first :] for old in (x, lane)]
         change = self.mlp(lanes[1], w)
-        mix = self.lane_mix[w.layer - hp.num_layers]  # (2, 3)
+        mix = self.lane_mix[w.layer - self.hp.num_layers]  # (2, 3)
         x, lane = (
             (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
             for m, old in zip(mix, lanes, strict=True)
@@ -1938,6 +1933,9 @@ def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameter
 # The challenge's conditions for it: a loss depends on the tokens before its target alone (C1), the
 # model gives a full distribution (C2), every target is scored before it trains anything (C3), and
 # once (C4).
+TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
+
+
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
     limit = scorer.hp.eval_max_seconds
@@ -1967,13 +1965,13 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
     for number, part in enumerate(chunks):
         scorer.score(part)
-        for _ in range(hp.ttt_epochs if number < len(chunks) - 1 else 0):
+        for _ in range(TTT_EPOCHS if number < len(chunks) - 1 else 0):
             training = training and not out_of_time(scorer)
             if not training:
                 break
             rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
             for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
-                momentum[name].mul_(hp.ttt_momentum).add_(gradient)
+                momentum[name].mul_(TTT_MOMENTUM).add_(gradient)
                 weights[name].sub_(momentum[name], alpha=rate)
             model.load_state_dict(weights)
 

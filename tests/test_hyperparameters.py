@@ -108,8 +108,8 @@ def test_challenge_names_are_knobs():
         ("MATRIX_LR", "fast", "not a number"),
         ("MATRIX_LR", "nan", "not a finite number"),
         ("EMA_ENABLED", "maybe", "not a switch, 0 or 1"),
-        ("NUM_LAYERS", "0", "below its minimum 1"),
-        ("VOCAB_SIZE", "70000", "above its maximum 65536"),
+        ("NUM_LAYERS", "0", "is not at least 1"),
+        ("VOCAB_SIZE", "70000", "is not at most 65536"),
         ("COMPRESSOR", "zip", "not one of ans, lzma"),
         ("NUM_HEADS", "7", "MODEL_DIM=512"),
         ("NUM_KV_HEADS", "3", "NUM_HEADS=8"),
@@ -119,13 +119,13 @@ def test_challenge_names_are_knobs():
         ("SHORT_SEQ_PARTS", "3", "TRAIN_SEQ_LEN=2048"),
         ("EVAL_STRIDE", "4096", "EVAL_SEQ_LEN=2048"),
         ("SWA_ENABLED", "1", "EMA_ENABLED=1"),
-        ("BIGRAM_VOCAB_SIZE", "1", "has only the bucket for starts: set 0 or at least 2"),
+        ("BIGRAM_VOCAB_SIZE", "1", "holds no pair: set 0 or at least 2"),
         ("RUN_ID", "../x", "is no file name: it must not have a slash or begin with a dot"),
         ("RUN_ID", "a/b", "slash"),
         ("RUN_ID", "..", "begin with a dot"),
         ("RESUME", "yes", "is not auto: set RESUME=auto"),
         ("RESUME", "checkpoints/r/step_00000009.safetensors", "from the newest checkpoint of RUN"),
-        ("TIE_EMBEDDINGS", "0", "not supported: the head is the token embedding; unset it"),
+        ("TIE_EMBEDDINGS", "0", "not supported: the head is tied; unset it"),
     ],
 )
 def test_impossible_values_name_the_variable(variable, value, part):
@@ -223,6 +223,8 @@ def test_ordinary_variables_are_not_misspelt_knobs():
         ("WARMDOWN_ITTERS", "WARMDOWN_ITERS"),  # doubled
         ("MARTIX_LR", "MATRIX_LR"),  # transposed
         ("SEDE", "SEED"),
+        ("num_layers", "NUM_LAYERS"),  # in lower case
+        ("Seed", "SEED"),
         ("MUON_MOMENTUN", "MUON_MOMENTUM"),  # another letter
         ("QK_GAIN", "QK_GAIN_INIT"),  # a word is missing
         ("MAX_WALLCLOCK", "MAX_WALLCLOCK_SECONDS"),

@@ -103,8 +103,6 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
             y = y * torch.sigmoid(gate / 2)[..., None]
         y = p["attn_scale"][i] * (y.flatten(2) @ rows[f"blocks.{i}.out"].T)
         source = mixed + y if parallel < 0 else lane
-        if i >= hp.num_layers - hp.parallel_last_n:
-            source = mixed
         hidden = (norm(source) * scale) @ rows[f"blocks.{i}.up"].T
         hidden = torch.where(hidden > 0, hidden, hp.mlp_slope * hidden)
         change = p["mlp_scale"][i] * (hidden**2 @ rows[f"blocks.{i}.down"].T)
@@ -158,7 +156,6 @@ VARIANTS = (
     {"SKIP_GATES": 0, "SKIP_LERP": 1},
     {"SMEAR_TOKEN": 1},
     {"MLP_GATE": 1},
-    {"NUM_LAYERS": 4, "PARALLEL_LAST_N": 2},
     {
         "NUM_LAYERS": 5,
         "LOOP_VISITS": 2,

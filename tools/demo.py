@@ -295,7 +295,7 @@ def main() -> None:
     parser.parse_args()
     environ = dict(os.environ)
     known = [*OWN, *(knob.name.upper() for knob in train_gpt.KNOBS)]
-    train_gpt.require(not train_gpt.misspelt(environ, known), train_gpt.misspelt(environ, known))
+    train_gpt.refuse_misspelt(environ, known)
     for size in SIZES:
         # Before the seconds that the choice takes
         Hyperparameters.from_env(environ | knobs(environ, size))
