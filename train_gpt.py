@@ -32,7 +32,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import difflib
 import functools
@@ -183,7 +182,7 @@ LIMITS = {
     "at_most": ("at most", operator.le),
 }
 COMPILE = ("auto", "0", "1", "train")
-# Of attention, in the order of preference where they are not timed.
+# Of attention, in the order in which ATTENTION=auto tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
@@ -302,9 +301,9 @@ class Hyperparameters:
     deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel; auto: the fastest here", "run", choices=("auto", *KERNELS))
+    attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: not for scores", "run", choices=COMPILE)
-    fused_mlp: str = knob("auto", "Triton kernel of the MLP; auto: if it is faster", "run", choices=("auto", "0", "1"))
+    fused_mlp: bool = knob(False, "Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
 
     @classmethod
@@ -1064,6 +1063,10 @@ class ParallelMuon:
                 shard.grad_sum.add_(shard.grad)
                 shard.grad.zero_()
 
+    def clear(self) -> None:
+        """Set the gradients and the report to zero."""
+        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
+
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
         """One update from the gradients, which are zero afterwards. Returns the summed Report as
@@ -1080,7 +1083,7 @@ class ParallelMuon:
             self.update_bank(shard, clip, momentum, rate)
         self.update_small(clip, lr_scale)
         report = torch.stack(list(self.to_report.values()))
-        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
+        self.clear()
         return report
 
     def reduce_gradients(self) -> None:
@@ -1404,6 +1407,22 @@ class Run:
         self.stopping = False  # whether any rank has received one
         self.bpb = ""  # of the last validation, for the progress bar
 
+    def fits(self) -> bool:
+        """Whether all GPUs have memory for the gradients of a step and GPTQ's eager forward; the
+        same on all ranks. No collective comes before they agree."""
+        kind = max(phases(self.hp), key=lambda kind: (kind.looping, kind.qat))  # needs most memory
+        batch, full = self.loader.batch(0), False
+        try:
+            self.trainer.backward(batch, kind)
+            if self.hp.gptq_batches:
+                rows = batch.chunk(self.trainer.accumulation)[0]
+                with torch.no_grad():
+                    self.trainer.model(rows[:, :-1].to(torch.int64))
+        except torch.OutOfMemoryError:
+            full = True
+        self.trainer.optimizer.clear()
+        return not any(self.runtime.comm.gather(full))
+
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
         step = first = self.clock.step + 1
@@ -1539,7 +1558,6 @@ class Run:
             clock = self.clock
             state = {"step": step, "samples": self.trainer.average.samples}
             state |= {"seconds": clock.seconds, "recent": clock.recent, "reserve": clock.reserve}
-            state["kernels"] = self.runtime.kernels()
             self.checkpoints.save(self.trainer.whole_tensors(), state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
@@ -2612,7 +2630,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     log.header(hp, runtime, notes, resumed=path is not None)
     val = Validation(hp, runtime.device)
     log.note(val.note)
-    run = Run(hp, runtime, log, val)
+    run = make_run(hp, runtime, log, val)
     accumulation = run.trainer.accumulation
     log(
         f"model_params:{sum(p.numel() for p in run.trainer.model.parameters())} "
@@ -2621,6 +2639,24 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
         f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
     )
     return run, (path, state, tensors) if path else None
+
+
+def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None) -> Run:
+    """The run. On GPUs with MICRO_BATCH_TOKENS=0 a first step that does not fit in memory halves
+    the micro-batch of all ranks: the same step, but for the order of its sums."""
+    run = Run(hp, runtime, log, val)
+    if runtime.device.type == "cpu" or hp.micro_batch_tokens or run.fits():
+        return run
+    tokens = run.loader.rows // run.trainer.accumulation * hp.train_seq_len
+    full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
+    advice = "set a shorter TRAIN_SEQ_LEN or a smaller model"
+    require(tokens > hp.train_seq_len, f"{full}: {advice}")
+    log(f"note: {full}; trying half of it")
+    run.loader.close()
+    del run  # before the next one is made
+    gc.collect()
+    torch.cuda.empty_cache()
+    return make_run(hp, dataclasses.replace(runtime, micro_batch_tokens=tokens // 2), log, val)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
@@ -3247,7 +3283,9 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-PACKAGES = ("numpy", "sentencepiece", "constriction", "zstandard")  # their versions are logged
+# Their versions are logged; the last three decide the speed of kernels.
+PACKAGES = ("numpy", "sentencepiece", "constriction", "zstandard")
+PACKAGES += ("triton", "flash_attn_3", "kernels")
 
 
 class Log:
@@ -3360,16 +3398,13 @@ class Log:
         settings = hp.describe()
         heading = f"started: {started}\nhyperparameters (* differs from the default)"
         self(f"{heading}\n{settings}", console=False)
-        names = [name for name in PACKAGES if find_spec(name)]
-        packages = ", ".join(f"{name} {package_version(name)}" for name in names)
-        torches = f"torch {torch.__version__}, {packages}, cuda {torch.version.cuda}"
+        torches = f"torch {torch.__version__}, {package_versions()}, cuda {torch.version.cuda}"
         fields = {"versions": f"python {platform.python_version()}, {torches}"}
         fields["runtime"] = runtime.describe()
         if runtime.device.type == "cuda":
-            facts = gpu_facts(runtime.device)
-            fields["gpu"] = f"gpu: {', '.join(f'{k} {v}' for k, v in facts.items())}"
-        self("\n".join((*fields.values(), *runtime.kernel_lines())))
-        fields |= {"kernels": runtime.kernels(), "kernel_ms": runtime.kernel_ms}
+            fields["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
+        self("\n".join(fields.values()))
+        fields["kernels"] = runtime.kernels()
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
         fields |= {"run_id": self.name, "started": started}
         fields["hyperparameters"] = dataclasses.asdict(hp)
@@ -3513,19 +3548,6 @@ def find_checkpoint(
     return found, metadata, tensors, notes
 
 
-def kernels_of_checkpoint(hp: Hyperparameters, comm: Comm) -> dict[str, str]:
-    """The kernels of the run that RESUME continues, by kind; empty for a new run."""
-    kernels = {}
-    resumes = hp.resume and not hp.eval_only
-    files = sorted((CHECKPOINTS / hp.run_id).glob(CHECKPOINT_FILES), reverse=True)
-    for path in files if comm.rank == 0 and resumes else ():
-        # `find_checkpoint` reports what is wrong with it.
-        with contextlib.suppress(Exception):
-            kernels = read_checkpoint(path)[0]["kernels"]
-            break
-    return comm.share(kernels)
-
-
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     """Raise UserError if knobs differ that must not."""
     before, unlike = metadata["hyperparameters"], []
@@ -3557,6 +3579,10 @@ def require_space(hp: Hyperparameters) -> None:
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
+# MICRO_BATCH_TOKENS=0: what one of 8 ranks takes of the record's batch, and what fits a laptop.
+MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
+
+
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing.
 
@@ -3644,8 +3670,6 @@ class Runtime:
     attention: str = ""
     attend: Callable[..., Tensor] | None = None
     fused_mlp: Callable | None = None  # in place of the plain form
-    # Of a forward and backward on rank 0, by "attention" or "mlp" and kernel, if they were timed.
-    kernel_ms: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     @contextlib.contextmanager
@@ -3656,15 +3680,11 @@ class Runtime:
         on_gpu = device.type == "cuda"
         choose_deterministic(hp.deterministic or not on_gpu)
         comm = join_ranks(hp, device)
-        if not on_gpu:
-            keep_freed_memory()
         dtype = choose_dtype(hp.compute_dtype, device)
-        compiled, missing = choose_compile(hp.compile, device)
-        micro = hp.micro_batch_tokens or choose_micro_batch(hp, comm, device, dtype)
-        runtime = cls(comm, device, dtype, compiled, micro, tuple(missing))
-        kept = kernels_of_checkpoint(hp, comm)
-        runtime = choose_attention(hp, runtime, kept.get("attention", ""))
-        yield choose_mlp(hp, runtime, kept.get("mlp", ""))
+        compiled, notes = choose_compile(hp.compile, device)
+        micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
+        runtime = cls(comm, device, dtype, compiled, micro, notes)
+        yield choose_mlp(hp, choose_attention(hp, runtime))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             comm.named(dist.barrier)
@@ -3697,49 +3717,32 @@ class Runtime:
         """The names of the chosen kernels."""
         return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
 
-    def kernel_lines(self) -> list[str]:
-        """For the log: the milliseconds of the kernels that were timed, the fastest first."""
-        lines = []
-        for kind, times in self.kernel_ms.items():
-            order = sorted(times, key=times.get)
-            numbers = [f"{name} {times[name]:.2f}" for name in order]
-            lines.append(f"{kind}: {', '.join([f'{numbers[0]} ms', *numbers[1:]])}")
-        return lines
+
+def gpu_facts(device: torch.device) -> str:
+    """What the speed of a GPU depends on beside the packages, for the log."""
+    driver = ask_driver(device, "driver_version,power.limit,clocks.max.sm")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    return f"{driver}, cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
 
 
-def gpu_facts(device: torch.device) -> dict[str, str]:
-    """What the speed of a GPU depends on: versions of driver and libraries, power limit, clocks.
-    "unknown" for what nvidia-smi does not tell, "none" for a missing package."""
-    query = {"driver": "driver_version", "power limit": "power.limit", "max clock": "clocks.max.sm"}
-    facts = ask_driver(device, query)
-    facts["cudnn"] = str(torch.backends.cudnn.version())
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ("none",)
-    facts["nccl"] = ".".join(map(str, nccl))
-    modules = {"triton": "triton", "flash_attn_3": "flash_attn_interface", "kernels": "kernels"}
-    for package, module in modules.items():
-        facts[package] = package_version(package) if find_spec(module) else "none"
-    return facts
-
-
-def ask_driver(device: torch.device, query: dict[str, str]) -> dict[str, str]:
-    """What nvidia-smi tells about this GPU, by the names that `query` gives to its properties."""
-    name = str(getattr(torch.cuda.get_device_properties(device), "uuid", device.index))
-    chosen = name if name.isdigit() else f"GPU-{name.removeprefix('GPU-')}"
-    words = ["nvidia-smi", f"--query-gpu={','.join(query.values())}", f"--id={chosen}"]
+def ask_driver(device: torch.device, query: str) -> str:
+    """nvidia-smi's line of values about this GPU, or "unknown"."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", gpu]
     try:
         options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
-        told = subprocess.run([*words, "--format=csv,noheader"], **options).stdout.strip()
-        return dict(zip(query, told.split(", "), strict=True))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return dict.fromkeys(query, "unknown")
-
-
-def package_version(package: str) -> str:
-    """The version of an installed package, for the log."""
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a module without a package, such as a build in place
+        return subprocess.run(words, **options).stdout.strip() or "unknown"
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
+
+
+def package_versions() -> str:
+    """The versions of the installed PACKAGES, for the log."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return ", ".join(f"{name} {number}" for name, number in found.items())
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -3757,44 +3760,11 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
     return comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size
 
 
-def choose_micro_batch(
-    hp: Hyperparameters, comm: Comm, device: torch.device, dtype: torch.dtype
-) -> int:
-    """Tokens of a forward that fit the free memory of the GPU that has least, at most what one of 8
-    ranks takes of the record's batch. On a CPU what fits a laptop's memory."""
-    if device.type == "cpu":
-        return 16_384
-    free = min(comm.gather(torch.cuda.mem_get_info(device)[0]))
-    fixed, per_token = step_memory(hp, dtype)
-    fitting = int((0.9 * free - fixed) / per_token)
-    # Whole sequences; a GPU that is too small for one says so by itself.
-    return min(98_304, max(1, fitting // hp.train_seq_len) * hp.train_seq_len)
-
-
 def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
     """The least number of equal parts of a step's rows on a rank with at most `tokens` each, or
     with one row."""
     fitting = max(1, tokens // hp.train_seq_len)
     return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
-
-
-def step_memory(hp: Hyperparameters, dtype: torch.dtype) -> tuple[float, float]:
-    """(bytes of a training step on one rank, bytes per token of its forward) of a compiled model: 1
-    to 1.3 times what bench/h100.py models for the shapes in tests/test_memory.py. GPTQ's eager
-    forward may need more per token, for its logits."""
-    weights = sum(tensor.numel() for tensor in outline(hp).values())
-    _, hidden, dim = bank_shape("mlp_bank", hp)
-    in_bf16 = len(hp.visits()) * (22 * dim + 4.3 * hidden) + 18 * dim + 1.8 * hp.vocab_size
-    logits = 14 * hp.vocab_size if hp.gptq_batches else 0
-    return 24.0 * weights, max(in_bf16 * dtype.itemsize / 2, logits)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory. Else its pages fault again in every step, which cost more than
-    the arithmetic."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        for parameter, value in ((-3, 1 << 30), (-1, -1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -3833,33 +3803,32 @@ def choose_deterministic(wanted: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
 
 
-def choose_compile(wanted: str, device: torch.device) -> tuple[bool, list[str]]:
+def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
     """(compile or not, notes). Without its compilers a CPU runs eagerly; for a GPU, much slower, it
     is a UserError."""
     if wanted in ("0", "1"):
-        return wanted == "1", []
+        return wanted == "1", ()
     on_gpu = device.type == "cuda"
     # Triton's choice, or Inductor's.
-    c, cpp = (os.environ.get("CC", "gcc"), "clang"), (os.environ.get("CXX", "g++"),)
-    compilers = c if on_gpu else cpp
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    names = ("CC", "gcc", "clang") if on_gpu else ("CXX", "g++")
+    compiler = any(map(shutil.which, (os.environ.get(names[0], names[1]), *names[2:])))
     needs = {
         "Linux": sys.platform == "linux",  # else Inductor's C++ needs an OpenMP of its own
-        f"a {'C' if on_gpu else 'C++'} compiler": any(map(shutil.which, compilers)),
-        "Python.h (python3-dev)": header.exists(),
-        "triton": not on_gpu or find_spec("triton") is not None,
+        f"a {'C' if on_gpu else 'C++'} compiler": compiler,
+        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "triton": not on_gpu or find_spec("triton"),
     }
     missing = ", ".join(name for name, found in needs.items() if not found)
+    if not missing:
+        return True, ()
     advice = "install it, or set COMPILE=0, which is slow"
-    require(not on_gpu or not missing, f"torch.compile needs {missing}: {advice}")
-    if missing:
-        return False, [f"not compiled, which is slower: {missing} is missing"]
-    return True, []
+    require(not on_gpu, f"torch.compile needs {missing}: {advice}")
+    return False, (f"not compiled, which is slower: {missing} is missing",)
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
     """`function` (or a module) compiled as one graph per set of shapes and Pass; unchanged if not
-    `compiled`."""
+    `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
     options = None
@@ -3871,10 +3840,8 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     return torch.compile(function, dynamic=False, fullgraph=True, options=options)
 
 
-# ---- Kernels: the fastest one that runs here and agrees with the plain form ----------------------
-CHECKED = 2048  # positions of a sequence that are compared with the plain form in fp32
+# ---- Kernels: the first one that runs here and agrees with the plain form in fp32 ----------------
 AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 cause some 0.004
-EQUAL = 1.02  # times that differ by less than this factor count as equal
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
 # #196678).
 TILE = 128
@@ -3885,83 +3852,48 @@ def whole_tiles(length: int) -> int:
     return length if length < TILE else -(-length // TILE) * TILE
 
 
-# Tries a kernel by its name as a run will use it, and returns the call to be timed: a forward and
-# backward. Raises an error if the kernel is missing, does not run, or is wrong.
-Trial = Callable[[str], Callable[[], object]]
+def refusal(trial: Callable[[], object], comm: Comm) -> str:
+    """Why `trial` fails on the first rank where it does; "" if all pass. So all ranks decide
+    alike."""
+    try:
+        trial()
+        mine = ""
+    except Exception as error:  # a missing or unfit kernel can raise anything
+        mine = reason(error)
+    return next(filter(None, comm.gather(mine)), "")
 
 
-def choose_kernel(
-    kind: str, names: Iterable[str], kept: str, trial: Trial, runtime: Runtime
-) -> tuple[str, Runtime]:
-    """(name, the runtime with times and notes) of the fastest kernel on rank 0 among those that
-    pass their trial on all ranks. `kept` is taken if it passes. The name is "" if none passes.
-
-    Of equal ones the first is taken, so that seeds of a sweep have the same. Even so a choice by
-    time may not repeat: a CPU, and DETERMINISTIC=1, take the first that passes."""
-    timed = not torch.are_deterministic_algorithms_enabled()
-    ms, notes = {}, []
-    for name in sorted(names, key=lambda name: name != kept):
-        try:
-            call = trial(name)
-            mine = (milliseconds(call, runtime) if timed else 0.0, "")
-        except Exception as error:  # a missing or unfit kernel can raise anything
-            mine = (0.0, reason(error))
-        results = runtime.comm.gather(mine)
-        refused = next((why for _, why in results if why), "")
-        if refused:
-            notes.append(f"{kind} {name} skipped: {refused}")
-            continue
-        ms[name] = results[0][0]
-        if name == kept or not timed:
-            break
-    times = {kind: {name: round(t, 3) for name, t in ms.items()}} if len(ms) > 1 else {}
-    found = {"kernel_ms": runtime.kernel_ms | times, "notes": (*runtime.notes, *notes)}
-    limit = EQUAL * min(ms.values(), default=0.0)
-    chosen = next((name for name, t in ms.items() if t <= limit), "")
-    return chosen, dataclasses.replace(runtime, **found)
+def trial_shape(hp: Hyperparameters, device: torch.device) -> tuple[int, int]:
+    """(B, T) of a trial: two rows, since a kernel with wrong strides can be right in the first."""
+    return 2, 2 * PLAIN_ATTENTION if device.type == "cpu" else min(hp.train_seq_len, 2048)
 
 
-def trial_shape(hp: Hyperparameters, runtime: Runtime) -> tuple[int, int]:
-    """(B, T) of a training forward; on a CPU one that is long enough for its kernels."""
-    if runtime.device.type == "cpu":
-        return 2, 2 * PLAIN_ATTENTION
-    rows = max(1, hp.train_batch_tokens // hp.train_seq_len // runtime.comm.size)
-    return rows // micro_batches(hp, rows, runtime.micro_batch_tokens), hp.train_seq_len
-
-
-def compared(tensor: Tensor) -> Tensor:
-    """The part of (B, T, ...) that is compared; causal kernels do not need the rest for it. It is of
-    the last row, whose place depends on all strides."""
-    return tensor[-1:, :CHECKED]
-
-
-@torch.enable_grad()
-def both_passes(call: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output of a forward, and the gradients of its inputs."""
-    y = call(*inputs)
-    return [y, *torch.autograd.grad(y, inputs, grad)]
+def compare_kernel(
+    call: Callable[..., Tensor],
+    plain: Callable[..., Tensor],
+    inputs: list[Tensor],
+    backward: bool = True,
+) -> None:
+    """Raise UserError unless `call` has the output of the `plain` form in fp32 and, with
+    `backward`, its gradients."""
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    exact = [t.detach().float().requires_grad_() for t in inputs]
+    with torch.set_grad_enabled(backward):
+        found, expected = [call(*inputs)], [plain(*exact)]
+        if backward:
+            grad = torch.randn_like(found[0])
+            found += torch.autograd.grad(found[0], inputs, grad)
+            expected += torch.autograd.grad(expected[0], exact, grad.float())
+    require_agreement(found, expected)
 
 
 @torch.no_grad()
-def require_agreement(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Raise UserError unless the results of a kernel are those of the plain form."""
+def require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Raise UserError if two results differ by more than rounding."""
     for mine, exact in zip(found, expected, strict=True):
         error = (mine.float() - exact).norm() / exact.norm().clamp(min=1e-30)
         text = f"its results differ from the plain form's by {float(error):.2g} of their norm"
         require(error <= AGREEMENT, text)
-
-
-def milliseconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Of one call, from the fastest of three rounds of five that are queued together."""
-    rounds = []
-    for _ in range(3):
-        runtime.synchronize()
-        began = time.perf_counter()
-        for _ in range(5):
-            call()
-        runtime.synchronize()
-        rounds.append(time.perf_counter() - began)
-    return 1000 * min(rounds) / 5
 
 
 # ---- Attention: FlashAttention 3, torch's operators, plain products ------------------------------
@@ -4061,24 +3993,27 @@ def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return queries.int(), keys.int()
 
 
-def kernels_for(runtime: Runtime) -> dict[str, tuple[str, ...]]:
-    """What this device can choose from, by kind, in the order of preference."""
-    if runtime.device.type == "cpu":
-        return {"attention": ("flash", "math"), "mlp": ("plain",)}
-    # `math` takes several times as long.
-    return {"attention": KERNELS[:-1], "mlp": ("plain", "fused")}
+def attention_kernels(device: torch.device) -> tuple[str, ...]:
+    """What ATTENTION=auto tries, in this order."""
+    # On a GPU `math` takes several times as long.
+    return ("flash", "math") if device.type == "cpu" else KERNELS[:-1]
 
 
-def choose_attention(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
-    """The runtime with the kernel asked for, with `kept`, or with the best one. Raises UserError if
-    none can be used."""
-    names = kernels_for(runtime)["attention"] if hp.attention == "auto" else (hp.attention,)
-    name, runtime = choose_kernel("attention", names, kept, attention_trial(hp, runtime), runtime)
+def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
+    """The runtime with the kernel asked for, or with the first that works on all ranks. Raises
+    UserError if none does."""
+    names = attention_kernels(runtime.device) if hp.attention == "auto" else (hp.attention,)
+    notes = []
+    for name in names:
+        refused = refusal(functools.partial(try_attention, name, hp, runtime), runtime.comm)
+        if not refused:
+            notes = (*runtime.notes, *notes)
+            attend = load_attention(name)
+            return dataclasses.replace(runtime, attention=name, attend=attend, notes=notes)
+        notes.append(f"attention {name} skipped: {refused}")
     rocm = " or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
-    advice = f"install one{rocm}; set a lower MICRO_BATCH_TOKENS if the memory was full"
-    advice += "; ATTENTION=math always works, slowly"
-    require(name, f"ATTENTION={hp.attention}: {'; '.join(runtime.notes)}: {advice}")
-    return dataclasses.replace(runtime, attention=name, attend=load_attention(name))
+    advice = f"install one{rocm}; ATTENTION=math always works, slowly"
+    raise UserError(f"ATTENTION={hp.attention}: {'; '.join(notes)}: {advice}")
 
 
 def attention_lengths(hp: Hyperparameters) -> set[int]:
@@ -4090,43 +4025,26 @@ def attention_lengths(hp: Hyperparameters) -> set[int]:
     return lengths
 
 
-def attention_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
-    """The trial of attention kernels."""
+def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
+    """The kernel, compiled if a GPU's run is. Raises an error if it is missing, does not run, or
+    differs from `attend_last`."""
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
-    rows, time = trial_shape(hp, runtime)
-    inputs = []  # q, k, v
-    for heads in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads):
-        shape = (rows, time, heads, hp.head_dim)
-        inputs.append(torch.randn(shape, device=device, dtype=runtime.dtype, requires_grad=True))
-    grad = torch.randn_like(inputs[0])  # of the output
-    exact = [compared(t).detach().float().requires_grad_() for t in inputs]
-    checked_grad = torch.zeros_like(grad)
-    compared(checked_grad).copy_(compared(grad))
+    if name == "cudnn":
+        unfit = next((n for n in sorted(attention_lengths(hp)) if n % TILE), 0)
+        require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
+    attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
+    rows, time = trial_shape(hp, device)
+    heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
+    shapes = [(rows, time, number, hp.head_dim) for number in heads]
+    qkv = [torch.randn(shape, device=device).to(runtime.dtype) for shape in shapes]
     document = None
     if hp.doc_attention:
         document = (torch.arange(time, device=device) >= 100).long().expand(rows, -1)
-    seen = document if document is None else compared(document)
-    bands = (0, min(time, CHECKED) // 2) if hp.eval_mode == "banded" else (0,)
-
-    @torch.enable_grad()
-    def trial(name: str) -> Callable[[], object]:
-        if name == "cudnn":
-            unfit = next((n for n in sorted(attention_lengths(hp)) if n % TILE), 0)
-            require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
-        attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
-        for band in bands:
-            with torch.set_grad_enabled(band == 0):  # only evaluations have a band
-                found = attend(*inputs, band, document)
-                plain = attend_last(*exact, band, seen)
-            results, expected = [found], [plain]
-            if band == 0:
-                results += torch.autograd.grad(found, inputs, checked_grad)
-                expected += torch.autograd.grad(plain, exact, compared(grad).float())
-            require_agreement(map(compared, results), expected)
-        call = functools.partial(attend, band=0, document=document)
-        return functools.partial(both_passes, call, inputs, grad)
-
-    return trial
+    for band in (0, time // 2) if hp.eval_mode == "banded" else (0,):
+        options = {"band": band, "document": document}
+        kernel, plain = (functools.partial(form, **options) for form in (attend, attend_last))
+        compare_kernel(kernel, plain, qkv, backward=band == 0)  # only evaluations have a band
+    return attend
 
 
 def load_attention(name: str) -> Callable[..., Tensor]:
@@ -4328,47 +4246,34 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
     return fused
 
 
-def choose_mlp(hp: Hyperparameters, runtime: Runtime, kept: str = "") -> Runtime:
-    """The runtime with the form of the MLP asked for, with `kept`, or with the faster one."""
-    forms = {"auto": kernels_for(runtime)["mlp"], "0": ("plain",), "1": ("fused",)}
-    names = forms[hp.fused_mlp]
-    if names == ("plain",):
+def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
+    """The runtime with the form of the MLP that FUSED_MLP asks for."""
+    if not hp.fused_mlp:
         return runtime
-    name, runtime = choose_kernel("mlp", names, kept, mlp_trial(hp, runtime), runtime)
-    require(name, f"FUSED_MLP={hp.fused_mlp}: {'; '.join(runtime.notes)}: set FUSED_MLP=0")
-    fused = load_fused_mlp(hp.mlp_slope, runtime.device) if name == "fused" else None
-    return dataclasses.replace(runtime, fused_mlp=fused)
+    refused = refusal(functools.partial(try_fused_mlp, hp, runtime), runtime.comm)
+    require(not refused, f"FUSED_MLP=1: {refused}: set FUSED_MLP=0")
+    return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
 
-def mlp_trial(hp: Hyperparameters, runtime: Runtime) -> Trial:
-    """The trial of the forms of the MLP."""
+def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
+    """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
+    `plain_mlp`."""
     device, dtype = runtime.device, runtime.dtype
-    _, m, d = bank_shape("mlp_bank", hp)
-    batch = trial_shape(hp, runtime)
-    sizes = ((*batch, d), (*batch, 1), (m, d), (d, m))
-    x, scale, up, down = (torch.randn(size, device=device) for size in sizes)
-    inputs = [x.to(dtype), scale.abs() + 0.5, (up / d**0.5).to(dtype), (down / m**0.5).to(dtype)]
-    exact = [compared(t) for t in inputs[:2]] + inputs[2:]
-    exact = [t.detach().float().requires_grad_() for t in exact]
-    inputs = [t.requires_grad_() for t in inputs]
-    grad = torch.randn_like(inputs[0])
-    checked_grad = torch.zeros_like(grad)
-    compared(checked_grad).copy_(compared(grad))
+    fits = device.type == "cpu" or dtype == torch.bfloat16
+    require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
+    fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
     plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
+    compare_kernel(fused, plain, mlp_inputs(trial_shape(hp, device), hp, runtime))
+    return fused
 
-    def trial(name: str) -> Callable[[], object]:
-        call = plain
-        if name == "fused":
-            fits = device.type == "cpu" or dtype == torch.bfloat16
-            require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
-            call = load_fused_mlp(hp.mlp_slope, device)
-        call = compile_whole(call, runtime.compiled)
-        y, dx, dscale, *dweights = both_passes(call, inputs, checked_grad)
-        expected = both_passes(plain, exact, compared(grad).float())
-        require_agreement([*map(compared, (y, dx, dscale)), *dweights], expected)
-        return functools.partial(both_passes, call, inputs, grad)
 
-    return trial
+def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) -> list[Tensor]:
+    """Random x (B, T, D), scale (B, T, 1), up and down of a `batch` (B, T)."""
+    _, m, d = bank_shape("mlp_bank", hp)
+    sizes = ((*batch, d), (*batch, 1), (m, d), (d, m))
+    x, scale, up, down = (torch.randn(size, device=runtime.device) for size in sizes)
+    weights = (up / d**0.5).to(runtime.dtype), (down / m**0.5).to(runtime.dtype)
+    return [x.to(runtime.dtype), scale.abs() + 0.5, *weights]
 
 
 # ---- Main ----------------------------------------------------------------------------------------

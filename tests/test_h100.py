@@ -3,6 +3,7 @@ lines that only a GPU reaches, in a CUDA build of torch, and shows that they rai
 nothing about numbers or times."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,9 +37,6 @@ KNOBS = {
     "CHECKPOINT_EVERY": "5",
     "RUN_ID": "pretended",
 }
-# For the clock that tests/pretended.py sets.
-FLASH_WINS = {"flash": 4.1, "mem_efficient": 9.5, "plain": 5.2, "fused": 4.9, "": 1.0}
-OTHERS_WIN = FLASH_WINS | {"mem_efficient": 3.5, "plain": 4.2}
 
 
 def start(version: str, folder: Path, knobs: dict, *words: str) -> subprocess.CompletedProcess:
@@ -53,18 +51,17 @@ def start(version: str, folder: Path, knobs: dict, *words: str) -> subprocess.Co
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_check_of_the_machine(env, tmp_path, version):
-    knobs = env(**KNOBS | {"CHECKPOINT_EVERY": ""}, KERNEL_MS=json.dumps(FLASH_WINS))
+    knobs = env(**KNOBS | {"CHECKPOINT_EVERY": ""})
     done = start(version, tmp_path, knobs, "check")
     print(done.stdout)
     report = json.loads(Path(tmp_path, "logs", "check.json").read_text())
     assert report["works"] and not report["errors"]
     (rank,) = report["ranks"]
     assert rank["machine"]["device"] == "NVIDIA H100 80GB HBM3"
-    assert rank["attention"]["ms"] == {"flash": 4.1, "mem_efficient": 9.5}
+    assert rank["attention"]["ms"].keys() == {"flash", "mem_efficient"}
     assert rank["attention"]["refused"].keys() == {"fa3", "cudnn"}
-    assert rank["mlp"] == {"ms": {"plain": 5.2, "fused": 4.9}, "refused": {}}
-    assert "slow: FlashAttention 3 is missing: attention takes" in done.stdout
-    assert "set:      ATTENTION=flash FUSED_MLP=1\n" in done.stdout
+    assert rank["mlp"]["ms"].keys() == {"plain", "fused"} and not rank["mlp"]["refused"]
+    assert re.search(r"(?m)^set:      ATTENTION=(flash|mem_efficient) FUSED_MLP=[01]$", done.stdout)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -72,21 +69,16 @@ def test_the_whole_script(env, tmp_path, version):
     """Training, validation, checkpoints, GPTQ, export, reloading, both windows and both kinds of
     test-time training, a resumed run, and EVAL_ONLY."""
 
-    def run(clock=FLASH_WINS, **changes) -> dict[str, dict]:
-        knobs = env(**KNOBS | changes, KERNEL_MS=json.dumps(clock))
+    def run(**changes) -> dict[str, dict]:
+        knobs = env(**KNOBS | changes)
         done = start(version, tmp_path, knobs)
         assert "NVIDIA H100" in done.stdout and f"torch {version}" in done.stdout
-        assert "note: attention cudnn skipped: " in done.stdout or "resumed: " in done.stdout
-        assert "mlp fused skipped" not in done.stdout
+        assert "note: attention cudnn skipped: " in done.stdout
         lines = Path(tmp_path, "logs", f"{knobs['RUN_ID']}.jsonl").read_text().splitlines()
         return {event["event"]: event for event in map(json.loads, lines)}
 
-    first = run(TTT_ENABLED=1)
+    first = run(TTT_ENABLED=1, FUSED_MLP=1)
     assert first["start"]["kernels"] == {"attention": "flash", "mlp": "fused"}
-    assert first["start"]["kernel_ms"]["attention"] == {"flash": 4.1, "mem_efficient": 9.5}
-    lines = Path(tmp_path, "logs", "pretended.txt").read_text().splitlines()
-    assert "attention: flash 4.10 ms, mem_efficient 9.50" in lines
-    assert "mlp: fused 4.90 ms, plain 5.20" in lines
     scores = {
         "final_int6_roundtrip_exact",
         "final_int6_sliding_window_exact",
@@ -99,13 +91,9 @@ def test_the_whole_script(env, tmp_path, version):
     assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
     Path(tmp_path, "logs", "pretended.jsonl").unlink()  # a finished run is refused
     changes = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "RESUME": "auto", "ITERATIONS": 16}
-    second = run(OTHERS_WIN, **changes)
-    assert second["start"]["kernels"] == first["start"]["kernels"], (
-        "a resumed run keeps its kernels"
-    )
-    assert not second["start"]["kernel_ms"]
+    second = run(**changes)
+    assert second["start"]["kernels"] == {"attention": "flash", "mlp": "plain"}
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second
-    third = run(OTHERS_WIN, EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
+    third = run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
     assert "final_int6_sliding_window_exact" in third
-    assert third["start"]["kernels"] == {"attention": "mem_efficient", "mlp": "plain"}

@@ -491,11 +491,11 @@ def test_a_gpu_does_not_compute_eagerly_unasked(found, monkeypatch):
     monkeypatch.setattr(train_gpt.Path, "exists", lambda path: True)  # Python.h
     if "my-cc" in found:
         monkeypatch.setenv("CC", "my-cc")
-    assert train_gpt.choose_compile("0", gpu) == (False, []) and train_gpt.choose_compile(
+    assert train_gpt.choose_compile("0", gpu) == (False, ()) and train_gpt.choose_compile(
         "1", gpu
-    ) == (True, [])
+    ) == (True, ())
     if {"gcc", "clang", "my-cc"} & set(found):
-        assert train_gpt.choose_compile("auto", gpu) == (True, [])
+        assert train_gpt.choose_compile("auto", gpu) == (True, ())
         monkeypatch.setattr(train_gpt, "find_spec", lambda name: None)
         missing = "triton"
     else:
@@ -510,9 +510,9 @@ def test_compiling_needs_a_compiler(monkeypatch):
     """Without a C++ compiler a CPU computes eagerly and the log says why. COMPILE=0 and 1 are
     obeyed."""
     cpu = torch.device("cpu")
-    assert train_gpt.choose_compile("0", cpu) == (False, []) and train_gpt.choose_compile(
+    assert train_gpt.choose_compile("0", cpu) == (False, ()) and train_gpt.choose_compile(
         "1", cpu
-    ) == (True, [])
+    ) == (True, ())
     monkeypatch.setattr(train_gpt.shutil, "which", lambda name: None)
     for wanted in ("auto", "train"):
         compiled, (note,) = train_gpt.choose_compile(wanted, cpu)

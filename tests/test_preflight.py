@@ -7,8 +7,10 @@ import json
 import math
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from conftest import ROOT, run, variables
 
@@ -379,6 +381,12 @@ def test_the_line_to_paste_has_what_is_advised(report):
     assert "EVAL_MAX_SECONDS=540" in found["paste"] and "EVAL_MODE" not in found["paste"]
 
 
+def test_a_micro_batch_that_was_halved_is_set(report):
+    """So that a run need not compile for one that does not fit."""
+    report["chosen"] |= {"micro_batch_tokens": 49_152, "halved": True}
+    assert judge(report)["paste"] == "ATTENTION=fa3 FUSED_MLP=1 MICRO_BATCH_TOKENS=49152"
+
+
 def test_a_looping_run_is_compared_as_it_is_before_its_loop(report):
     """Four ranks, and a step that is as efficient as #399's."""
     report["ranks"] = report["ranks"][:4]
@@ -437,8 +445,49 @@ def run_of(env, tmp_path, monkeypatch):
     return make
 
 
+def test_a_time_is_the_best_of_three_rounds(monkeypatch):
+    """The first round takes 3 s, the others 2 s; five calls each, and the device is waited for."""
+    now, calls, waits = [0.0], [], []
+    monkeypatch.setattr(preflight.time, "perf_counter", lambda: now[0])
+
+    def synchronize():
+        waits.append(len(calls))
+        if len(waits) % 2 == 0:
+            now[0] += 3.0 if len(waits) == 2 else 2.0
+
+    runtime = SimpleNamespace(synchronize=synchronize)
+    assert preflight.milliseconds(lambda: calls.append(1), runtime) == 400.0
+    assert waits == [0, 5, 5, 10, 10, 15]
+
+
+def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
+    """Forward and backward; a kernel that is refused has its reason and no time."""
+    hp, runtime = (run := run_of(MICRO_BATCH_TOKENS=96)).hp, run.runtime
+    shapes, real = [], train_gpt.attend_last
+
+    def attend(q, k, v, band=0, document=None):
+        shapes.append((tuple(q.shape), tuple(k.shape)))
+        return real(q, k, v, band, document)
+
+    def try_attention(name, *_):
+        train_gpt.require(name == "math", "it is wrong")
+        return attend
+
+    monkeypatch.setattr(train_gpt, "try_attention", try_attention)
+    found = preflight.attention_times(hp, runtime)
+    assert found["ms"]["math"] > 0 and found["refused"] == {"flash": "it is wrong"}
+    assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
+    assert preflight.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
+    gpu = dataclasses.replace(runtime, device=SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: call() or 1.0)
+    monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
+    monkeypatch.setattr(train_gpt, "try_fused_mlp", lambda *_: lambda *inputs: sum(inputs))
+    assert preflight.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
+    run.loader.close()
+
+
 def test_speeds_follow_from_the_clock(run_of, monkeypatch):
-    monkeypatch.setattr(train_gpt, "milliseconds", lambda call, runtime: 4.0)
+    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: 4.0)
     runtime = run_of().runtime
     assert preflight.product_speed(runtime) == 2 * 1024**3 / 0.004
     assert preflight.copy_speed(runtime) == 2 * (1 << 26) / 0.004
@@ -496,7 +545,7 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
     if shard != ranks:
         comm.shard, comm.replicate = train_gpt.Comm(0, shard), train_gpt.Comm(0, ranks // shard)
     monkeypatch.setattr(train_gpt.Comm, "start", start)
-    monkeypatch.setattr(train_gpt, "milliseconds", lambda call, runtime: 1.0)
+    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: 1.0)
     runtime = dataclasses.replace(run.runtime, comm=comm)
     found = preflight.communication(run.hp, runtime)
     once = list(calls)

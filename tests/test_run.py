@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -700,12 +701,9 @@ def one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    modules = {"triton": object()}
-    monkeypatch.setattr(train_gpt, "find_spec", modules.get)
-    monkeypatch.setattr(train_gpt, "version", {"triton": "3.5.1"}.__getitem__)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def write(script: str) -> dict[str, str]:
+    def write(script: str) -> str:
         path = tmp_path / "nvidia-smi"
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
@@ -718,23 +716,22 @@ def test_facts_of_a_gpu(one_gpu):
     facts = one_gpu(
         """case "$*" in *--id=GPU-12ab-34*) echo "570.86.10, 700.00 W, 1980 MHz";; esac"""
     )
-    assert facts == {
-        "driver": "570.86.10",
-        "power limit": "700.00 W",
-        "max clock": "1980 MHz",
-        "cudnn": "91002",
-        "nccl": "2.27.5",
-        "triton": "3.5.1",
-        "flash_attn_3": "none",
-        "kernels": "none",
-    }
+    assert facts == "570.86.10, 700.00 W, 1980 MHz, cudnn 91002, nccl 2.27.5"
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo nonsense", "sleep 0; echo"])
+def test_versions_of_installed_packages(monkeypatch):
+    def version(name: str) -> str:
+        if name == "flash_attn_3":
+            return "3.0.0"
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(train_gpt, "version", version)
+    assert train_gpt.package_versions() == "flash_attn_3 3.0.0"
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo; exit 0", "sleep 0; echo"])
 def test_facts_that_nvidia_smi_does_not_tell(one_gpu, script):
-    facts = one_gpu(script)
-    assert facts["driver"] == facts["power limit"] == facts["max clock"] == "unknown"
-    assert facts["nccl"] == "2.27.5"
+    assert one_gpu(script) == "unknown, cudnn 91002, nccl 2.27.5"
 
 
 def test_supported_torch_versions_have_what_is_used():

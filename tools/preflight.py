@@ -74,7 +74,8 @@ def machine(runtime: Runtime) -> dict:
     if runtime.device.type == "cuda":
         properties = torch.cuda.get_device_properties(runtime.device)
         found |= {"cuda": torch.version.cuda, "memory_mib": properties.total_memory >> 20}
-        found |= train_gpt.gpu_facts(runtime.device)
+        found["driver, power limit, clock"] = train_gpt.gpu_facts(runtime.device)
+        found["packages"] = train_gpt.package_versions()
     return found
 
 
@@ -97,6 +98,19 @@ def check_disk(hp: Hyperparameters) -> dict:
     return {"free_bytes": shutil.disk_usage(".").free}
 
 
+def milliseconds(call: Callable[[], object], runtime: Runtime) -> float:
+    """Of one call, from the fastest of three rounds of five that are queued together."""
+    rounds = []
+    for _ in range(3):
+        runtime.synchronize()
+        began = time.perf_counter()
+        for _ in range(5):
+            call()
+        runtime.synchronize()
+        rounds.append(time.perf_counter() - began)
+    return 1000 * min(rounds) / 5
+
+
 def product_speed(runtime: Runtime) -> float:
     """FLOP/s of a large matrix product; on a GPU after a second of them."""
     on_gpu = runtime.device.type == "cuda"
@@ -104,15 +118,15 @@ def product_speed(runtime: Runtime) -> float:
     a, b = torch.randn(2, n, n, device=runtime.device).to(runtime.dtype)
     end = time.perf_counter() + on_gpu * SUSTAINED
     while True:
-        ms = train_gpt.milliseconds(lambda: a @ b, runtime)
+        ms = milliseconds(lambda: a @ b, runtime)
         if time.perf_counter() > end:
             return 2e3 * n**3 / ms
 
 
-def load(runtime: Runtime) -> dict[str, str] | None:
+def load(runtime: Runtime) -> str | None:
     """The state of a GPU right after the products."""
-    query = {"clock": "clocks.sm", "power": "power.draw", "temperature": "temperature.gpu"}
     on_gpu = runtime.device.type == "cuda"
+    query = "clocks.sm,power.draw,temperature.gpu"
     return train_gpt.ask_driver(runtime.device, query) if on_gpu else None
 
 
@@ -120,7 +134,7 @@ def copy_speed(runtime: Runtime) -> float:
     """Bytes/s that a copy in the device's memory reads and writes."""
     count = 1 << (30 if runtime.device.type == "cuda" else 26)
     source, target = torch.zeros(2, count, dtype=torch.uint8, device=runtime.device)
-    return 2e3 * count / train_gpt.milliseconds(lambda: target.copy_(source), runtime)
+    return 2e3 * count / milliseconds(lambda: target.copy_(source), runtime)
 
 
 def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
@@ -157,19 +171,68 @@ def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     found = {}
     for name, (size, call) in calls.items():
         call()  # the first one sets up the connection
-        found[name] = {"ms": train_gpt.milliseconds(call, runtime), "bytes": size}
+        found[name] = {"ms": milliseconds(call, runtime), "bytes": size}
     return found
 
 
-def kernels(trial: train_gpt.Trial, names: Iterable[str], runtime: Runtime) -> dict[str, dict]:
+def forward_rows(hp: Hyperparameters, runtime: Runtime) -> int:
+    """Rows of a training forward."""
+    rows = max(1, hp.train_batch_tokens // hp.train_seq_len // runtime.comm.size)
+    return rows // train_gpt.micro_batches(hp, rows, runtime.micro_batch_tokens)
+
+
+def attention_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
+    """What `kernel_times` finds for the kernels of attention, at the run's sizes."""
+    batch, options = (forward_rows(hp, runtime), hp.train_seq_len), {"device": runtime.device}
+    heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
+    qkv = [torch.randn(*batch, n, hp.head_dim, **options).to(runtime.dtype) for n in heads]
+    document = None
+    if hp.doc_attention:
+        document = (torch.arange(batch[1], **options) >= 100).long().expand(batch[0], -1)
+
+    def load(name: str) -> Callable[..., torch.Tensor]:
+        attend = train_gpt.try_attention(name, hp, runtime)
+        return functools.partial(attend, document=document)
+
+    found = kernel_times(load, train_gpt.attention_kernels(runtime.device), qkv, runtime)
+    train_gpt.load_attention(runtime.attention)  # a trial sets torch's switches
+    return found
+
+
+def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
+    """The same for the forms of the MLP."""
+    inputs = train_gpt.mlp_inputs((forward_rows(hp, runtime), hp.train_seq_len), hp, runtime)
+    plain = functools.partial(train_gpt.plain_mlp, slope=hp.mlp_slope)
+
+    def load(name: str) -> Callable[..., torch.Tensor]:
+        if name == "fused":
+            return train_gpt.try_fused_mlp(hp, runtime)
+        return train_gpt.compile_whole(plain, runtime.compiled)
+
+    names = ("plain",) if runtime.device.type == "cpu" else ("plain", "fused")
+    return kernel_times(load, names, inputs, runtime)
+
+
+def kernel_times(
+    load: Callable[[str], Callable[..., torch.Tensor]],
+    names: Iterable[str],
+    inputs: list[torch.Tensor],
+    runtime: Runtime,
+) -> dict[str, dict]:
     """Milliseconds of a forward and backward by kernel, and why others do not run here."""
     ms, refused = {}, {}
+    inputs = [t.requires_grad_() for t in inputs]
     for name in names:
         try:
-            ms[name] = train_gpt.milliseconds(trial(name), runtime)
+            kernel = load(name)
+            grad = torch.randn_like(kernel(*inputs))
+
+            def both_passes(kernel: Callable = kernel, grad: torch.Tensor = grad) -> None:
+                torch.autograd.grad(kernel(*inputs), inputs, grad)
+
+            ms[name] = milliseconds(both_passes, runtime)
         except Exception as error:  # a missing or unfit kernel can raise anything
             refused[name] = train_gpt.reason(error)
-    train_gpt.load_attention(runtime.attention)  # a trial sets torch's switches
     return {"ms": ms, "refused": refused}
 
 
@@ -480,6 +543,8 @@ def judge(hp: Hyperparameters, report: dict) -> dict:
         report["slow"] += [sentence for sentence, _ in limited]
         report["advice"] = [sentence for sentence, _ in advised]
         knobs = fastest(report)
+        if "halved" in report["chosen"]:  # so that a run need not try
+            knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"]
         for _, changes in limited + advised:
             knobs |= changes
         report["paste"] = " ".join(f"{name}={value}" for name, value in knobs.items())
@@ -508,11 +573,8 @@ def about_data(report: dict) -> str:
 
 
 def about_load(report: dict) -> str:
-    """Each fact of all ranks, in their order if they differ."""
-    parts = []
-    for name in first(report, "load"):
-        parts.append(f"{name} {', '.join(dict.fromkeys(values(report, 'load', name)))}")
-    return "; ".join(parts)
+    """nvidia-smi's lines of all ranks, in their order if they differ."""
+    return f"clock, power, temperature: {'; '.join(dict.fromkeys(values(report, 'load')))}"
 
 
 def about_collectives(report: dict) -> str:
@@ -540,6 +602,8 @@ def about_training(report: dict) -> str:
         parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({share})")
     for what, name in (("gradients alone", "gradients_ms"), ("reading a batch", "read_ms")):
         parts.append(f"{what} {spread(values(report, 'training', name), '.1f')} ms")
+    tokens = report["chosen"]["micro_batch_tokens"]
+    parts.append(f"micro-batches of at most {tokens:,} tokens")
     parts.append(f"GPTQ {one['gptq_seconds']:.1f} s")
     if one["memory_mib"]:
         parts.append(train_gpt.memory_line(one["memory_mib"]))
@@ -602,7 +666,7 @@ class Check:
         self.comm = runtime.comm
         chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
         chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
-        chosen["rows"] = train_gpt.trial_shape(hp, runtime)[0]
+        chosen["rows"] = forward_rows(hp, runtime)
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
         self.report["ranks"] = [{} for _ in range(self.comm.size)]
 
@@ -662,13 +726,15 @@ def check(hp: Hyperparameters) -> dict:
             lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
             alone=False,
         )
-        trials = {"attention": train_gpt.attention_trial, "mlp": train_gpt.mlp_trial}
-        for kind, names in train_gpt.kernels_for(runtime).items():
-            section(kind, kernels, trials[kind](hp, runtime), names, runtime)
+        section("attention", attention_times, hp, runtime)
+        section("mlp", mlp_times, hp, runtime)
         if not runtime.comm.share(section.report["errors"]):
             val = train_gpt.Validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
-            run = train_gpt.Run(silent, runtime, lambda *_, **__: None, val)
+            run = train_gpt.make_run(silent, runtime, lambda *_, **__: None, val)
+            tokens = run.runtime.micro_batch_tokens
+            if tokens != runtime.micro_batch_tokens:
+                section.report["chosen"] |= {"micro_batch_tokens": tokens, "halved": True}
             section("training", training, run, alone=False)
             section("evaluation", evaluation, run, alone=False)
             run.loader.close()

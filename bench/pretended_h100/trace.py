@@ -337,9 +337,9 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
 
 
 def fused_mlp(script, hp, runtime) -> Callable | None:
-    """The kernel of FUSED_MLP=1. Nothing can be timed here, so `auto` is the plain form."""
+    """The kernel of FUSED_MLP=1."""
     if hasattr(script, "load_fused_mlp"):
-        wanted = hp.fused_mlp == "1"
+        wanted = hp.fused_mlp in (True, "1")  # a string in earlier versions
         return script.load_fused_mlp(hp.mlp_slope, runtime.device) if wanted else None
     require = script.require  # the previous version
     # Results that were not computed cannot be compared
