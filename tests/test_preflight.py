@@ -69,7 +69,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         assert not sizes if ranks == 1 else sizes["all-gather"] == sizes["reduce-scatter"] > 1000
     assert lines[-2] == "a run would work; logs/check.json has all figures"
     (line,) = [line for line in lines if line.startswith("set: ")]
-    assert re.fullmatch(r"set:      ATTENTION=(flash|math) FUSED_MLP=0", line)
+    assert re.fullmatch(r"set:      ATTENTION=(flash|math) FUSED_MLP=0 ITERATIONS=\d+", line)
     assert report["finished"] and report["knobs"]["run_id"] == "mine"
     assert {path.name for path in tmp_path.rglob("*")} == {"logs", "check.json"}
 
