@@ -15,7 +15,7 @@ import scipy.stats
 import torch
 
 import train_gpt
-from conftest import ROOT, run
+from conftest import ROOT, run, start
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -230,6 +230,18 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
     assert Path("work/base_seed1/checkpoints").is_dir()
 
 
+def test_sigterm_ends_the_training(sweep_knobs, tmp_path, nothing_is_left_running):
+    command = [ABLATE, "--steps", 1_000_000, "--folder", tmp_path / "a", "x: SEED=2"]
+    process = start(command, sweep_knobs, tmp_path, fresh=True)
+    log = tmp_path / "a/work/base_seed1/logs/base_seed1.txt"
+    while not (log.exists() and "step:1/" in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and said.endswith("interrupted: the same command continues\n")
+
+
 def test_side_by_side_runs_share_the_cores(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(ablate.os, "cpu_count", lambda: 8)
@@ -243,6 +255,7 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
     [
         (["x: MATRIX_LRR=1"], "is not a variant: write"),
         ([": SEED=1"], "is not a variant: write"),
+        (["QK_GAIN_INIT=4"], "is not a variant: write"),
         (["x: MATRIX_LR="], "is not a variant: write"),
         (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
         (["base: SEED=1"], 'called "base"'),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ FILES = [
 
 
 def test_a_folder_has_everything_from_the_logs(made, swept):
-    folder = made()
+    folder = made(change=lambda text: text.replace("* DATA_PATH=", "* DATA_PATH=a b/", 1))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_A_tiny_first_one", folder.name)
     assert sorted(p.name for p in folder.iterdir()) == FILES
     assert (folder / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
@@ -112,6 +113,7 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
         "This is not a record",
         "NUM_LAYERS=3",
         "LATE_QAT=0",
+        "DATA_PATH='a b/",
     ):
         assert part in text
     assert (
@@ -358,6 +360,20 @@ def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
     assert any(CHEATS[line] in text for text in lines["FAIL"])
 
 
+def test_make_warns_and_quotes(swept, tmp_path):
+    """Seeds that differ in their steps, and a folder with a space."""
+    first, second = logs_of(swept)
+    fewer = re.sub(r"(?m)^step:1[12]/12 .*\n", "", second.read_text())
+    fewer = re.sub(r"(?m)^stopping_early.*\n", "", fewer)
+    about = ["--track", "t", "--name", "A", "--author", "Me", "--root", tmp_path / "two words"]
+    command = [ROOT / "tools" / "make_record.py", *about, first, written(tmp_path, fewer)]
+    result = run(command, {}, tmp_path)
+    assert result.returncode == 0 and "warning: these runs have 10 to 12 steps" in result.stderr
+    *_, line = result.stdout.splitlines()
+    *_, folder = shlex.split(line)
+    assert Path(folder).is_dir()
+
+
 def test_make_refuses(made, swept, tmp_path):
     folder = made()
     with pytest.raises(AssertionError, match="exists already"):
@@ -369,12 +385,15 @@ def test_make_refuses(made, swept, tmp_path):
         written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt")
         for n, path in enumerate((first, second))
     )
+    text = second.read_text()
+    died = written(tmp_path, text[: text.rindex("final_int6_sliding_window_exact")], "died.txt")
     cases = {
         (first, first): "each log needs its own seed",
         (first, other_rate): "MATRIX_LR=0.025 and 0.005",
         (altered,): "the log was altered",
         (first, other): "begin with different scripts",
         (written(tmp_path, PUBLISHED),): "does not begin with the script",
+        (first, died): "did not finish",
     }
     given = dict.fromkeys(
         ("name", "author", "github_id", "blurb", "summary", "date", "attribution"), "x"

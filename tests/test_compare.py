@@ -130,6 +130,18 @@ def test_a_failed_run_is_left_out(tmp_path, capsys):
         runs.read_group(f"{tmp_path / 'a'},nothing.log")
 
 
+@pytest.mark.parametrize("program", ["compare", "ablate"])
+def test_help_needs_no_scipy(program, tmp_path):
+    (tmp_path / "scipy.py").write_text("raise ModuleNotFoundError('No module named it')")
+    broken = {"PYTHONPATH": str(tmp_path)}
+    result = run([ROOT / "tools" / f"{program}.py", "--help"], broken, tmp_path)
+    assert result.returncode == 0 and result.stdout.startswith("usage: "), result.stderr
+    group(tmp_path / "a", {1: 1.9, 2: 1.91})
+    group(tmp_path / "b", {1: 1.8, 2: 1.81})
+    result = run([ROOT / "tools" / "compare.py", "a", "b"], broken, tmp_path)
+    assert result.returncode == 1 and "error: No module named it: run " in result.stderr
+
+
 def test_the_same_runs_are_equal(tmp_path):
     group(tmp_path / "a", {1: 1.9, 2: 1.91, 3: 1.92})
     one = tmp_path / "a" / "train_seed1.log"

@@ -247,9 +247,12 @@ def test_runs_that_did_not_finish(swept, tmp_path):
     assert re.search(rf"Last validation: \S+ {re.escape(end)}", found.text)
     assert found.row(first.stem)[0] == "–" and len(found.curves) == 4
     empty = written(tmp_path, "started\n", "empty.txt")
-    found = written_page(tmp_path, first, second, empty)
+    found = written_page(
+        tmp_path, first, second, empty, written(tmp_path, "started\n", "empty2.txt")
+    )
     assert f"{first.name} has no final score: the run did not finish." in found.text
-    assert f"Left out: {empty} has neither steps nor scores" in found.text
+    assert f"left out: {empty} has neither steps nor scores" in found.text
+    assert "(and 1 more such logs)" in found.text and "empty2" not in found.text
     names = [trace["name"] for trace in found.curves[0]["step"]["data"]]
     assert names == [second.stem, f"{first.stem}, not finished"]
     with pytest.raises(UserError, match="empty.txt has neither steps nor scores"):

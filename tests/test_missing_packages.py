@@ -80,7 +80,6 @@ runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")
 @pytest.mark.parametrize(
     "program, package",
     [
-        ("compare --help", "scipy"),
         ("plot --help", "matplotlib"),
         ("report --html x.html x.txt", "plotly"),
         ("report --html x.html x.txt", "jinja2"),

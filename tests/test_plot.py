@@ -114,6 +114,16 @@ def test_scaling_is_drawn_for_different_ranks(swept, tmp_path):
             plot.draw_scaling(members, tmp_path / "s.png")
 
 
+def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):
+    for number in range(3):
+        written(tmp_path, "started\n", f"{number}.txt")
+    command = [ROOT / "tools" / "plot.py", *logs_of(swept), f"{tmp_path}/*.txt"]
+    result = run(command, {}, tmp_path)
+    end = "has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log"
+    assert result.stderr == f"left out: {tmp_path}/0.txt {end} (and 2 more such logs)\n"
+    assert result.returncode == 0 and (tmp_path / "runs.png").exists()
+
+
 def test_plot_errors(tmp_path):
     for options, part in (
         (["x.txt"], "cannot read x.txt"),

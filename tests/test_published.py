@@ -34,7 +34,7 @@ def followed(tmp_path, name: str, text: str) -> tuple[bool, str]:
     return published.follow(runs.read_run(written(tmp_path, text)), name)
 
 
-@pytest.mark.parametrize("name", published.RATES)
+@pytest.mark.parametrize("name", ["399", "1493"])
 def test_each_seed_of_a_record_is_on_its_track(tmp_path, name):
     for number, seed in enumerate(CURVES[name]):
         ok, text = followed(tmp_path / str(number), name, log_of(name, seed))
@@ -117,6 +117,7 @@ def test_a_running_log_is_compared(tmp_path):
     [
         ("399", log_of("399", "42", VOCAB_SIZE=8192), "#399 has 1024 pieces"),
         ("2135", log_of("399", "42"), "#2135 has 8192 pieces"),
+        ("2135", log_of("2135", "42"), "it trains on other tokens and validates flat batches"),
         ("399", "step:77/9000 train_loss:3.0 train_time:1ms\n", "no step is in both"),
         ("399", "step:200/9000 train_loss:3.0 train_time:1ms\n", "other tokens"),
     ],
@@ -129,12 +130,12 @@ def test_what_cannot_be_compared_is_an_error(tmp_path, name, text, part):
 def test_the_program(tmp_path):
     """Exit status 0 on the track, 3 behind it, 2 without a second side."""
     compare = ROOT / "tools" / "compare.py"
-    log = written(tmp_path, log_of("2135", "0", VOCAB_SIZE=8192))
-    result = run([compare, log, "--published", "2135"], {}, tmp_path)
+    log = written(tmp_path, log_of("1493", "42"))
+    result = run([compare, log, "--published", "1493"], {}, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "beside #2135 (published, 8 x H100)" in result.stdout
-    worse = written(tmp_path, log_of("2135", "0", lambda step, nats: nats + 1), "worse.txt")
-    assert run([compare, worse, "--published", "2135"], {}, tmp_path).returncode == 3
+    assert "beside #1493 (published, 8 x H100)" in result.stdout
+    worse = written(tmp_path, log_of("1493", "42", lambda step, nats: nats + 1), "worse.txt")
+    assert run([compare, worse, "--published", "1493"], {}, tmp_path).returncode == 3
     for words in ([log], [log, log, "--published", "399"]):
         result = run([compare, *words], {}, tmp_path)
         assert result.returncode == 2 and "either the logs B or --published" in result.stderr

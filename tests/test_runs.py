@@ -104,6 +104,49 @@ def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
     assert (found.steps, found.resumed) == (2, 1)
 
 
+RESUMED = "resumed: step:12 train_time:100ms from:checkpoints/t/step_00000012.safetensors\n"
+
+
+def test_our_log_is_finished_by_its_last_line(swept, tmp_path):
+    """A run that dies in its final evaluation has scores, but not the one that counts."""
+    text = logs_of(swept)[0].read_text()
+    whole = runs.read_run(logs_of(swept)[0])
+    place = text.rindex("final_int6_sliding_window_exact")
+    died, rest = text[:place], text[place:]
+    partial = "final_int6_sliding_window_partial val_loss:2.0 val_bpb:1.1 val_tokens:9\n"
+    for cut in (died, died + partial, text[: text.rindex("finished: ")], text + RESUMED + partial):
+        with pytest.raises(runs.Unfinished, match="did not finish"):
+            _ = runs.read_run(written(tmp_path, cut)).score
+    assert "partial" not in str(runs.read_run(written(tmp_path, died + partial)).scores)
+    assert not runs.read_run(written(tmp_path, text + RESUMED)).scores
+    resumed = died + partial + RESUMED + died[died.rindex("final_average") :] + rest
+    assert runs.read_run(written(tmp_path, resumed)).score == whole.score
+
+
+def test_a_group_has_one_kind_of_score(tmp_path):
+    written(tmp_path, PUBLISHED)
+    written(tmp_path, PUBLISHED.replace("seed:42", "seed:1") + LEGAL, "train_seed1.log")
+    with pytest.raises(UserError, match="have the scores legal_ttt and final_int6_sliding_window"):
+        runs.read_group(str(tmp_path))
+
+
+def test_knobs_without_effect_are_no_other_configuration(swept, tmp_path):
+    first, second = logs_of(swept)
+    changed = re.sub(r"(?m)^. (VAL_LOSS_EVERY|RESUME|PROFILE)=.*", r"* \1=9", second.read_text())
+    assert changed.count("=9\n") >= 3
+    members = [runs.read_run(first), runs.read_run(written(tmp_path, changed))]
+    assert not runs.differences(members)
+
+
+@pytest.mark.parametrize("steps, warned", [(6700, False), (6000, True)])
+def test_runs_of_a_group_with_other_steps_are_a_warning(steps, warned, tmp_path):
+    other = PUBLISHED.replace("7179", str(steps)).replace("step:7000", "step:5000")
+    written(tmp_path, other.replace("seed:42", "seed:1"), "train_seed1.log")
+    written(tmp_path, PUBLISHED)
+    table = runs.table(runs.read_group(str(tmp_path)))
+    assert (f"warning: these runs have {steps} to 7179 steps" in table) == warned
+
+
 def test_what_is_not_a_single_run_is_refused(tmp_path):
     for text, part in (
         (PUBLISHED + PUBLISHED, "holds several runs"),

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import pack_code
 import runs
 import sweep
+import train_gpt
 from train_gpt import UserError
 
 
@@ -50,7 +51,8 @@ def test_sweep_does_not_repeat_what_is_done(swept, sweep_knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     cut = folder / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
     whole = cut.read_text()
-    cut.write_text(whole[: whole.index("final_average_exact")])  # as if the run had been killed
+    # As if the run had been killed in its last evaluation
+    cut.write_text(whole[: whole.rindex("final_int6_sliding_window_exact")])
     cut.with_suffix(".jsonl").write_text("")
     others = {p: p.stat().st_mtime_ns for p in folder.glob("logs/*.txt") if p != cut}
     result = run(SWEEP, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
@@ -88,18 +90,50 @@ def test_a_run_of_the_packed_script_is_done(swept, sweep_knobs, tmp_path, monkey
     assert sweep.finished(variables, log.stem).source == source
 
 
-def test_an_oversized_run_is_not_done(swept, sweep_knobs, monkeypatch):
+@pytest.mark.parametrize("limit", ["bytes", "time"])
+def test_a_run_over_a_limit_is_not_done(limit, swept, sweep_knobs, tmp_path, monkeypatch, capsys):
     """It ended with an error after its scores, so a sweep must not count it as a result."""
-    monkeypatch.chdir(swept[0])
-    variables = {
-        **sweep_knobs,
-        "MATRIX_LR": "0.025",
-        "SEED": "1",
-        "RUN_ID": "t_MATRIX_LR=0.025_seed1",
-    }
-    assert sweep.finished(variables, variables["RUN_ID"]).seed == 1
-    monkeypatch.setattr(sweep, "SUBMISSION_CAP", 50_000)
-    assert sweep.finished(variables, variables["RUN_ID"]) is None
+    folder = copy_of(swept, tmp_path)
+    monkeypatch.chdir(folder)
+    log = logs_of((folder, ""))[0]
+    for name, value in {**sweep_knobs, "GRID": "MATRIX_LR=0.025", "SEEDS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert sweep.sweep(["false"]) == 0
+    part = "training took 600.00 s, over the limit of 600"
+    if limit == "bytes":
+        monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 50_000)
+        part = "over the limit of 50000"
+    else:
+            # ITERATIONS decides there
+        monkeypatch.setenv("MAX_WALLCLOCK_SECONDS", "600")
+        text = re.sub(r"(?m)^. (MAX_WALLCLOCK_SECONDS)=.*", r"* \1=600.0", log.read_text())
+        log.write_text(re.sub(r"(?m)^(gptq: .*train_time):\d+ms", r"\1:600001ms", text))
+    capsys.readouterr()
+    assert sweep.sweep(["false"]) == 1, "it was started again"
+    said = capsys.readouterr().out
+    assert f"failed: {log.stem}: error: " in said and part in said and "no run finished" in said
+    assert f"delete its log, {log.relative_to(folder)} and .jsonl" in said
+
+
+def test_a_sweep_with_checkpoints_goes_on(sweep_knobs, tmp_path):
+    knobs = {**sweep_knobs, "SEEDS": "1", "CHECKPOINT_EVERY": "5"}
+    assert run(SWEEP, knobs, tmp_path).returncode == 0
+    log = tmp_path / "logs" / "t_seed1.txt"
+    text = log.read_text()
+    log.write_text(text[: text.rindex("final_int6_sliding_window_exact")])
+    log.with_suffix(".jsonl").write_text("")
+    result = run(SWEEP, knobs, tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"(?m)^resumed: step:12 ", log.read_text())
+    assert "is done already" in run(SWEEP, {**knobs, "CHECKPOINT_EVERY": ""}, tmp_path).stdout
+
+
+def test_values_of_a_list_are_not_taken_apart():
+    targets = "TTT_LORA_TARGETS"
+    assert sweep.combinations(f"{targets}=k,out,mlp,head") == [{targets: "k,out,mlp,head"}]
+    found = sweep.plan({"GRID": f"{targets}=k|k,out MATRIX_LR=0.1,0.2", "SEEDS": "1"})
+    assert [one[targets] for one in found] == ["k", "k", "k,out", "k,out"]
+    assert found[-1]["RUN_ID"] == f"run_{targets}=k+out_MATRIX_LR=0.2_seed1"
 
 
 def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
@@ -113,7 +147,8 @@ def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
     )
 
 
-def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, sweep_knobs, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_sweep_with_what_is_there(number, swept, sweep_knobs, tmp_path):
     folder = copy_of(swept, tmp_path)
     for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
         path.unlink()
@@ -132,9 +167,9 @@ def test_ctrl_c_ends_a_sweep_with_what_is_there(swept, sweep_knobs, tmp_path):
     said = ""
     while "it runs" not in said:
         said += process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    # A terminal sends it to both
-    subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)
+    process.send_signal(number)
+    if number == signal.SIGINT:  # a terminal sends it to both
+        subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "seed 1 " in out and re.search(

@@ -32,6 +32,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -86,7 +87,7 @@ def variant(text: str) -> tuple[str, Variant]:
     rest, _, price = rest.partition("@")
     chosen = dict(pair.partition("=")[::2] for pair in rest.split())
     unknown = [knob for knob in chosen if knob.lower() not in Hyperparameters.__dataclass_fields__]
-    if unknown or not name or not all(chosen.values()):
+    if unknown or not (name and chosen and all(chosen.values())):
         raise UserError(
             f'{text!r} is not a variant: write "name: KNOB=value KNOB=value" with knobs of train_gpt.py --help'
         )
@@ -372,6 +373,9 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     titles = {"score": first.score_name}
     if arguments.also:
         titles[f"on {arguments.also.name}"] = f"on {arguments.also.name}"
+    for name, pairs in found.items():
+        if warning := runs.uneven_steps([run for run, _ in pairs]):
+            print(f"{name}: {warning}")
     report = {}
     for which, (key, title) in enumerate(titles.items()):
         columns = {name: [pair[which] for pair in pairs] for name, pairs in found.items()}
@@ -421,6 +425,7 @@ def main() -> None:
         arguments.also = arguments.also and arguments.also.resolve()
         arguments.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(arguments.folder)
+        signal.signal(signal.SIGTERM, sweep.end_runs)
         comparison(variants, arguments)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -18,15 +18,13 @@ import math
 import statistics
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import published
 import runs
 from runs import Run, UserError
-from train_gpt import importing, run_program
-
-with importing("requirements-dev.txt"):
-    from scipy import stats
+from train_gpt import run_program
 
 
 class Rule(NamedTuple):
@@ -50,6 +48,13 @@ class Test(NamedTuple):
     error: float  # standard error of the difference
 
 
+def scipy_stats() -> ModuleType:
+    """scipy.stats, which --help does not need."""
+    from scipy import stats
+
+    return stats
+
+
 def welch(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
     """The test with unequal variances, or None if the variances are unknown (a single value) or
     zero."""
@@ -58,7 +63,7 @@ def welch(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
     variance = sum(statistics.variance(side) / len(side) for side in (a, b))
     if not variance:
         return None
-    found = stats.ttest_ind(
+    found = scipy_stats().ttest_ind(
         [value - margin for value in a], b, equal_var=False, alternative="greater"
     )
     return Test(float(found.statistic), float(found.df), float(found.pvalue), math.sqrt(variance))
@@ -69,7 +74,7 @@ def paired(a: list[float], b: list[float], margin: float = 0.0) -> Test | None:
     differences = [x - y - margin for x, y in zip(a, b, strict=True)]
     if len(differences) < 2 or not statistics.variance(differences):
         return None
-    found = stats.ttest_1samp(differences, 0.0, alternative="greater")
+    found = scipy_stats().ttest_1samp(differences, 0.0, alternative="greater")
     error = math.sqrt(statistics.variance(differences) / len(differences))
     return Test(float(found.statistic), float(found.df), float(found.pvalue), error)
 
@@ -111,7 +116,7 @@ def smallest(a: list[float], b: list[float], rule: Rule) -> float | None:
     test = welch(a, b)
     if test is None:
         return None
-    return rule.margin + float(stats.t.ppf(1 - rule.level, test.df)) * test.error
+    return rule.margin + float(scipy_stats().t.ppf(1 - rule.level, test.df)) * test.error
 
 
 def seeds_needed(a: list[float], b: list[float], rule: Rule) -> int | None:
@@ -120,11 +125,12 @@ def seeds_needed(a: list[float], b: list[float], rule: Rule) -> int | None:
     over = statistics.fmean(a) - statistics.fmean(b) - rule.margin
     if welch(a, b) is None or over <= 0:
         return None
+    survival = scipy_stats().t.sf
     variances = [statistics.variance(side) for side in (a, b)]
     for count in range(2, MOST_SEEDS + 1):
         parts = [variance / count for variance in variances]
         df = sum(parts) ** 2 / sum(part**2 / (count - 1) for part in parts)
-        if stats.t.sf(over / math.sqrt(sum(parts)), df) < rule.level:
+        if survival(over / math.sqrt(sum(parts)), df) < rule.level:
             return count
     return None
 

@@ -17,6 +17,7 @@ train_gpt.readable.py. Give the file that ran with --script if packing here give
 import argparse
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -157,10 +158,10 @@ def summary(members: list[Run], code_bytes: int) -> dict:
 
 
 def launch(run: Run) -> str:
-    """The command line that started the run."""
+    """The command line that repeats the run."""
     switches = {"True": "1", "False": "0"}
-    changed = {name: run.settings[name] for name in run.changed if name not in ("SEED", "RUN_ID")}
-    words = [f"{name}={switches.get(value, value)}" for name, value in changed.items()]
+    changed = {name: run.settings[name] for name in run.changed if name in runs.CONFIGURATION}
+    words = [f"{name}={shlex.quote(switches.get(value, value))}" for name, value in changed.items()]
     start = "python" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks}"
     lines = [""]
     for word in [*words, "SEED=$SEED", f"{start} train_gpt.py"]:
@@ -375,7 +376,10 @@ def main() -> None:
     against = runs.read_group(arguments.against) if arguments.against else None
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
     folder = make(members, given, track, arguments.root, arguments.script, against)
-    print(f"made: {folder}\nnow fill in README.md, then run: python tools/check_record.py {folder}")
+    if warning := runs.uneven_steps(members):
+        print(warning, file=sys.stderr)
+    check = f"python tools/check_record.py {shlex.quote(str(folder))}"
+    print(f"made: {folder}\nnow fill in README.md, then run: {check}")
 
 
 if __name__ == "__main__":

@@ -96,14 +96,8 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on runs that did not finish). A .jsonl stands for the text log
     beside it. Raises UserError if no log has a step."""
     texts = [re.sub(r"\.jsonl$", ".txt", text) for text in texts]
-    paths = [path for text in texts for path in runs.find_logs(text)]
-    members, notes = [], []
-    for path in {path.resolve(): path for path in paths}.values():
-        try:
-            members.append(runs.read_run(path))
-        except runs.Unfinished as error:
-            notes.append(f"Left out: {error}.")
-    train_gpt.require(members, notes and notes[0].removeprefix("Left out: ").removesuffix("."))
+    members, note = runs.read_logs(texts)
+    notes = [f"{note}."] if note else []
     named = plot.groups([run for run in members if is_finished(run)])
     found = [Group(name, i, group) for i, (name, group) in enumerate(named.items())]
     for run in members:

@@ -255,9 +255,9 @@ def main() -> None:
         if arguments.artifact:
             draw_bytes(arguments.artifact, arguments.output)
         else:
-            members = [
-                runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)
-            ]
+            members, note = runs.read_logs(arguments.logs)
+            if note:
+                print(note, file=sys.stderr)
             draw = draw_scaling if arguments.scaling else draw_runs
             draw(members, arguments.output)
     print(f"drawn: {arguments.output}")

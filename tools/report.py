@@ -54,7 +54,7 @@ def table(events: dict[str, dict], tokens: int, text: bytes) -> list[tuple[str, 
     """Rows (method, bits per byte, remark), all on the validation text, which has `tokens`."""
     banded = events["start"]["hyperparameters"].get("eval_mode") == "banded"
     way = "banded" if banded else "sliding_window"
-    missing = {"val", "artifact", f"final_int6_{way}_exact"} - set(events)
+    missing = {"val", "artifact", "finished", f"final_int6_{way}_exact"} - set(events)
     if missing:
         raise UserError(
             f"the log has no event {min(missing)}: the run did not finish, run it again"

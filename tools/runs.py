@@ -26,6 +26,10 @@ RULER = "=" * 100  # separates the source at the top of a log from the rest
 # those are ignored.
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
 CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
+# These do not change what a run computes.
+WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "PROFILE"}
+CONFIGURATION -= WITHOUT_EFFECT
+UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 STEP = re.compile(r"^(?:step:)?(\d+)/(\d+) (?=train_loss|val_loss)(.*)")
@@ -41,7 +45,7 @@ SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, None: 1.0}
 
 
 class Unfinished(UserError):
-    """A log without steps or without a final score."""
+    """A log without steps, or of a run that did not finish."""
 
 
 class Point(NamedTuple):
@@ -80,6 +84,7 @@ class Run:
     train_seconds: float | None
     step_seconds: float | None  # of these without GPTQ
     resumed: int  # how many times the run was resumed
+    finished: bool  # to the end of its evaluation
     scores: dict[str, Score]  # by name, in log order
     model_bytes: int | None
     code_bytes: int | None
@@ -104,9 +109,7 @@ class Run:
         names = [
             name
             for name in self.scores
-            if not is_before_export(name)
-            and "partial" not in name
-            and "diagnostic" not in name.lower()
+            if not is_before_export(name) and "diagnostic" not in name.lower()
         ]
         for part in ("ttt", "sliding", ""):
             for name in reversed(names):
@@ -118,7 +121,7 @@ class Run:
     def score(self) -> Score:
         """The score that counts. Raises Unfinished if the run did not finish, UserError if the
         score is not finite."""
-        if self.score_name is None or any("partial" in name for name in self.scores):
+        if not self.finished or self.score_name is None:
             raise Unfinished(
                 f"{self.path} has no final score: the run did not finish; run it again or leave it out"
             )
@@ -160,8 +163,11 @@ def read_run(path: Path) -> Run:
     several."""
     source, lines = _read_lines(path)
     text = "\n".join(lines)
+    resumes = [place for place, line in enumerate(lines) if line.startswith("resumed: ")]
+    # A run that was stopped in its evaluation and resumed scores again.
+    last = lines[resumes[-1] :] if resumes else lines
     train, val = _points(path, lines)
-    scores = _scores(lines)
+    scores = _scores(last)
     if not train and not val and not scores:
         raise Unfinished(
             f"{path} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log"
@@ -173,6 +179,7 @@ def read_run(path: Path) -> Run:
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
     with_gptq = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
     find = functools.partial(_find, text)
+    ours = find(r"^runtime: ranks:(\d+)")
     return Run(
         path=path,
         source=source,
@@ -182,8 +189,10 @@ def read_run(path: Path) -> Run:
         versions=_versions(lines),
         device=find(r"^runtime: .*?device:(.*?) compute_dtype:")
         or find(r"(NVIDIA [A-Z]+\d+[^|\n]*?)  "),
-        ranks=_int(find(r"^runtime: ranks:(\d+)") or find(r"^\s*world_size: ?(\d+)")),
-        resumed=sum(line.startswith("resumed: ") for line in lines),
+        ranks=_int(ours or find(r"^\s*world_size: ?(\d+)")),
+        resumed=len(resumes),
+        # The logs of other scripts end with their scores.
+        finished=not ours or any(line.startswith("finished: ") for line in last),
         train=train,
         val=val,
         steps=max(steps, default=None),
@@ -286,6 +295,8 @@ def _scores(lines: list[str]) -> dict[str, Score]:
         if match := SCORE.match(line):
             name, loss, bpb, rest = match.groups()
             name = name.strip()
+            if "partial" in name:  # what older scripts had scored when they were interrupted
+                continue
             fields = _fields(rest)
             seconds = fields.get("eval_time", scores[name].seconds if name in scores else None)
             tokens, nbytes = (
@@ -328,12 +339,29 @@ def _versions(lines: list[str]) -> dict[str, str]:
     return {}
 
 
+def read_logs(texts: list[str]) -> tuple[list[Run], str]:
+    """(the runs in these logs (`find_logs`), a sentence on the logs without a step). Raises
+    UserError if all are without."""
+    members: list[Run] = []
+    failed: list[Unfinished] = []
+    paths = {path.resolve(): path for text in texts for path in find_logs(text)}
+    for path in paths.values():
+        try:
+            members.append(read_run(path))
+        except Unfinished as error:
+            failed.append(error)
+    if not members:
+        raise failed[0]
+    more = f" (and {len(failed) - 1} more such logs)" if len(failed) > 1 else ""
+    return members, f"left out: {failed[0]}{more}" if failed else ""
+
+
 def read_group(text: str) -> list[Run]:
     """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a
     note.
 
     Raises UserError if none is left, if a seed occurs twice, or if they have different
-    configurations.
+    configurations or kinds of scores.
     """
     members, failed = [], []
     for path in find_logs(text):
@@ -395,7 +423,21 @@ def differences(members: list[Run]) -> str:
             return f"{names} have {'; '.join(unlike[:4])}"
         if None not in (members[0].source, run.source) and members[0].source != run.source:
             return f"{names} begin with different scripts"
+        kinds = [one.score_name for one in (members[0], run) if one.finished and one.score_name]
+        if len(set(kinds)) > 1:
+            return f"{names} have the scores {' and '.join(map(str, kinds))}"
     return ""
+
+
+def uneven_steps(members: list[Run]) -> str:
+    """A warning if the runs of a group differ much in their steps, else ""."""
+    counts = [run.steps for run in members if run.steps]
+    if not counts or min(counts) >= (1 - UNEVEN) * max(counts):
+        return ""
+    return (
+        f"warning: these runs have {min(counts)} to {max(counts)} steps, so their scores differ by "
+        "the machine's speed too: repeat them on an idle machine or with equal ITERATIONS"
+    )
 
 
 def mean_std(values: list[float]) -> tuple[float, float | None]:
@@ -441,4 +483,5 @@ def table(members: list[Run], names: list[str] | None = None) -> str:
     lines += [line(name, row) for name, row in zip(names, rows, strict=True)]
     if len(members) > 1:
         lines += map(line, ("mean", "std"), summary(rows))
-    return "\n".join([*lines, f"{'n':{width}}{len(members):>7}"])
+    lines.append(f"{'n':{width}}{len(members):>7}")
+    return "\n".join([*lines, *filter(None, [uneven_steps(members)])])

@@ -6,13 +6,17 @@ results.
 
 ./run.sh calls this when SEEDS or GRID is set. Every combination of GRID runs with every seed and
 has its own log, logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt, with its artifact beside
-it. A run whose log has a final score is not repeated, so an interrupted sweep continues where it
-stopped. Failed runs are reported and retried next time.
+it. The values of TTT_LORA_TARGETS, which is a list itself, are separated by |. A finished run is
+not repeated, so an interrupted sweep continues where it stopped; with CHECKPOINT_EVERY also within
+a run. Failed runs are reported and retried next time. A finished run over the limits of time or
+size is reported as failed until its log is deleted.
 """
 
 import argparse
 import itertools
 import os
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +25,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pack_code
 import runs
-from train_gpt import SUBMISSION_CAP, Hyperparameters, UserError, run_program
+import train_gpt
+from train_gpt import Hyperparameters, UserError, run_program
 
 LOGS = Path("logs")
+RUNNING: set[subprocess.Popen] = set()
 
 
 def combinations(grid: str) -> list[dict[str, str]]:
-    """Every combination of the values of "A=1,2 B=3,4", in order. Raises UserError for an unknown
-    knob."""
+    """Every combination of the values of "A=1,2 B=3,4", in order; those of a knob that is itself a
+    list with commas are "A=x,y|z". Raises UserError for an unknown knob."""
     axes = []
     for part in grid.split():
         name, _, values = part.partition("=")
@@ -36,7 +42,8 @@ def combinations(grid: str) -> list[dict[str, str]]:
             raise UserError(
                 f"GRID has {part!r}, which is not KNOB=value,value; python train_gpt.py --help lists knobs"
             )
-        axes.append([(name, value) for value in values.split(",")])
+        is_list = "," in str(getattr(Hyperparameters, name.lower()))
+        axes.append([(name, value) for value in values.split("|" if is_list else ",")])
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
 
@@ -54,29 +61,35 @@ def plan(environ: dict[str, str]) -> list[dict[str, str]]:
         name = "_".join(
             [prefix, *(f"{knob}={value}" for knob, value in values.items()), f"seed{seed}"]
         )
-        planned.append({**values, "SEED": seed, "RUN_ID": name.replace("/", "-")})
+        # Tools take a comma as the end of a log's name.
+        run_id = name.replace("/", "-").replace(",", "+")
+        planned.append({**values, "SEED": seed, "RUN_ID": run_id})
+        if {**environ, **values}.get("CHECKPOINT_EVERY"):
+            planned[-1]["RESUME"] = "auto"  # a run without checkpoints begins
         Hyperparameters.from_env({**environ, **planned[-1]})
     return planned
 
 
+class Invalid(UserError):
+    """A finished run that is over a limit."""
+
+
 def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
-    """The run of this name if it has finished. Raises UserError if its log is of another
-    experiment."""
+    """The run of this name if it has finished. Raises Invalid if it is over a limit, UserError if
+    its log is of another experiment."""
     path = LOGS / f"{run_id}.txt"
     try:
         run = runs.read_run(path)
     except UserError:
         return None  # no log, or one that ends before the first step
     hp = Hyperparameters.from_env(environ)
-    if run.score_name is None or (hp.ttt_enabled and "ttt" not in run.score_name):
+    if not run.finished:
         return None
-    if (run.total_bytes or 0) > SUBMISSION_CAP:
-        return None  # the script ended with an error
     wanted = {name.upper(): str(value) for name, value in vars(hp).items()}
     unlike = [
         f"{name}={run.settings.get(name)}, now {value}"
         for name, value in wanted.items()
-        if run.settings.get(name) != value
+        if run.settings.get(name) != value and name not in runs.WITHOUT_EFFECT
     ]
     if not pack_code.is_current(run.source):
         unlike.append("another train_gpt.py")
@@ -85,6 +98,11 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
             f"{path} is a finished run of another configuration ({'; '.join(unlike[:4])}): "
             "set another RUN_ID or move that log away"
         )
+    try:  # as the script does after its scores
+        train_gpt.check_limits(run.total_bytes or 0, run.train_seconds or 0.0, hp)
+    except UserError as error:
+        files = f"{shlex.quote(str(path))} and .jsonl"
+        raise Invalid(f"error: {error}. To repeat the run, delete its log, {files}") from error
     return run
 
 
@@ -98,6 +116,7 @@ def execute(
         command, env=environ, cwd=folder, **streams, text=True, errors="replace"
     )
     message = ""
+    RUNNING.add(process)
     try:
         for line in process.stderr:
             sys.stderr.write(line)
@@ -107,6 +126,8 @@ def execute(
     except KeyboardInterrupt:
         process.wait()  # it has received the same Ctrl-C and finishes its log
         raise
+    finally:
+        RUNNING.discard(process)
     return "" if status == 0 else message or f"error: exit status {status}"
 
 
@@ -114,7 +135,8 @@ def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dic
     """A table for each combination of the grid, then the failed and the missing runs."""
     groups: dict[str, list[dict[str, str]]] = {}
     for variables in planned:
-        values = " ".join(f"{k}={v}" for k, v in variables.items() if k not in ("SEED", "RUN_ID"))
+        own = ("SEED", "RUN_ID", "RESUME")
+        values = " ".join(f"{k}={v}" for k, v in variables.items() if k not in own)
         groups.setdefault(values, []).append(variables)
     lines = []
     for values, members in groups.items():
@@ -144,33 +166,48 @@ def sweep(command: list[str]) -> int:
     planned = plan(dict(os.environ))
     done: dict[str, runs.Run] = {}
     failed: dict[str, str] = {}
-    for number, variables in enumerate(planned, start=1):
+
+    def settle(variables: dict[str, str], otherwise: str = "") -> None:
+        """Note whether the run has finished or has failed."""
         run_id = variables["RUN_ID"]
-        if run := finished({**os.environ, **variables}, run_id):
+        try:
+            run = finished({**os.environ, **variables}, run_id)
+        except Invalid as error:
+            run, otherwise = None, str(error)
+        if run:
             done[run_id] = run
-            print(f"== {number} of {len(planned)}: {run_id} is done already", flush=True)
+        elif otherwise:
+            failed[run_id] = otherwise
+
+    for number, variables in enumerate(planned, start=1):
+        settle(variables)
+        if variables["RUN_ID"] in done:
+            print(f"== {number} of {len(planned)}: {variables['RUN_ID']} is done already")
     status = 0
     try:
         for number, variables in enumerate(planned, start=1):
             run_id = variables["RUN_ID"]
-            if run_id in done:
+            if run_id in (done | failed):
                 continue
             print(f"== {number} of {len(planned)}: {run_id}", flush=True)
-            environ = {**os.environ, **variables}
-            message = execute(command, environ)
-            run = None if message else finished(environ, run_id)
-            if run:
-                done[run_id] = run
+            message = execute(command, {**os.environ, **variables})
+            if message:
+                failed[run_id] = message
             else:
-                failed[run_id] = (
-                    message
-                    or f"error: it exited with 0, but {LOGS / run_id}.txt has no final score"
+                settle(
+                    variables, f"error: it exited with 0, but {LOGS / run_id}.txt is not finished"
                 )
-                status = 1
     except KeyboardInterrupt:
         status = 130
     print(report(planned, done, failed))
-    return status
+    return status or int(bool(failed))
+
+
+def end_runs(*_) -> None:
+    """The handler of SIGTERM: the runs get it too, and the program ends as after Ctrl-C."""
+    for process in list(RUNNING):
+        process.terminate()
+    raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -178,7 +215,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", nargs="+", help="the command that starts one run, after --")
-    sys.exit(sweep(parser.parse_args().command))
+    command = parser.parse_args().command
+    signal.signal(signal.SIGTERM, end_runs)
+    sys.exit(sweep(command))
 
 
 if __name__ == "__main__":
