@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -28,90 +27,40 @@ from train_gpt import UserError
 ABLATE = ROOT / "tools" / "ablate.py"
 
 
-@pytest.fixture
-def ablate_twice(sweep_knobs, tmp_path):
-    """A function: run ablate.py twice, the second time on finished runs. Returns the two
-    results."""
-    environment = {name: value for name, value in sweep_knobs.items() if name != "RUN_ID"} | {
-        "EMA_ENABLED": "0"
-    }
-
-    def go(options: list, variants: list):
-        command = [ABLATE, *options, "--steps", 6, "--folder", tmp_path / "a", *variants]
-        first, second = (run(command, environment, tmp_path) for _ in range(2))
-        assert first.returncode == second.returncode == 0, first.stderr
-        assert "== " not in second.stdout and first.stdout.endswith(second.stdout)
-        return first, second
-
-    return go
-
-
-def test_ablations_compare_with_the_base(ablate_twice, data, tmp_path):
-    """Two seeds of a base and of a variant with equal bytes, also scored on other data; no run is
-    repeated."""
-    shutil.copytree(data, tmp_path / "other")
-    (tmp_path / "other" / "fineweb_val_000001.bin").unlink()
-    options = ["--seeds", 1, 2, "--bytes", 20_000, "--also", tmp_path / "other"]
-    first, second = ablate_twice(
-        options, ["still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"]
-    )
-    assert first.stdout.count("== ") == 8
-    found = json.loads(second.stdout.splitlines()[-1])
-    for title, suffix in (("score", ""), ("on other", "_also")):
-        scores = {
-            name: [
-                runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}{suffix}.txt").score.bpb
-                for seed in (1, 2)
-            ]
-            for name in ("base", "still")
-        }
-        base, still = found[title]
-        assert (base["variant"], base["difference"], still["variant"], still["n"]) == (
-            "base",
-            0,
-            "still",
-            2,
-        )
-        assert still["difference"] == pytest.approx(
-            np.mean(scores["still"]) - np.mean(scores["base"])
-        )
-        assert still["difference"] > 0.01
-        welch = scipy.stats.ttest_ind(
-            scores["base"], scores["still"], equal_var=False, alternative="greater"
-        )
-        assert still["p"] > 0.5
-        assert still["p"] == pytest.approx(welch.pvalue)
-        assert still["std"] == pytest.approx(np.std(scores["still"], ddof=1))
-        assert (still["before"] is None) == (title != "score"), (
-            "an artifact that is only scored has no such weights"
-        )
-    early = {
-        name: [
-            runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt").before_export.bpb
-            for seed in (1, 2)
-        ]
+def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
+    """Two seeds of a base and of a variant with equal bytes; no run is repeated."""
+    code = (ROOT / "train_gpt.py").stat().st_size
+    environment = {**sweep_knobs, "EMA_ENABLED": "0", "TARGET_BYTES": str(code + 20_000)}
+    still = "still: MATRIX_LR=0.001 SCALAR_LR=0.001 TIED_EMBED_LR=0.001"
+    command = [ABLATE, "--seeds", 1, 2, "--steps", 6, "--folder", tmp_path / "a", still]
+    first, second = (run(command, environment, tmp_path) for _ in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr
+    assert first.stdout.count("== ") == 4 and "== " not in second.stdout
+    assert first.stdout.endswith(second.stdout)
+    base, still = json.loads(second.stdout.splitlines()[-1])["score"]
+    found = [
+        [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt") for seed in (1, 2)]
         for name in ("base", "still")
-    }
-    assert found["score"][1]["before"] == pytest.approx(
-        np.mean(early["still"]) - np.mean(early["base"])
+    ]
+    scores, early = (
+        [[getattr(one, kind).bpb for one in side] for side in found]
+        for kind in ("score", "before_export")
     )
-    assert found["score"][1]["before"] != found["score"][1]["difference"]
-    assert all(19_000 < line["bytes"] <= 20_000 for line in found["score"])
-    assert found["score"][0] != found["on other"][0]
+    named = base["variant"], base["difference"], still["variant"], still["n"]
+    assert named == ("base", 0, "still", 2)
+    assert still["difference"] == pytest.approx(np.mean(scores[1]) - np.mean(scores[0]))
+    welch = scipy.stats.ttest_ind(*scores, equal_var=False, alternative="greater")
+    assert still["difference"] > 0.01 and still["p"] > 0.5
+    assert still["p"] == pytest.approx(welch.pvalue)
+    assert still["std"] == pytest.approx(np.std(scores[1], ddof=1))
+    assert still["before"] == pytest.approx(np.mean(early[1]) - np.mean(early[0]))
+    assert still["before"] != still["difference"]
+    assert all(19_000 < line["bytes"] <= 20_000 for line in (base, still))
 
 
 def small_arguments(**changes):
     """The options of ablate.py for the record in small, and no others."""
-    chosen = dict(
-        steps=0,
-        seconds=0,
-        tokens_per_weight=50,
-        width=16,
-        bytes=0,
-        seeds=[1],
-        jobs=2,
-        also=None,
-    )
+    chosen = dict(steps=0, seconds=0, tokens_per_weight=50, width=16, seeds=[1], jobs=2)
     return argparse.Namespace(**chosen | changes)
 
 
@@ -141,15 +90,8 @@ def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
     assert record.rope_dims >= hp.rope_dims >= 8, (
         "with one pair all frequencies are 1, and bits per byte rise by 0.07"
     )
-    size = {
-        "num_heads",
-        "num_kv_heads",
-        "model_dim",
-        "rope_dims",
-        "bigram_vocab_size",
-        "bigram_dim",
-    }
-    size |= {"train_seq_len", "train_batch_tokens", "run_id"}
+    size = {"num_heads", "num_kv_heads", "model_dim", "rope_dims", "bigram_vocab_size"}
+    size |= {"bigram_dim", "train_seq_len", "train_batch_tokens", "run_id"}
     for name in train_gpt.knobs_with("training", "model"):
         assert name in size or getattr(hp, name) == getattr(record, name), name
 

@@ -111,7 +111,7 @@ def test_scores_are_those_of_compare(sweep, swept):
     assert better == f"{compare.welch(of_a, of_b).p:.2g}"
     assert margin == f"{compare.welch(of_a, of_b, compare.RECORD.margin).p:.2g}"
     for level, rule in zip(levels, (compare.RECORD, compare.LATER), strict=True):
-        counts, why = compare.verdict(a, b, False, rule)
+        counts, why = compare.verdict(a, b, rule)
         assert level == ("reached" if counts else "not reached")
         assert f"{why}." in sweep.text
     assert (compare.RECORD, compare.LATER.level) == ((0.005, 0.01), 0.25)
@@ -130,7 +130,7 @@ def test_a_gain_for_the_later_board_alone(tmp_path):
     a, b = (runs.read_group(str(tmp_path / f"{name}_seed*.log")) for name in "ab")
     assert found.row("b (3 seeds)")[-2:] == ["not reached", "reached"]
     for level, rule in zip(page.LEVELS, (compare.RECORD, compare.LATER), strict=True):
-        assert f"b (3 seeds): {level}: {compare.verdict(a, b, False, rule)[1]}." in found.text
+        assert f"b (3 seeds): {level}: {compare.verdict(a, b, rule)[1]}." in found.text
     assert "seeds of each would be needed" in found.text
     assert "The gain reaches the later board's level." in found.text
 

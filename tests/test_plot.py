@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, run
-from sample_logs import LATER, PUBLISHED, logs_of, written
+from sample_logs import PUBLISHED, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 import plot
 import runs
-from train_gpt import UserError
 
 
 def test_runs_of_one_configuration_are_one_curve(swept):
@@ -47,17 +46,11 @@ def test_groups_with_equal_titles_are_all_kept(swept, tmp_path):
 
 
 def test_plots_are_drawn(swept, tmp_path):
-    published = written(tmp_path, PUBLISHED)
+    logs = swept[0] / "logs" / "*seed?.txt", written(tmp_path, PUBLISHED)
+    result = run([ROOT / "tools" / "plot.py", *logs, "-o", "x.png"], {}, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
-    for name, options in (
-        ("runs", [swept[0] / "logs" / "*seed?.txt", published]),
-        ("bytes", ["--artifact", artifact]),
-    ):
-        result = run(
-            [ROOT / "tools" / "plot.py", *options, "-o", tmp_path / f"{name}.png"], {}, tmp_path
-        )
-        assert result.returncode == 0, result.stderr
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
 
 
@@ -99,21 +92,6 @@ def test_plots_at_the_top_are_ignored_by_git():
         )
 
 
-def test_scaling_is_drawn_for_different_ranks(swept, tmp_path):
-    path = logs_of(swept)[0]
-    two = written(
-        tmp_path, path.read_text().replace("runtime: ranks:1", "runtime: ranks:2"), "two.txt"
-    )
-    plot.draw_scaling([runs.read_run(path), runs.read_run(two)], tmp_path / "s.png")
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-    for members, part in (
-        ([runs.read_run(path)], "with different numbers of ranks"),
-        ([runs.read_run(written(tmp_path, LATER))], "lacks ranks"),
-    ):
-        with pytest.raises(UserError, match=part):
-            plot.draw_scaling(members, tmp_path / "s.png")
-
-
 def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):
     for number in range(3):
         written(tmp_path, "started\n", f"{number}.txt")
@@ -127,8 +105,6 @@ def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):
 def test_plot_errors(tmp_path):
     for options, part in (
         (["x.txt"], "cannot read x.txt"),
-        (["--artifact", "x.xz"], "x.xz"),
-        ([], "give either logs or --artifact"),
         (["x*.txt"], "there are no logs in x*.txt"),
         (["x.txt", "-o", "x.xyz"], "x.xyz has no known format: end it in one of ."),
         (["x.txt", "-o", "x"], "x has no known format: end it in one of ."),

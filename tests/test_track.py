@@ -287,8 +287,8 @@ def test_the_configuration_is_in_tensorboards_table_of_runs(program):
     from tensorboard.plugins.hparams import metadata
 
     written(LOG.removesuffix(FINISHED))
-    assert program("--to", "tensorboard", "--once", "--dir", "elsewhere") == 0
-    _, reader = shown(Path("elsewhere/tensorboard/r"))
+    assert program("--to", "tensorboard", "--once") == 0
+    _, reader = shown(Path("logs/tensorboard/r"))
     begins = reader.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
     knobs = metadata.parse_session_start_info_plugin_data(begins).hparams
     assert knobs["num_layers"].number_value == 3 and knobs["versions"].string_value == "python 3"

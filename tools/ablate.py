@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Compare variants with a base: several seeds, equal steps or equal wall clock, equal artifact
-bytes.
+"""Compare variants with a base: several seeds, equal steps or equal wall clock.
 
     export DATA_PATH=... TOKENIZER_PATH=...
-    python tools/ablate.py --steps 400 --bytes 2000000 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
-    python tools/ablate.py --seconds 120 --seeds 1 2 3 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=6"
-    python tools/ablate.py --tokens-per-weight 100 --jobs 2 --also OTHER_DATA_PATH "xsa: XSA_LAST_N=11 @1.03"
+    python tools/ablate.py --steps 400 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
+    python tools/ablate.py --seconds 120 --seeds 1 2 3 "xsa: XSA_LAST_N=6"
+    python tools/ablate.py --tokens-per-weight 100 --jobs 2 "xsa: XSA_LAST_N=11 @1.03"
 
 A variant is a name and the knobs in which it differs from the base: the small model below, changed
-by the environment. `--bytes` sets the artifact size of all runs (TARGET_BYTES widens the
-quantisation steps until the artifact fits; a variant that is smaller anyway stays so, and the table
-shows it). The variants take turns within a seed, so a slowdown of the machine affects all of them.
+by the environment. TARGET_BYTES gives all runs the same size of code and artifact (the
+quantisation steps are widened until it fits; a variant that is smaller anyway stays so, and the
+table shows it). The variants take turns within a seed, so a slowdown of the machine affects all of them.
 `--jobs` runs go side by side. Logs go to --folder; a run that has finished there is not repeated,
 and one that was interrupted continues from its checkpoint.
 
@@ -184,11 +183,11 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
     variants."""
     base = BASE
     steps = arguments.steps
-    nbytes = arguments.bytes
+    nbytes = 0
     if arguments.tokens_per_weight:
         base = proportional(arguments.width, arguments.tokens_per_weight)
         steps = RECORD_STEPS
-        nbytes = nbytes or record_bytes(configured(base))
+        nbytes = record_bytes(configured(base))
     if arguments.seconds:
         length = {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{arguments.seconds:g}"}
     else:
@@ -242,27 +241,15 @@ def side_by_side(tasks: list[Callable], jobs: int) -> list:
             raise
 
 
-def measure(
-    variants: Variants, arguments: argparse.Namespace
-) -> dict[str, list[tuple[runs.Run, runs.Run | None]]]:
-    """For each variant one pair per seed: the run, and its evaluation on the other data (None
-    without --also)."""
+def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[runs.Run]]:
+    """The runs of each variant, one per seed."""
 
-    def pair(name: str, seed: int) -> tuple[runs.Run, runs.Run | None]:
-        run_id = f"{name}_seed{seed}"
+    def one(name: str, seed: int) -> runs.Run:
         environ = environment(arguments, variants[name]) | {"SEED": str(seed)}
-        run = finish(run_id, environ)
-        if not arguments.also:
-            return run, None
-        artifact = {
-            "EVAL_ONLY": str(Path(sweep.LOGS, f"{run_id}.int6.xz").resolve()),
-            "DATA_PATH": str(arguments.also),
-        }
-        unused = {"CHECKPOINT_EVERY": "", "RESUME": ""}
-        return run, finish(f"{run_id}_also", environ | artifact | unused)
+        return finish(f"{name}_seed{seed}", environ)
 
     turns = [(name, seed) for seed in arguments.seeds for name in variants]
-    results = side_by_side([functools.partial(pair, *turn) for turn in turns], arguments.jobs)
+    results = side_by_side([functools.partial(one, *turn) for turn in turns], arguments.jobs)
     found = {name: [] for name in variants}
     for (name, _), result in zip(turns, results, strict=True):
         found[name].append(result)
@@ -367,21 +354,15 @@ def speed(run: runs.Run) -> str:
 
 
 def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
-    """Run all variants and print a table for each data set."""
+    """Run all variants and print a table."""
     found = measure(variants, arguments)
-    first = found["base"][0][0]
-    titles = {"score": first.score_name}
-    if arguments.also:
-        titles[f"on {arguments.also.name}"] = f"on {arguments.also.name}"
-    for name, pairs in found.items():
-        if warning := runs.uneven_steps([run for run, _ in pairs]):
+    first = found["base"][0]
+    for name, members in found.items():
+        if warning := runs.uneven_steps(members):
             print(f"{name}: {warning}")
-    report = {}
-    for which, (key, title) in enumerate(titles.items()):
-        columns = {name: [pair[which] for pair in pairs] for name, pairs in found.items()}
-        report[key] = [row(name, members, columns["base"]) for name, members in columns.items()]
-        print(f"\n{title}, bits per byte; {first.device}")
-        print(table(report[key]))
+    report = {"score": [row(name, members, found["base"]) for name, members in found.items()]}
+    print(f"\n{first.score_name}, bits per byte; {first.device}")
+    print(table(report["score"]))
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
     print(json.dumps(report))
@@ -406,14 +387,6 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=positive, default=1, help="runs side by side")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
-    parser.add_argument(
-        "--bytes", type=int, default=0, help="size of the artifact; 0: no target, or the record's"
-    )
-    parser.add_argument(
-        "--also",
-        type=Path,
-        help="another DATA_PATH of the same tokenizer to score the artifacts on",
-    )
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
     try:
@@ -422,7 +395,6 @@ def main() -> None:
         for name in ("DATA_PATH", "TOKENIZER_PATH"):  # the runs start in another folder
             if name in os.environ:
                 os.environ[name] = str(Path(os.environ[name]).resolve())
-        arguments.also = arguments.also and arguments.also.resolve()
         arguments.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(arguments.folder)
         signal.signal(signal.SIGTERM, sweep.end_runs)

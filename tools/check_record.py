@@ -498,7 +498,7 @@ def significance(folder: Folder, against: str) -> Iterator[Verdict]:
         )
         return
     try:
-        counts, why = compare.verdict(runs.read_group(against), folder.runs, speed=False)
+        counts, why = compare.verdict(runs.read_group(against), folder.runs)
     except UserError as error:
         counts, why = False, str(error)
     otherwise = "n/a" if folder.non_record else "FAIL"

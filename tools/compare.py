@@ -7,8 +7,7 @@
 
 Each side is a folder of logs, a log, a pattern, or several of these separated by commas. Published
 logs work too. The challenge asks that a record "beat the existing SOTA by at least 0.005 nats",
-shown "at p < 0.01"; its later board takes p < 0.25 (--margin, --level). A pure speed-up (--speed)
-is exempt. The test is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947). The exit status is 0
+shown "at p < 0.01". The test is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947). The exit status is 0
 if B would count, 3 if it would not, and 1 if the two cannot be compared. --published compares the
 losses of one log, step by step, with those of a record; the exit status is 3 if it is behind them.
 """
@@ -144,11 +143,9 @@ def more_seeds(a: list[float], b: list[float], rule: Rule) -> str:
     return f"{count} seeds of each would be needed if these means and deviations hold, {missing}"
 
 
-def verdict(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tuple[bool, str]:
+def verdict(a: list[Run], b: list[Run], rule: Rule = RECORD) -> tuple[bool, str]:
     """(whether B would count, the reason)."""
     of_a, of_b, _ = losses(a, b)
-    if speed:
-        return speed_verdict(a, b, of_a, of_b, rule)
     gain = statistics.fmean(of_a) - statistics.fmean(of_b)
     test = welch(of_a, of_b, rule.margin)
     if gain < rule.margin:
@@ -164,34 +161,6 @@ def verdict(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tup
         return False, f"would not count yet: {enough} is not below {rule.level}: {advice}"
     over = f"more than {rule.margin} at p = {test.p:.2g}"
     return True, f"would count: B is better by {gain:.4f} nats, {over}"
-
-
-def speed_verdict(
-    a: list[Run], b: list[Run], of_a: list[float], of_b: list[float], rule: Rule
-) -> tuple[bool, str]:
-    """(whether B would count as a pure speed-up, the reason)."""
-    before, after = ([run.step_ms for run in side] for side in (a, b))
-    if None in (*before, *after):
-        return False, "would not count as a speed-up: some logs lack the milliseconds per step"
-    worse = welch(of_b, of_a)
-    if worse is not None and worse.p < rule.level:
-        loss = statistics.fmean(of_b) - statistics.fmean(of_a)
-        return (
-            False,
-            f"would not count as a speed-up: the loss is worse by {loss:.4f} nats (p = {worse.p:.4f})",
-        )
-    faster = welch(before, after)
-    ratio = statistics.fmean(after) / statistics.fmean(before)
-    if faster is None or faster.p >= rule.level:
-        certainty = "untested" if faster is None else f"p = {faster.p:.4f}"
-        return (
-            False,
-            f"would not count as a speed-up: {ratio:.3f} times the time per step, {certainty}",
-        )
-    return True, (
-        f"would count as a pure speed-up ({ratio:.3f} times the time per step, p = {faster.p:.2g}): the rule of "
-        f"{rule.margin} nats is waived if reviewers agree that the machine learning is unchanged"
-    )
 
 
 def unlike(a: Run, b: Run) -> str:
@@ -236,7 +205,7 @@ def tests_of(
     return lines
 
 
-def report(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tuple[bool, str]:
+def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     """(whether B would count, the whole report). Raises UserError if some runs, but not all, are on
     both sides."""
     paths_a, paths_b = ({run.path.resolve() for run in side} for side in (a, b))
@@ -261,24 +230,10 @@ def report(a: list[Run], b: list[Run], speed: bool, rule: Rule = RECORD) -> tupl
     )
     lines += [
         f"B - A: {nats:+.5f} nats per token, {bits:+.5f} bits per byte",
-        *tests_of(a, b, of_a, of_b, rule),
+        *tests_of(a, b, of_a, of_b, RECORD),
     ]
-    counts, why = verdict(a, b, speed, rule)
+    counts, why = verdict(a, b)
     return counts, "\n".join([*lines, "", f"B {why}"])
-
-
-def margin(text: str) -> float:
-    """The type of --margin."""
-    if not math.isfinite(float(text)):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of nats")
-    return float(text)
-
-
-def level(text: str) -> float:
-    """The type of --level."""
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
-    return float(text)
 
 
 def main() -> None:
@@ -288,19 +243,7 @@ def main() -> None:
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
     parser.add_argument("b", nargs="?", help="logs of the candidate")
     parser.add_argument(
-        "--margin", type=margin, default=RECORD.margin, help="nats; the challenge's: %(default)s"
-    )
-    parser.add_argument(
-        "--level",
-        type=level,
-        default=RECORD.level,
-        help=f"p has to be below it; the challenge's: %(default)s, its later board's: {LATER.level}",
-    )
-    parser.add_argument(
         "--published", choices=published.RATES, help="compare the log A with a record's losses"
-    )
-    parser.add_argument(
-        "--speed", action="store_true", help="B claims the same machine learning, only faster"
     )
     arguments = parser.parse_args()
     if (arguments.b is None) == (arguments.published is None):
@@ -308,9 +251,7 @@ def main() -> None:
     if arguments.published:
         counts, text = published.follow(runs.read_run(Path(arguments.a)), arguments.published)
     else:
-        sides = runs.read_group(arguments.a), runs.read_group(arguments.b)
-        rule = Rule(arguments.margin, arguments.level)
-        counts, text = report(*sides, arguments.speed, rule)
+        counts, text = report(runs.read_group(arguments.a), runs.read_group(arguments.b))
     print(text)
     sys.exit(0 if counts else 3)
 

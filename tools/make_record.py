@@ -273,9 +273,8 @@ def about(given: dict, track: str, date: str, run: Run) -> dict:
         f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere
     )
     found = {key: given[key] for key in ("author", "github_id", "name", "blurb")}
-    summary_text = given["summary"] or f"train_gpt.py with {changed or 'its defaults'}"
-    found |= {"date": date, "track": track, "technique_summary": summary_text}
-    return found | {"attribution": given["attribution"]}
+    found |= {"date": date, "track": track, "attribution": ATTRIBUTION}
+    return found | {"technique_summary": f"train_gpt.py with {changed or 'its defaults'}"}
 
 
 def make(
@@ -298,15 +297,11 @@ def make(
     for run in members:
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
-    if members[0].started is None and not given["date"]:
-        raise UserError(
-            f"{members[0].path} does not contain its start time: give --date YYYY-MM-DD"
-        )
-    date = given["date"] or members[0].started[:10]
     code, source = code_of(members, script), source_of(members)
+    date = members[0].started[:10]
     facts = summary(members, len(code))
     submission = about(given, track, date, members[0]) | facts
-    text = compare.report(against, members, speed=False)[1] if against else ""
+    text = compare.report(against, members)[1] if against else ""
     files = {
         "train_gpt.py": code,
         "submission.json": (json.dumps(submission, indent=2, ensure_ascii=False) + "\n").encode(),
@@ -329,9 +324,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
     """Write a new folder with these files, completely or not at all. Raises UserError if it
     exists."""
     if folder.exists():
-        raise UserError(
-            f"{folder} exists already, and records never change: give another --name or --date"
-        )
+        raise UserError(f"{folder} exists already, and records never change: give another --name")
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -354,13 +347,6 @@ def main() -> None:
     parser.add_argument("--author", required=True)
     parser.add_argument("--github-id", default="", help="default: the author")
     parser.add_argument("--blurb", default="", help="a description in one or two sentences")
-    parser.add_argument(
-        "--attribution", default=ATTRIBUTION, help="whose work it builds on; default: %(default)s"
-    )
-    parser.add_argument("--summary", default="", help="techniques; default: the changed knobs")
-    parser.add_argument(
-        "--date", default="", help="YYYY-MM-DD; default: when the first run started"
-    )
     parser.add_argument(
         "--against", default="", help="logs of the record to beat; adds the significance"
     )

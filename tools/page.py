@@ -148,7 +148,7 @@ def beside(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
     for margin in (0.0, compare.RECORD.margin):
         test = compare.welch(of_a, of_b, margin)
         cells.append(f"{test.p:.2g}" if test else "untested")
-    verdicts = [compare.verdict(a, b, False, rule) for rule in LEVELS.values()]
+    verdicts = [compare.verdict(a, b, rule) for rule in LEVELS.values()]
     cells += ["reached" if counts else "not reached" for counts, _ in verdicts]
     reasons = {reason: level for level, (_, reason) in zip(LEVELS, verdicts, strict=True)}
     sentences = [f"{level}: {why}" if len(reasons) > 1 else why for why, level in reasons.items()]

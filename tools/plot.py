@@ -1,9 +1,7 @@
 #!/usr/bin/env python3
-"""Plot runs from their logs, or the bytes of an artifact.
+"""Plot runs from their logs: loss, score, learning rate and speed.
 
-    python tools/plot.py "logs/base_seed*.txt" "logs/new_seed*.txt" -o runs.png    # loss, score, learning rate, speed
-    python tools/plot.py --scaling logs/ranks1.txt logs/ranks2.txt -o scaling.png  # tokens per second against ranks
-    python tools/plot.py --artifact final_model.int6.xz -o bytes.png               # bytes of each tensor
+    python tools/plot.py "logs/base_seed*.txt" "logs/new_seed*.txt" -o runs.png
 
 Runs of one configuration share a curve: the mean over seeds, in a band from the lowest to the
 highest. A loss or score with more than 20 points is drawn without its first 5 %.
@@ -11,7 +9,6 @@ highest. A loss or score with more than 20 points is drawn without its first 5 %
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import runs
 import train_gpt
 from common import image_file
-from runs import Point, Run, UserError
+from runs import Point, Run
 
 with train_gpt.importing("requirements-dev.txt"):
     import matplotlib
@@ -162,45 +159,6 @@ def draw_runs(members: list[Run], output: Path) -> None:
     figure.savefig(output, dpi=120)
 
 
-def draw_scaling(members: list[Run], output: Path) -> None:
-    """Tokens per second against the number of ranks, beside proportional growth from the fewest
-    ranks."""
-    speed: dict[int, list[float]] = {}
-    for run in members:
-        times = step_times(run.train)[1]
-        if run.ranks is None or not len(times) or "TRAIN_BATCH_TOKENS" not in run.settings:
-            raise UserError(
-                f"{run.path} lacks ranks, times or TRAIN_BATCH_TOKENS: give a log of train_gpt.py"
-            )
-        tokens = int(run.settings["TRAIN_BATCH_TOKENS"])
-        speed.setdefault(run.ranks, []).append(1000 * tokens / statistics.median(times))
-    ranks = sorted(speed)
-    if len(ranks) < 2:
-        raise UserError(
-            f"all these runs have {ranks[0]} rank(s): give runs with different numbers of ranks"
-        )
-    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    base = statistics.fmean(speed[ranks[0]])
-    axis.plot(
-        ranks, [base * n / ranks[0] for n in ranks], ls="--", color="gray", label="proportional"
-    )
-    axis.plot(
-        ranks,
-        [statistics.fmean(speed[n]) for n in ranks],
-        marker="o",
-        label="measured (mean of runs)",
-    )
-    for n in ranks:
-        axis.plot([n] * len(speed[n]), speed[n], ls="", marker="_", ms=12, color="C0")
-    axis.set(
-        xlabel="ranks", ylabel="tokens per second", xticks=ranks, title=members[0].device or ""
-    )
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    figure.savefig(output, dpi=120)
-
-
 def byte_shares(path: str) -> dict[str, int]:
     """Bytes of each part of an artifact; they add up to the file. Raises UserError if it cannot be
     read."""
@@ -214,52 +172,20 @@ def byte_shares(path: str) -> dict[str, int]:
     return shares
 
 
-def draw_bytes(path: str, output: Path) -> None:
-    """Draw a bar for each part of the artifact."""
-    shares = dict(sorted(byte_shares(path).items(), key=lambda item: item[1]))
-    total = sum(shares.values())
-    figure, axis = plt.subplots(figsize=(8, 0.4 * len(shares) + 1.3), layout="constrained")
-    bars = axis.barh(list(shares), list(shares.values()))
-    axis.bar_label(
-        bars,
-        [f"{size:,}  ({100 * size / total:.1f} %)" for size in shares.values()],
-        padding=4,
-        fontsize=9,
-    )
-    axis.set(
-        xlabel="bytes",
-        title=f"{Path(path).name}: {total:,} bytes",
-        xlim=(0, 1.28 * max(shares.values())),
-    )
-    axis.xaxis.set_major_formatter(
-        matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}")
-    )
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("logs", nargs="*", help="text logs of runs, folders of logs, patterns")
-    parser.add_argument("--scaling", action="store_true", help="plot speed against ranks")
-    parser.add_argument("--artifact", help="plot the bytes of an artifact")
+    parser.add_argument("logs", nargs="+", help="text logs of runs, folders of logs, patterns")
     parser.add_argument(
         "-o", "--output", type=image_file, default="runs.png", help="default: %(default)s"
     )
     arguments = parser.parse_args()
-    if bool(arguments.logs) == bool(arguments.artifact):
-        parser.error("give either logs or --artifact")
+    members, note = runs.read_logs(arguments.logs)
+    if note:
+        print(note, file=sys.stderr)
     with train_gpt.writing(arguments.output):
-        if arguments.artifact:
-            draw_bytes(arguments.artifact, arguments.output)
-        else:
-            members, note = runs.read_logs(arguments.logs)
-            if note:
-                print(note, file=sys.stderr)
-            draw = draw_scaling if arguments.scaling else draw_runs
-            draw(members, arguments.output)
+        draw_runs(members, arguments.output)
     print(f"drawn: {arguments.output}")
 
 

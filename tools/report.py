@@ -134,7 +134,6 @@ def main() -> None:
     parser.add_argument(
         "--prompt", default="", help="of the sample (default: the beginning of the validation text)"
     )
-    parser.add_argument("--tokens", type=int, default=80, help="length of the sample")
     arguments = parser.parse_args()
     if arguments.published and not arguments.html:
         parser.error("--published needs --html; tools/compare.py --published prints the same")
@@ -145,7 +144,7 @@ def main() -> None:
     elif len(arguments.logs) != 2:
         parser.error("give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html and logs")
     else:
-        print_report(Path(arguments.logs[0]), arguments.logs[1], arguments.prompt, arguments.tokens)
+        print_report(Path(arguments.logs[0]), arguments.logs[1], arguments.prompt)
 
 
 def page_file(name: str) -> Path:
@@ -156,15 +155,15 @@ def page_file(name: str) -> Path:
     return Path(name)
 
 
-def print_report(log: Path, artifact: str, prompt: str, length: int) -> None:
-    """Print the report about one run, with a sample of `length` tokens."""
+def print_report(log: Path, artifact: str, prompt: str) -> None:
+    """Print the report about one run, with a sample."""
     history = read_events(log)
     events = {event["event"]: event for event in history}  # the last of each kind
     knobs = events["start"]["hyperparameters"]
     tokens, text = validation(knobs["data_path"], knobs["tokenizer_path"])
     rows = table(events, tokens, text)
     prompt = prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
-    continued = sample(artifact, knobs["tokenizer_path"], prompt, length)
+    continued = sample(artifact, knobs["tokenizer_path"], prompt, length=80)
     print(f"\na sample, begun with {prompt!r}:\n")
     print("\n".join("    " + line for line in continued.splitlines()))
     model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]

@@ -233,13 +233,10 @@ def main() -> None:
     parser.add_argument(
         "--project", default="parameter-golf", help="of trackio and wandb; default: %(default)s"
     )
-    parser.add_argument(
-        "--dir", type=Path, help="of TensorBoard's and wandb's files (default: that of the log)"
-    )
     arguments = parser.parse_args()
     wrong = f"{arguments.log} does not end in .jsonl: give the logs/<RUN_ID>.jsonl of a run"
     require(arguments.log.suffix == ".jsonl", wrong)
-    arguments.dir = arguments.dir or arguments.log.parent
+    arguments.dir = arguments.log.parent  # of TensorBoard's and wandb's files
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.closing(Sender(arguments)) as sender:
         for event in follow(arguments.log, arguments.once):
