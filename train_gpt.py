@@ -2457,7 +2457,10 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], byte
     knobs = {"ROW_RANGE": header["row_range"]}
     for role in ("model", "evaluation"):  # a knob that is younger than the file has its default
         unknown = header[role].keys() - set(knobs_with(role))
-        require(not unknown, f"this script has no knob {' '.join(sorted(unknown)).upper()}")
+        require(
+            not unknown,
+            f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
+        )
         knobs |= {name.upper(): str(value) for name, value in header[role].items()}
     hp = Hyperparameters.from_env(knobs)
     require(header["coder"] in CODERS, "its coder is unknown")
@@ -3552,7 +3555,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     """Raise UserError if knobs differ that must not."""
     before, unlike = metadata["hyperparameters"], []
     for name in knobs_with("training", "model"):
-        now, then = getattr(hp, name), before.get(name)
+        now, then = getattr(hp, name), before.get(name, getattr(Hyperparameters, name))
         if now != then:
             unlike.append(f"{name.upper()}={now} instead of {then}")
     require(

@@ -4,6 +4,7 @@ variable."""
 import contextlib
 import dataclasses
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -254,3 +255,12 @@ def test_help_lists_every_knob_without_data_or_gpu(script):
     assert result.returncode == 0
     for field in dataclasses.fields(Hyperparameters):
         assert field.metadata["text"] and f"  {field.name.upper()}=" in result.stdout
+
+
+def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):
+    before = dataclasses.asdict(hyperparameters())
+    del before["mlp_gate"]
+    same = {"path": Path("step_1.npz"), "metadata": {"hyperparameters": before}}
+    train_gpt.require_same_run(hyperparameters(), **same)
+    with pytest.raises(UserError, match="is of another run, with MLP_GATE=True instead of False"):
+        train_gpt.require_same_run(hyperparameters(MLP_GATE=1), **same)
