@@ -949,6 +949,9 @@ class BankShard:
         grad_sum     (S*r, a, b)  of all micro-batches: fp32 if there are several, else `grad`
         comm_buffer  (S*r, a, b)  what is reduced: `grad_sum`, or a copy in the compute dtype
         grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
+
+    New state of Muon goes beside `momentum`: here, and into ParallelMuon.tensors, which checkpoints
+    and the warm-up restore.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -1036,7 +1039,8 @@ class ParallelMuon:
 
     def add_adam(self) -> None:
         """AdamW over the small parameters, with the state that it would create at its first step,
-        so that a checkpoint can restore it."""
+        so that a checkpoint can restore it. A new parameter has SCALAR_LR and SCALAR_WD unless it
+        is named here."""
         hp = self.hp
         decaying = [kind.name for kind in TABLES]
         groups = {}
@@ -1186,10 +1190,13 @@ MARGIN = 1 / 600  # of the time limit: for a short stall while the last steps ar
 
 
 class StepSettings(NamedTuple):
-    """What the schedules prescribe for one step."""
+    """What the schedules prescribe for one step. If a new field changes every step, give it one
+    value in `phases`, and pass it to compiled functions as a tensor: each value of a Python number
+    compiles another graph."""
 
     lr_scale: float  # multiplies every learning rate
     momentum: float  # Muon's
+    # Each combination of these is a graph, which the warm-up compiles.
     qat: bool  # train through the export's rounding
     seq_len: int  # tokens T of a training sequence
     looping: bool = False  # visit the loop's layers repeatedly
@@ -1308,7 +1315,8 @@ class WeightAverage:
 
 # ---- Training: the mathematics, then the loop ----------------------------------------------------
 class Trainer:
-    """What learns: model, optimizer and average. It knows no clock, file or signal."""
+    """Model, optimizer and average; no I/O. The calls of a step: Run.train, Run.train_step,
+    Trainer.backward; Trainer.update, ParallelMuon.step, update_bank, muon_update."""
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime, rows: int):
         """`rows`: sequences of a step on this rank."""
@@ -1379,15 +1387,6 @@ class Trainer:
         self.optimizer.publish_masters()
 
 
-class InFlight(NamedTuple):
-    """A step that the host has queued and whose report it has not read."""
-
-    step: int
-    settings: StepSettings
-    report: Tensor  # (3,) in pinned host memory
-    copied: torch.cuda.Event | None  # when it is there
-
-
 class Run:
     """The loop: data, clock, signals, reports, validations and checkpoints around a Trainer."""
 
@@ -1402,7 +1401,9 @@ class Run:
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
-        self.in_flight: list[InFlight] = []
+        # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
+        # the event after which it is there).
+        self.in_flight: list[tuple[int, StepSettings, Tensor, torch.cuda.Event | None]] = []
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
         self.bpb = ""  # of the last validation, for the progress bar
@@ -1436,7 +1437,11 @@ class Run:
                     self.validate(step, ended)
                 if ended:
                     break
-                self.queue(step)
+                settings = self.settings(step)
+                self.clock.start()
+                report = self.train_step(step, settings).to("cpu", non_blocking=True)
+                copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
+                self.in_flight.append((step, settings, report, copied))
                 # Queue ahead once the time of a step is known.
                 self.read_reports(self.clock.in_flight if step > first + 1 else 0)
                 step += 1
@@ -1466,14 +1471,6 @@ class Run:
     def settings(self, step: int) -> StepSettings:
         """What the schedules prescribe for `step`, by the clock that all ranks share."""
         return schedule(self.hp, step, self.clock.begins(step), self.clock.end(step))
-
-    def queue(self, step: int) -> None:
-        """Queue one step on the device."""
-        settings = self.settings(step)
-        self.clock.start()
-        report = self.train_step(step, settings).to("cpu", non_blocking=True)  # to pinned memory
-        copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
-        self.in_flight.append(InFlight(step, settings, report, copied))
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
@@ -1615,20 +1612,37 @@ class Run:
 
     def warm_up(self) -> None:
         """Run the graphs and collectives of the run before its clock starts, then restore all
-        state."""
-        started = time.perf_counter()
-        if self.hp.gptq_batches and self.hp.max_wallclock_seconds:
+        state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
+        evaluations."""
+        hp, started = self.hp, time.perf_counter()
+        if hp.gptq_batches and hp.max_wallclock_seconds:
             self.reserve_for_gptq()
-        if not self.hp.warmup_steps:
+        if not hp.warmup_steps:
             return
         before = {name: tensor.clone() for name, tensor in self.trainer.tensors().items()}
-        step_time = self.warm_up_steps(started)
-        self.warm_up_scores()
+        *kinds, last = phases(hp)
+        kinds += [last] * hp.warmup_steps
+        what = "compiling" if self.runtime.compiled else "warm-up"
+        queued = []  # when each step was
+        self.clock.start()
+        for step, settings in enumerate(kinds):
+            # Compiling takes minutes the first time, so every kind has a line.
+            if step <= len(kinds) - hp.warmup_steps or step == len(kinds) - 1:
+                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
+                place = f"warmup_step:{step + 1}/{len(kinds)}"
+                seconds = time.perf_counter() - started
+                line = f"{place} {kind} looping:{int(settings.looping)} seconds:{seconds:.1f}"
+                self.log(line, bar=(what, step / len(kinds)))
+            queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
+        if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
+            self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
+        warm_up_evaluation(self.make_scorer, hp)
         torch._foreach_copy_(list(self.trainer.tensors().values()), list(before.values()))
         self.trainer.optimizer.publish_masters()
         self.trainer.average.samples = 0
         self.runtime.synchronize()
-        self.clock.reset(0, 0.0, step_time)
+        # The pace of the last kind, if one of its steps came after the compiling
+        self.clock.reset(0, 0.0, np.diff(queued[-hp.warmup_steps :])[-1:].tolist())
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
@@ -1642,40 +1656,6 @@ class Run:
         require(reserve < cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
         self.clock.reserve = reserve
         self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
-
-    def warm_up_steps(self, started: float) -> list[float]:
-        """WARMUP_STEPS ordinary steps, then one of each other kind. Returns the seconds of the last
-        ordinary one, compiled before, if there are two."""
-        ordinary, *others = self.warm_up_kinds()
-        kinds = [ordinary] * self.hp.warmup_steps + others
-        what = "compiling" if self.runtime.compiled else "warm-up"
-        queued = []  # when each step was
-        self.clock.start()
-        for step, settings in enumerate(kinds):
-            # Compiling takes minutes the first time, so every kind has a line.
-            if step in (0, self.hp.warmup_steps - 1) or settings is not ordinary:
-                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
-                place = (
-                    f"warmup_step:{step + 1}/{len(kinds)} {kind} looping:{int(settings.looping)}"
-                )
-                seconds = time.perf_counter() - started
-                self.log(f"{place} seconds:{seconds:.1f}", bar=(what, step / len(kinds)))
-            report = Report(*self.train_step(step, settings).tolist())
-            queued.append(report.seconds)
-        return np.diff(queued[: self.hp.warmup_steps])[-1:].tolist()
-
-    def warm_up_kinds(self) -> list[StepSettings]:
-        """The kinds of steps of the run; the first has whole sequences."""
-        kinds = phases(self.hp)
-        whole = next(kind for kind in kinds if kind.seq_len == self.hp.train_seq_len)
-        return [whole, *(kind for kind in kinds if kind is not whole)]
-
-    def warm_up_scores(self) -> None:
-        """Every shape of the evaluations, so that nothing compiles while one is timed."""
-        hp = self.hp
-        if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
-            self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
-        warm_up_evaluation(self.make_scorer, hp)
 
     def profiler(self) -> contextlib.AbstractContextManager:
         """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
