@@ -2578,7 +2578,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         log.require_unused(hp, runtime.comm)
         log.header(hp, runtime)
-        val = Validation(hp, runtime.device)
+        val = read_validation(hp, runtime.device)
         log.note(val.note)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
@@ -2611,7 +2611,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
         require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
     log.header(hp, runtime, notes, resumed=path is not None)
-    val = Validation(hp, runtime.device)
+    val = read_validation(hp, runtime.device)
     log.note(val.note)
     run = make_run(hp, runtime, log, val)
     accumulation = run.trainer.accumulation
@@ -2774,22 +2774,29 @@ MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 mil
 def read_shard(path: Path) -> np.ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if its header and its
     length disagree."""
-    shard, again = f"shard {path}", "download it again"
-    with explaining(f"cannot read {shard}", OSError, advice="check the file and DATA_PATH"):
+    with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
         size = path.stat().st_size
         header = np.fromfile(path, dtype="<i4", count=SHARD_HEADER_INTS)
-    complete = len(header) == SHARD_HEADER_INTS
-    require(complete, f"{shard} has {size} bytes, less than a header: {again}")
+    require(
+        len(header) == SHARD_HEADER_INTS,
+        f"shard {path} has {size} bytes, less than a header: download it again",
+    )
     magic, version, count = header[:3].tolist()
-    foreign = f"{shard} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard"
-    require(magic == SHARD_MAGIC, foreign)
-    other = f"{shard} has format version {version}, not {SHARD_VERSION}: convert it"
-    require(version == SHARD_VERSION, other)
+    require(
+        magic == SHARD_MAGIC,
+        f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard",
+    )
+    require(
+        version == SHARD_VERSION,
+        f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it",
+    )
     length = SHARD_HEADER_BYTES + 2 * count
-    wrong = f"{shard} has {size} bytes, but its header promises {count} tokens in {length}"
-    require(count > 0 and size == length, f"{wrong}: {again}")
-    offset = SHARD_HEADER_BYTES
-    return np.asarray(np.memmap(path, dtype="<u2", mode="r", offset=offset, shape=(count,)))
+    require(
+        count > 0 and size == length,
+        f"shard {path} has {size} bytes, but its header promises {count} tokens in {length}: "
+        "download it again",
+    )
+    return np.asarray(np.memmap(path, "<u2", "r", SHARD_HEADER_BYTES, (count,)))
 
 
 def shard_paths(folder: str | Path, split: str) -> list[Path]:
@@ -2805,11 +2812,13 @@ class TokenStream:
 
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.vocab_size = vocab_size
-        where, get = f"DATA_PATH={folder}", "run data/download_fineweb.py"
-        absent = f"{where} does not exist: set the folder of your shards, or {get}"
-        require(Path(folder).is_dir(), absent)
+        get = "run data/download_fineweb.py"
+        require(
+            Path(folder).is_dir(),
+            f"DATA_PATH={folder} does not exist: set the folder of your shards, or {get}",
+        )
         self.paths = shard_paths(folder, split)
-        require(self.paths, f"{where} has no fineweb_{split}_NNNNNN.bin; {get}")
+        require(self.paths, f"DATA_PATH={folder} has no fineweb_{split}_NNNNNN.bin; {get}")
         self.shards = [read_shard(path) for path in self.paths]
         self.files = [path.open("rb", buffering=0) for path in self.paths]
         self.ends = np.cumsum([len(shard) for shard in self.shards])
@@ -2818,32 +2827,32 @@ class TokenStream:
         return int(self.ends[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) as (count,) uint16; behind the last follows the first.
-        Raises UserError for a token outside the vocabulary or a truncated shard.
+        """Tokens [start, start + count) as (count,) uint16; it wraps around at the end. Raises
+        UserError for a token outside the vocabulary or a truncated shard.
 
         Reads the file, not its mapping: after a truncation that would kill the process."""
         pieces = []
         while count:
             start %= len(self)
             shard = int(np.searchsorted(self.ends, start, side="right"))
-            length = len(self.shards[shard])
-            offset = start - int(self.ends[shard]) + length  # of the token in its shard
-            wanted = min(count, length - offset)
-            pieces.append(self.read_piece(shard, offset, wanted))
-            start += wanted
-            count -= wanted
+            path, left = self.paths[shard], int(self.ends[shard]) - start  # tokens in the shard
+            n = min(count, left)
+            offset = SHARD_HEADER_BYTES + 2 * (len(self.shards[shard]) - left)
+            raw = os.pread(self.files[shard].fileno(), 2 * n, offset)
+            if len(raw) != 2 * n:
+                raise UserError(
+                    f"shard {path} was truncated during the run: restore it, start again"
+                )
+            tokens = np.frombuffer(raw, dtype="<u2")
+            if tokens.max() >= self.vocab_size:
+                raise UserError(
+                    f"shard {path} holds token {tokens.max()}, but VOCAB_SIZE={self.vocab_size}: "
+                    "set the data's"
+                )
+            pieces.append(tokens)
+            start += n
+            count -= n
         return np.concatenate(pieces)
-
-    def read_piece(self, shard: int, offset: int, count: int) -> np.ndarray:
-        file, path = self.files[shard], self.paths[shard]
-        raw = os.pread(file.fileno(), 2 * count, SHARD_HEADER_BYTES + 2 * offset)
-        if len(raw) != 2 * count:
-            raise UserError(f"shard {path} was truncated during the run: restore it, start again")
-        tokens = np.frombuffer(raw, dtype="<u2")
-        if tokens.max() >= self.vocab_size:
-            found = f"shard {path} holds token {tokens.max()}, but VOCAB_SIZE={self.vocab_size}"
-            raise UserError(f"{found}: set the data's")
-        return tokens
 
 
 def require_data(hp: Hyperparameters, *splits: str) -> None:
@@ -2857,8 +2866,11 @@ def require_documents(hp: Hyperparameters, path: Path, tokens: np.ndarray) -> No
     """Raise UserError if a run that needs documents has none in these tokens of a shard."""
     lora = hp.ttt_enabled and hp.ttt_mode == "lora"
     for name, needed in {"DOC_ATTENTION=1": hp.doc_attention, "TTT_MODE=lora": lora}.items():
-        found = f"{name} needs documents, but {path} does not mark where they begin (token {BOS})"
-        require(not needed or BOS in tokens, f"{found}: tokenize the text again")
+        require(
+            not needed or BOS in tokens,
+            f"{name} needs documents, but {path} does not mark where they begin (token {BOS}): "
+            "tokenize the text again",
+        )
 
 
 PUBLISHED_RANKS = 8  # of #399's run; fewer ranks took as many parts of a step one after the other
@@ -2881,14 +2893,19 @@ class TrainingLoader:
         self.shuffle, self.seeds = hp.shuffle_seed != 0, (hp.shuffle_seed, hp.seed)
         self.device = runtime.device
         self.blocks = (len(self.stream) - 1) // self.seq_len
-        found = f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens"
-        require(self.blocks > 0, f"{found}, too few for TRAIN_SEQ_LEN={self.seq_len}: lower it")
+        require(
+            self.blocks > 0,
+            f"DATA_PATH={hp.data_path} holds {len(self.stream)} training tokens, too few for "
+            f"TRAIN_SEQ_LEN={self.seq_len}: lower it",
+        )
         ranks = runtime.comm.size
         self.step_rows = hp.train_batch_tokens // self.seq_len
         self.rows, rest = divmod(self.step_rows, ranks)
-        batch = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
-        uneven = f"{batch} is not a multiple of {ranks * self.seq_len}"
-        require(rest == 0, f"{uneven}, so {ranks} ranks cannot share its sequences evenly")
+        require(
+            rest == 0,
+            f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of "
+            f"{ranks * self.seq_len}, so {ranks} ranks cannot share its sequences evenly",
+        )
         self.first_row = runtime.comm.rank * self.rows
         self.epoch = -1  # of self.order
         self.on_gpu = self.device.type == "cuda"
@@ -2951,18 +2968,27 @@ class ByteCounter:
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
-        exists = Path(tokenizer_path).is_file()
-        require(exists, f"{setting} is not a file: set it to the shards' SentencePiece model")
-        wrong, advice = f"{setting} is not a SentencePiece model", "set it to the shards' model"
-        with explaining(wrong, RuntimeError, advice=advice):
+        require(
+            Path(tokenizer_path).is_file(),
+            f"{setting} is not a file: set it to the shards' SentencePiece model",
+        )
+        with explaining(
+            f"{setting} is not a SentencePiece model",
+            RuntimeError,
+            advice="set it to the shards' model",
+        ):
             model = read_small(Path(tokenizer_path))
             pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-        found = pieces.vocab_size()
-        differs = f"{setting} has {found} pieces, but VOCAB_SIZE={vocab_size}: they must be equal"
-        require(found == vocab_size, differs)
-        has_space = pieces.piece_to_id("\u2581") != pieces.unk_id()
-        no_space = f"{setting} has no piece for U+2581, so a space could become 3 byte pieces"
-        require(has_space, f"{no_space}: use another one")
+        count = pieces.vocab_size()
+        require(
+            count == vocab_size,
+            f"{setting} has {count} pieces, but VOCAB_SIZE={vocab_size}: they must be equal",
+        )
+        require(
+            pieces.piece_to_id("\u2581") != pieces.unk_id(),
+            f"{setting} has no piece for U+2581, so a space could become 3 byte pieces: use "
+            "another one",
+        )
         ids = list(range(vocab_size))
         texts = pieces.id_to_piece(ids)
         kinds = [pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)]
@@ -2985,8 +3011,10 @@ def read_small(path: Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""
     size = path.stat().st_size
-    over = f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file"
-    require(size <= MAX_FILE, over)
+    require(
+        size <= MAX_FILE,
+        f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file",
+    )
     return path.read_bytes()
 
 
@@ -3001,12 +3029,16 @@ def check_manifest(data_path: str, tokenizer_path: str) -> bool:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return False
-    invalid = f"{path} is not a valid manifest"
-    with explaining(invalid, Exception, advice="make or download the data again"):
+    with explaining(
+        f"{path} is not a valid manifest", Exception, advice="make or download the data again"
+    ):
         tokenizer = json.loads(read_small(path))["tokenizer"]
         digest, caseops = str(tokenizer["sha256"]), tokenizer.get("caseops") is True
-    other = f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards"
-    require(sha256_of(tokenizer_path) == digest, f"{other}, by its sha256 in {path}")
+    require(
+        sha256_of(tokenizer_path) == digest,
+        f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 "
+        f"in {path}",
+    )
     return caseops
 
 
@@ -3017,9 +3049,11 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     if not shard_paths(data_path, "val_bytes"):
         return None
     stream = TokenStream(data_path, "val_bytes", 1 << 16)
-    held = f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens"
-    differs = f"{held}, but the shards hold {count}: download both again"
-    require(len(stream) == count, differs)
+    require(
+        len(stream) == count,
+        f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens, but the "
+        f"shards hold {count}: download both again",
+    )
     nbytes = stream.read(0, count)
     most = nbytes.max()
     require(0 < most < 1 << 15, f"{stream.paths[0]}: {most} bytes for a token are impossible")
@@ -3035,55 +3069,59 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> tuple[np.ndarray, st
     counted = counter.count(tokens)
     exact = read_sidecar(hp.data_path, len(tokens))
     if exact is None:
-        operators = f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators"
-        files = "neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py"
-        unknown = f"{operators}, but DATA_PATH={hp.data_path} has {files}"
-        known = our_grammar or not counter.caseops
-        require(known, f"{unknown}, so the bytes are unknown: get one of them")
+        require(
+            our_grammar or not counter.caseops,
+            f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH="
+            f"{hp.data_path} has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of "
+            "tokenize_text.py, so the bytes are unknown: get one of them",
+        )
         return counted, ""
     nbytes = exact[1:].astype(np.int16)
     total, other = int(nbytes.sum(dtype=np.int64)), int(counted.sum(dtype=np.int64))
     if total == other:
         return nbytes, ""
-    says = f"fineweb_val_bytes_*.bin says {total} bytes, which the score uses"
-    return nbytes, f"{says}; the tokenizer counts {other}"
+    return nbytes, (
+        f"fineweb_val_bytes_*.bin says {total} bytes, which the score uses; the tokenizer counts "
+        f"{other}"
+    )
 
 
 class Validation:
-    """The validation stream on the device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
+    """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
     targets."""
 
-    def __init__(self, hp: Hyperparameters, device: torch.device):
-        stream = TokenStream(hp.data_path, "val", hp.vocab_size)
-        count = len(stream)
-        found = f"DATA_PATH={hp.data_path} holds {count} validation tokens"
-        require(count <= MAX_VALIDATION, f"{found}, over the limit of {MAX_VALIDATION}")
-        few = f"{found}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it"
-        require(count > hp.eval_seq_len, few)
-        tokens = stream.read(0, count)
-        require_documents(hp, stream.paths[0], tokens)
-        nbytes, self.note = count_bytes(hp, tokens)
-        self.fill(tokens, nbytes, device)
-
-    @classmethod
-    def of(cls, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device) -> Validation:
-        """The stream of these tokens (n + 1,) with these bytes (n,), without files."""
-        found = cls.__new__(cls)
-        found.fill(tokens, nbytes, device)
-        return found
-
-    def fill(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device, note: str = ""
+    ):
+        """`note`: a line for the log."""
+        self.note = note
         self.targets = len(tokens) - 1
         self.tokens = torch.from_numpy(tokens.astype(np.int32)).to(device)
         self.nbytes = torch.from_numpy(nbytes.astype(np.int16)).to(device)
         self.total_bytes = int(self.nbytes.sum(dtype=torch.int64))
-        self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))  # where they begin
+        # Where they begin. The last token is a target only, so it begins none.
+        self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))
 
     def spans(self, documents: bool) -> np.ndarray:
         """[begin, end) (S, 2) of the inputs that may see each other: all, or each document with its
         BOS."""
         begins = self.documents if documents else np.array([0])
         return np.stack((begins, np.append(begins[1:], self.targets)), axis=1)
+
+
+def read_validation(hp: Hyperparameters, device: torch.device) -> Validation:
+    """The validation shards of DATA_PATH with their bytes. Raises UserError."""
+    stream = TokenStream(hp.data_path, "val", hp.vocab_size)
+    count = len(stream)
+    held = f"DATA_PATH={hp.data_path} holds {count} validation tokens"
+    require(count <= MAX_VALIDATION, f"{held}, over the limit of {MAX_VALIDATION}")
+    require(
+        count > hp.eval_seq_len, f"{held}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it"
+    )
+    tokens = stream.read(0, count)
+    require_documents(hp, stream.paths[0], tokens)
+    nbytes, note = count_bytes(hp, tokens)
+    return Validation(tokens, nbytes, device, note)
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------

@@ -230,7 +230,7 @@ def compare_quantisation(
     hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]
 ) -> list[dict]:
     """Train, then print a row for each way to quantise and each size."""
-    log, val = train_gpt.Log(hp, runtime.comm), train_gpt.Validation(hp, runtime.device)
+    log, val = train_gpt.Log(hp, runtime.comm), train_gpt.read_validation(hp, runtime.device)
     training = train_gpt.Run(hp, runtime, log, val)
     training.warm_up()
     training.train()

@@ -93,7 +93,7 @@ def validation_text(
     windows: int, hp: train_gpt.Hyperparameters, device: torch.device
 ) -> train_gpt.Validation:
     """The validation text of DATA_PATH, as much as this many sliding windows score."""
-    val = train_gpt.Validation(hp, device)
+    val = train_gpt.read_validation(hp, device)
     val.targets = min(val.targets, hp.eval_seq_len + (windows - 1) * hp.eval_stride)
     val.tokens, val.nbytes = val.tokens[: val.targets + 1], val.nbytes[: val.targets]
     val.total_bytes = int(val.nbytes.sum(dtype=torch.int64))
@@ -259,7 +259,7 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
     with train_gpt.Runtime.start(hp) as runtime:
         for curve, window, stride in cases:
             changed = dataclasses.replace(hp, eval_seq_len=window, eval_stride=stride)
-            val = train_gpt.Validation(changed, runtime.device)
+            val = train_gpt.read_validation(changed, runtime.device)
             model = train_gpt.GPT(changed, runtime.attend, runtime.dtype, runtime.fused_mlp)
             with train_gpt.reading_artifact(path):
                 model.load_state_dict(train_gpt.load_artifact(blob))

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from conftest import VOCAB, evaluator, made, weights_of, write_shard
-from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, Validation
+from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, read_validation
 
 
 def whole_stream(hp) -> np.ndarray:
@@ -76,11 +76,14 @@ def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_loader_is_repeatable(one_rank, seed):
-    """A batch is the same whenever it is asked for, also behind the end of the first epoch."""
+    """A batch is the same whenever it is asked for, by a new loader too, also behind the end of the
+    first epoch."""
     _, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
     late = [loader.batch(step).clone() for step in range(loader.blocks // loader.step_rows + 2)]
-    for step in (1, 0, len(late) - 1):
+    _, (new,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
+    for step in (len(late) - 1, 1, 0):
         assert torch.equal(loader.batch(step), late[step])
+        assert torch.equal(new.batch(step), late[step])
 
 
 def order(loader, epoch: int) -> list[int]:
@@ -113,15 +116,6 @@ def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
         and starts.max() > 3 * loader.blocks / 4
         and np.ptp(starts) > len(starts)
     )
-
-
-def test_the_next_step_is_all_the_state(one_rank):
-    """A new loader that starts at step n gives the same batches as the old one."""
-    _, (old,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
-    before = [old.batch(step) for step in range(12)]
-    _, (new,) = loaders(one_rank, 1, SHUFFLE_SEED=9)
-    for step in range(7, 12):
-        assert torch.equal(new.batch(step), before[step])
 
 
 def test_batches_are_ready_ahead(one_rank):
@@ -168,10 +162,12 @@ def test_byte_pieces_count_one_and_boundaries_nothing(data):
     assert counter.count(np.array([spaced, train_gpt.BOS])) == [0]
 
 
-def test_validation_counts_every_target(one_rank):
-    hp, runtime = one_rank()
-    val, stream = Validation(hp, runtime.device), TokenStream(hp.data_path, "val", VOCAB)
-    assert val.targets == len(stream) - 1 == len(val.nbytes)
+def test_a_last_token_is_only_a_target():
+    """It begins no document, or there would be one without targets behind the end."""
+    B = train_gpt.BOS
+    val = train_gpt.Validation(np.array([B, 5, B, 6, B]), np.ones(4), torch.device("cpu"))
+    assert val.documents.tolist() == [0, 2]
+    assert val.spans(documents=True).tolist() == [[0, 2], [2, 4]]
 
 
 LORA = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8}
@@ -192,19 +188,19 @@ def test_documents_need_starts(one_rank, tmp_path, data, knobs, split):
             if changes
             else contextlib.nullcontext()
         ):
-            Validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
+            read_validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
 
 
 def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     shutil.copytree(data, tmp_path / "data")
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data")
-    without = Validation(hp, runtime.device)
+    without = read_validation(hp, runtime.device)
     tokens = without.targets + 1
     exact = np.arange(tokens) % 7
     middle = tokens // 3  # other shards than the tokens'
     write_shard(tmp_path / "data" / "fineweb_val_bytes_000000.bin", exact[:middle])
     write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", exact[middle:])
-    found = Validation(hp, runtime.device)
+    found = read_validation(hp, runtime.device)
     assert torch.equal(found.tokens, without.tokens) and found.nbytes.tolist() == exact[1:].tolist()
     counted = f"says {exact[1:].sum()} bytes, which the score uses; the tokenizer counts {without.total_bytes}"
     assert counted in found.note and found.total_bytes == exact[1:].sum() and not without.note
@@ -218,7 +214,7 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     ):
         write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", rest)
         with pytest.raises(UserError, match=error):
-            Validation(hp, runtime.device)
+            read_validation(hp, runtime.device)
 
 
 def test_rows_hold_the_documents_that_begin_anywhere_in_them():
@@ -258,53 +254,34 @@ def test_documents_are_counted_for_flash_attention_3(
         for step in range(loader.blocks // loader.rows + 1):
             loader.batch(step)
     with outcome:
-        evaluator(None, Validation(hp, runtime.device), hp, runtime, 64)
+        evaluator(None, read_validation(hp, runtime.device), hp, runtime, 64)
 
 
-def broken_shard(folder, kind):
-    path = folder / "fineweb_train_000000.bin"
-    tokens = np.arange(4, 300, dtype=np.uint16)
-    if kind == "magic":
-        write_shard(path, tokens, magic=1)
-    elif kind == "version":
-        write_shard(path, tokens, version=2)
-    elif kind == "longer":
-        write_shard(path, tokens, count=len(tokens) - 1)
-    elif kind == "shorter":
-        write_shard(path, tokens, count=len(tokens) + 1)
-    elif kind == "odd byte":
-        write_shard(path, tokens)
-        path.write_bytes(path.read_bytes() + b"\0")
-    elif kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "unreadable":
-        path.symlink_to(path)  # a loop, which even root cannot read
-    elif kind == "no tokens":
-        write_shard(path, tokens[:0])
-    elif kind == "folder":
-        path.mkdir()
-    return path
+TOKENS = np.arange(4, 300)
 
 
 @pytest.mark.parametrize(
-    "kind, part",
+    "spoil, part",
     [
-        ("magic", "starts with 1, not 20240520"),
-        ("version", "version 2, not 1"),
-        ("longer", "promises 295"),
-        ("shorter", "promises 297"),
-        ("empty", "has 0 bytes, less than a header: download it again"),
+        (lambda path: write_shard(path, TOKENS, magic=1), "starts with 1, not 20240520"),
+        (lambda path: write_shard(path, TOKENS, version=2), "version 2, not 1"),
+        (lambda path: write_shard(path, TOKENS, count=295), "promises 295"),
+        (lambda path: write_shard(path, TOKENS, count=297), "promises 297"),
+        (lambda path: write_shard(path, TOKENS[:0]), "promises 0"),
+        (lambda path: path.write_bytes(b""), "has 0 bytes, less than a header: download it again"),
         (
-            "odd byte",
+            lambda path: path.write_bytes(path.read_bytes() + b"\0"),
             "has 1617 bytes, but its header promises 296 tokens in 1616: download it again",
         ),
-        ("unreadable", "cannot read shard"),
-        ("no tokens", "promises 0"),
-        ("folder", "Is a directory"),
+        # A loop, which even root cannot read
+        (lambda path: path.unlink() or path.symlink_to(path), "cannot read shard"),
+        (lambda path: path.unlink() or path.mkdir(), "Is a directory"),
     ],
 )
-def test_wrong_shards_are_named(tmp_path, kind, part):
-    path = broken_shard(tmp_path, kind)
+def test_wrong_shards_are_named(tmp_path, spoil, part):
+    path = tmp_path / "fineweb_train_000000.bin"
+    write_shard(path, TOKENS)
+    spoil(path)
     with pytest.raises(UserError) as error:
         TokenStream(str(tmp_path), "train", VOCAB)
     assert str(path) in str(error.value) and part in str(error.value)
@@ -347,7 +324,7 @@ def with_manifest(data, folder, **changes):
 
 def test_data_that_match_the_manifest_are_used(tmp_path, data, one_rank):
     hp, runtime = one_rank(**with_manifest(data, tmp_path))
-    assert Validation(hp, runtime.device).targets > 0
+    assert read_validation(hp, runtime.device).targets > 0
 
 
 def test_another_tokenizer_of_the_same_size_is_named(tmp_path, data, one_rank):
@@ -356,7 +333,7 @@ def test_another_tokenizer_of_the_same_size_is_named(tmp_path, data, one_rank):
         UserError,
         match="TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards",
     ):
-        Validation(hp, runtime.device)
+        read_validation(hp, runtime.device)
 
 
 BROKEN = (b"", b"[]", b"{}", b'{"tokenizer": {"files": []}}', b'{"tokenizer": 3}')
@@ -370,7 +347,7 @@ def test_a_broken_manifest_is_named(tmp_path, data, one_rank, content):
         UserError,
         match="manifest.json is not a valid manifest: .*; make or download the data again",
     ):
-        Validation(hp, runtime.device)
+        read_validation(hp, runtime.device)
 
 
 def test_too_little_data_is_named(tmp_path, one_rank):
@@ -380,7 +357,7 @@ def test_too_little_data_is_named(tmp_path, one_rank):
     write_shard(tmp_path / "fineweb_val_000000.bin", np.full(32, 5))
     hp, runtime = one_rank(DATA_PATH=tmp_path)
     with pytest.raises(UserError, match="EVAL_SEQ_LEN=32"):
-        Validation(hp, runtime.device)
+        read_validation(hp, runtime.device)
 
 
 def test_batch_that_ranks_cannot_share_is_named(one_rank):
@@ -423,7 +400,7 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path, one_rank, monkey
     hp, runtime = one_rank()
     monkeypatch.setattr(train_gpt, "MAX_VALIDATION", 100)
     with pytest.raises(UserError, match="validation tokens, over the limit of 100"):
-        Validation(hp, runtime.device)
+        read_validation(hp, runtime.device)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def elsewhere(one_rank, tmp_path, monkeypatch):
 
     def make(**changes) -> train_gpt.Run:
         hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
-        val = train_gpt.Validation(hp, runtime.device)
+        val = train_gpt.read_validation(hp, runtime.device)
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
         runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
         return train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), val)
@@ -145,7 +145,7 @@ def test_evaluation_copies_one_table_for_each_shape(elsewhere):
 
 def test_spans_need_no_values_from_the_device(elsewhere):
     run = elsewhere()
-    on_cpu = train_gpt.Validation(run.hp, torch.device("cpu"))
+    on_cpu = train_gpt.read_validation(run.hp, torch.device("cpu"))
     begins = (on_cpu.tokens[:-1] == train_gpt.BOS).nonzero().flatten().tolist()
     assert run.val.spans(True)[:, 0].tolist() == sorted({0, *begins}) and len(begins) > 3
     assert run.val.spans(True)[-1, 1] == run.val.targets == on_cpu.targets

@@ -17,14 +17,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
 from conftest import PARTS, evaluate, evaluator, made, noise, weights_of
-from train_gpt import Comm, Validation
+from train_gpt import Comm, read_validation
 
 
 @pytest.fixture
 def setting(one_rank):
     def make(**changes):
         hp, runtime = one_rank(**changes)
-        return hp, runtime, Validation(hp, runtime.device)
+        return hp, runtime, read_validation(hp, runtime.device)
 
     return make
 

@@ -439,7 +439,7 @@ def run_of(env, tmp_path, monkeypatch):
     def make(**changes):
         hp = Hyperparameters.from_env(env(**changes))
         with train_gpt.Runtime.start(hp) as runtime:
-            val = train_gpt.Validation(hp, runtime.device)
+            val = train_gpt.read_validation(hp, runtime.device)
             return train_gpt.Run(hp, runtime, lambda *_, **__: None, val)
 
     return make

@@ -160,7 +160,7 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_
     """As on a GPU, where reports are read two steps later."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=100, ITERATIONS=8)
-    val = train_gpt.Validation(hp, runtime.device)
+    val = train_gpt.read_validation(hp, runtime.device)
     training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
     training.clock.in_flight, step = 2, training.train_step
 
@@ -383,7 +383,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(
             "EVAL_STRIDE": 32,
         }
         hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=10000, RESUME="auto", **capped)
-        val = train_gpt.Validation(hp, runtime.device)
+        val = train_gpt.read_validation(hp, runtime.device)
         training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
         training.warm_up()
         training.clock.in_flight, training.clock.elapsed, step = (

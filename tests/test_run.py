@@ -543,7 +543,7 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
 def fresh_training(one_rank, tmp_path, **changes):
     hp, runtime = one_rank(**changes)
     log = train_gpt.Log(hp, runtime.comm, tmp_path / "logs")
-    return train_gpt.Run(hp, runtime, log, train_gpt.Validation(hp, runtime.device))
+    return train_gpt.Run(hp, runtime, log, train_gpt.read_validation(hp, runtime.device))
 
 
 def test_warm_up_leaves_no_trace(one_rank, tmp_path, monkeypatch):

@@ -149,7 +149,10 @@ def main() -> None:
     }[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
-        log, val = train_gpt.Log(hp, runtime.comm, folder), train_gpt.Validation(hp, runtime.device)
+        log, val = (
+            train_gpt.Log(hp, runtime.comm, folder),
+            train_gpt.read_validation(hp, runtime.device),
+        )
         run = train_gpt.Run(hp, runtime, log, val)
         with contextlib.closing(run.loader):
             act(run, folder)

@@ -304,7 +304,7 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
     model = golden.model(golden.knobs(case["knobs"]), case["fixed"])
     ids = golden.ids(case, hp.vocab_size)
     device, length, chunk = torch.device("cpu"), case["length"], facts["chunk"]
-    text = script.Validation.of(ids[0].numpy(), np.ones(length), device)
+    text = script.Validation(ids[0].numpy(), np.ones(length), device)
     runtime = SimpleNamespace(device=device, comm=script.Comm(), micro_batch_tokens=length)
     scorer = script.Evaluator(model, text, hp, runtime, script.Pass(hp.visits()), hp.eval_stride)
     documents, adam = script.lora_begin(hp, given_adapter(facts, case, hp), 1)

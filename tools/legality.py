@@ -129,7 +129,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
         nbytes = np.ones(len(tokens) - 1, dtype=np.int16)
-        stream = script.Validation.of(tokens.numpy(), nbytes, torch.device("cpu"))
+        stream = script.Validation(tokens.numpy(), nbytes, torch.device("cpu"))
         own = copy.deepcopy(model)
         how, stride = list(script.final_passes(hp).values())[-1]
         evaluator = script.Evaluator(own, stream, hp, runtime, how, stride)

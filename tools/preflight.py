@@ -87,7 +87,7 @@ def check_data(hp: Hyperparameters) -> dict:
     manifest = shards.read_manifest(folder)
     wrong = shards.problems(folder, manifest, hashes=False) if manifest else []
     require(not wrong, "; ".join(wrong[:3]))
-    train_gpt.Validation(hp, torch.device("cpu"))
+    train_gpt.read_validation(hp, torch.device("cpu"))
     train, val = streams
     return {"shards": len(train.paths), "train_tokens": len(train), "val_tokens": len(val)}
 
@@ -323,7 +323,7 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     if name == "ttt_lora":
         end = int([*val.documents, val.targets][: documents + 1][-1])
     tokens, nbytes = val.tokens[: end + 1].cpu().numpy(), val.nbytes[:end].cpu().numpy()
-    part = train_gpt.Validation.of(tokens, nbytes, runtime.device)
+    part = train_gpt.Validation(tokens, nbytes, runtime.device)
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
@@ -729,7 +729,7 @@ def check(hp: Hyperparameters) -> dict:
         section("attention", attention_times, hp, runtime)
         section("mlp", mlp_times, hp, runtime)
         if not runtime.comm.share(section.report["errors"]):
-            val = train_gpt.Validation(hp, runtime.device)
+            val = train_gpt.read_validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
             run = train_gpt.make_run(silent, runtime, lambda *_, **__: None, val)
             tokens = run.runtime.micro_batch_tokens
