@@ -130,18 +130,12 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
 
 def test_depth_recurrence_begins_at_its_fraction_of_the_run():
     hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
-    assert [
-        schedule(hp, 10 * seconds, seconds, 600.0).looping for seconds in (0, 209, 211, 599)
-    ] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    for seconds, looping in ((0, False), (209, False), (211, True), (599, True)):
+        assert schedule(hp, 10 * seconds, seconds, 600.0).looping == looping
     assert hp.visits(False) == tuple(range(11))
     assert hp.visits() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
     assert Hyperparameters().visits() == tuple(range(11))
-    with pytest.raises(train_gpt.UserError, match="the loop must end before the lanes"):
+    with pytest.raises(train_gpt.UserError, match="end the loop before lanes"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
 
