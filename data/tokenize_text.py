@@ -479,7 +479,7 @@ class Tally:
                 f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
                 f"({counts['bytes'] / max(1, counts['tokens']):.3f} per token)"
             )
-        yield f"left out: {self.repeated:,} documents that are in validation already, {self.empty:,} empty ones"
+        yield f"skipped documents: {self.repeated:,} also in validation, {self.empty:,} empty"
         yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes removed"
 
 
