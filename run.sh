@@ -267,6 +267,7 @@ case "${1:-}" in
     -h | --help) usage ;;
     *)
         usage >&2
+        echo "error: run.sh has no command $1" >&2
         exit 2
         ;;
 esac

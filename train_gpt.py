@@ -2494,13 +2494,14 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         header, made, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
     stored = {name.upper(): str(getattr(made, name)) for name in roles}
-    hp = Hyperparameters.from_env(stored | environ)
-    for name in knobs_with("model"):
-        here, there = getattr(hp, name), getattr(made, name)
+    for field in KNOBS:  # before rules that such a value may break
+        here, there = parse(field, stored | environ), getattr(made, field.name)
         require(
-            here == there,
-            f"{name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: unset it",
+            field.metadata["role"] != "model" or here == there,
+            f"{field.name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: "
+            "unset it",
         )
+    hp = Hyperparameters.from_env(stored | environ)
     outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
     package = CODER_PACKAGES.get(header["coder"])
     require(not package or find_spec(package), f"{path} needs a package: pip install {package}")

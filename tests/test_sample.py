@@ -219,6 +219,7 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
         (["a.xz", "--temperature", "-1"], 2, "--temperature -1.0 is not a number from 0 on"),
         (["a.xz", "--temperature", "nan"], 2, "--temperature nan is not"),
         (["a.xz", "--tokens", "0"], 2, "--tokens 0 is below 1"),
+        (["a.xz", "NUM_LAYERS=1"], 1, "NUM_LAYERS=1 is set, but EVAL_ONLY=a.xz was made with 5"),
         ([], 2, "required: artifact"),
     ],
 )

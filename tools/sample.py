@@ -3,12 +3,12 @@
 
     export TOKENIZER_PATH=demo_data/tokenizer.model
     python tools/sample.py logs/demo.int6.xz --prompt "def main(" --tokens 100 --temperature 0.8
-    python tools/sample.py logs/demo.int6.xz                  # talk: a line is added to the text and continued
+    python tools/sample.py logs/demo.int6.xz                  # interactive: continues each line that you type
     python tools/sample.py logs/demo.int6.xz < notes.txt      # the whole file is the prompt
 
-In a talk an empty line starts another text; Ctrl-D ends it. A text also ends where the model puts a
-BOS. The tokenizer is that of the environment's TOKENIZER_PATH. The text goes to standard output,
-the speed to standard error.
+In interactive mode, an empty line starts over and Ctrl-D ends. A text also ends where the model
+puts a BOS. TOKENIZER_PATH names the tokenizer. The text goes to standard output, the speed to
+standard error.
 """
 
 import argparse
