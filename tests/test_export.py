@@ -510,11 +510,11 @@ CHANGES = {
         setter(1 << 15, "model", "model_dim"),
     ),
     "a model of many layers": (
-        "NUM_LAYERS=1000000000 is above",
+        "NUM_LAYERS=1000000000 is not at most",
         setter(10**9, "model", "num_layers"),
     ),
     "a huge window": (
-        "EVAL_SEQ_LEN=1000000000000 is above",
+        "EVAL_SEQ_LEN=1000000000000 is not at most",
         setter(10**12, "evaluation", "eval_seq_len"),
     ),
     "a list for a number": ("is not a whole number", setter([4], "model", "num_heads")),
