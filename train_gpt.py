@@ -708,7 +708,7 @@ class GPT(nn.Module):
         their mean () or, with "none", each (B, n). `how` is by default a plain pass.
 
         With targets only these n positions pass through the head and the last layer, apart from
-        keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds low-rank
+        queries, keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds low-rank
         products. `observe`, eagerly, is called with what the matrices multiply."""
         hp = self.hp
         how = how or Pass(hp.visits())
@@ -770,13 +770,11 @@ class GPT(nn.Module):
         hp, first = self.hp, view.first
         heads = (-1, hp.head_dim)
         last = x[:, first:]
-        if first:
-            q = w.linear(last, "q").unflatten(-1, heads)  # (B, n, H, E)
-            k, v = w.linear(x, "k", "v").unflatten(-1, heads).chunk(2, dim=2)  # (B, T, K, E)
-        else:  # the gradient of one split is one concatenation, filled without a copy
-            sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
-            q, k, v = w.linear(x, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
-        q, k, v = w.adapt(q, last, "q"), w.adapt(k, x, "k"), w.adapt(v, x, "v")
+        # The gradient of one split is one concatenation, filled without a copy.
+        sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
+        q, k, v = w.linear(x, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
+        q = w.adapt(q, x, "q")[:, first:]  # (B, n, H, E)
+        k, v = w.adapt(k, x, "k"), w.adapt(v, x, "v")  # (B, T, K, E)
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, self.q_gain[w.layer][:, None], cos[first:], sin[first:])
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)

@@ -197,7 +197,7 @@ def test_fewer_targets_are_the_last_positions(one_rank, n, changes):
 
 
 def test_unscored_positions_skip_most_of_the_last_layer(one_rank):
-    """There, only keys and values are computed for all positions."""
+    """There, only queries, keys and values are computed for all positions."""
     hp, runtime = one_rank()
     model = made(hp, runtime.attend)
     shapes, real = [], train_gpt.F.linear
@@ -209,9 +209,8 @@ def test_unscored_positions_skip_most_of_the_last_layer(one_rank):
             lambda x, w: shapes.append((x.size(1), tuple(w.shape))) or real(x, w),
         )
         model(ids, ids[:, -4:], "none")
-    # The bigram projection first, the head last; q, k and v are one product where all positions are
-    # computed.
-    assert [time for time, _ in shapes] == [24] + [24] * 4 + [24] * 4 + [4, 24, 4, 4, 4] + [4]
+    # The bigram projection first, the head last; q, k and v are one product.
+    assert [time for time, _ in shapes] == [24] + [24] * 4 + [24] * 4 + [24, 4, 4, 4] + [4]
     assert shapes[1][1] == (hp.model_dim + 2 * hp.num_kv_heads * hp.head_dim, hp.model_dim)
     assert shapes[-1] == (4, (hp.vocab_size, hp.model_dim))
 
