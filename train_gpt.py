@@ -708,8 +708,8 @@ class GPT(nn.Module):
         their mean () or, with "none", each (B, n). `how` is by default a plain pass.
 
         With targets only these n positions pass through the head and the last layer, apart from
-        queries, keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds low-rank
-        products. `observe`, eagerly, is called with what the matrices multiply."""
+        queries, keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds
+        low-rank products. `observe`, eagerly, is called with what the matrices multiply."""
         hp = self.hp
         how = how or Pass(hp.visits())
         ends, visits = self.weights(how, adapter, observe)
