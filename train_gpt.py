@@ -488,6 +488,9 @@ class Matrix(NamedTuple):
 
 # Three banks of 2L rows: 8 ranks pad 22 rows to 24. The down projection is stored transposed, so
 # that it has the shape of the up projection.
+# A matrix of a new shape is a row with a bank name of its own, and with its sizes in
+# `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
+# multiplies by it with `w.linear(x, NAME)`; tools that count work (bench/flops.py) need a term.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -547,27 +550,34 @@ class View(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What a forward needs for one visit of a layer, or for embeddings and head, in the compute
-    dtype."""
+    """What a visit of a layer reads, of the matrices and low-rank factors of all layers, in the
+    compute dtype. Embeddings and head read them as layer and visit 0.
+
+    A block shows neither `attn_scale` and `mlp_scale` nor the layer scale: `GPT.matrices` multiplies
+    "out" and "down" by the gains and whatever reads the normalised stream by the layer scale."""
 
     layer: int
-    matrices: dict[str, Tensor]  # (out, in); gains and layer scale are folded in
-    # Low-rank changes by target: a (B, rank, in) and b (B, out, rank); the same are folded into b.
-    factors: dict[str, tuple[Tensor, Tensor]]
+    visit: int
+    matrices: dict[str, tuple[Tensor, ...]]  # (out, in), one per layer
+    # Low-rank changes by target, one per visit: a (B, rank, in) and b (B, out, rank).
+    factors: dict[str, list[tuple[Tensor, Tensor]]]
     observe: Observer | None
+
+    def matrix(self, name: str) -> Tensor:
+        return self.matrices[name][self.layer]
 
     def linear(self, x: Tensor, *names: str) -> Tensor:
         """x (B, T, in) -> (B, T, out) by these matrices, joined."""
         if self.observe:
             self.observe(names[0], self.layer, x)
-        matrices = [self.matrices[name] for name in names]
+        matrices = [self.matrix(name) for name in names]
         return F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
 
     def adapt(self, y: Tensor, x: Tensor, target: str) -> Tensor:
         """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
         if target not in self.factors:
             return y
-        a, b = self.factors[target]
+        a, b = self.factors[target][self.visit]
         return y + (x @ a.mT @ b.mT).view_as(y)
 
 
@@ -584,10 +594,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class NormRotate(torch.autograd.Function):
-    """rms_norm of each head of x (B, T, H, E), times gain (H or 1, 1), rotated.
+    """`rotate(rms_norm(x), cos, sin) * gain` for the heads x (B, T, H, E) and gain (H or 1, 1).
 
-    The backward is written out. The gain's gradient is a sum that the norm's gradient needs, while
-    autograd would keep and read another tensor like x."""
+    The backward is written out: one reduction serves both gradients, and autograd would save
+    another tensor like x. To try another norm or rotation, call the plain form instead; a test in
+    tests/test_model.py compares both forms and their gradients."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -712,19 +723,21 @@ class GPT(nn.Module):
         low-rank products. `observe`, eagerly, is called with what the matrices multiply."""
         hp = self.hp
         how = how or Pass(hp.visits())
-        ends, visits = self.weights(how, adapter, observe)
+        shared = (self.matrices(how.qat), self.low_rank_factors(adapter or {}, how.visits), observe)
+        ends = Weights(0, 0, *shared)
         x = x0 = self.embed(ids, ends)  # (B, T, D)
         document = (ids == BOS).cumsum(dim=1) if hp.doc_attention else None
         lane = None  # the second one, (B, T, D)
         skips = []
-        half = len(visits) // 2
-        for visit, w in enumerate(visits):
-            if lane is None and w.layer >= hp.num_layers - hp.lanes_last_n:
+        half = len(how.visits) // 2
+        for visit, layer in enumerate(how.visits):
+            if lane is None and layer >= hp.num_layers - hp.lanes_last_n:
                 lane = x  # without the skip of this visit (#2135)
             if visit >= half and skips:
                 x = self.add_skip(x, skips.pop(), visit - half)
-            last = targets is not None and visit == len(visits) - 1
+            last = targets is not None and visit == len(how.visits) - 1
             first = ids.size(1) - targets.size(1) if last else 0
+            w = Weights(layer, visit, *shared)
             x, lane = self.block(x, lane, x0, w, View(first, how.band, document))
             if visit < half:
                 skips.append(x)
@@ -789,11 +802,14 @@ class GPT(nn.Module):
         return w.adapt(w.linear(y.flatten(2), "out"), last, "out")
 
     def mlp(self, x: Tensor, w: Weights) -> Tensor:
-        """The MLP of rms_norm(x), (B, n, D), with a squared leaky ReLU (#1948). Up projection and
-        activation together are homogeneous of degree 2, so one factor normalises."""
+        """The MLP of rms_norm(x), (B, n, D), with a squared leaky ReLU (#1948).
+
+        The activation f is written three times: here, in `plain_mlp` and in `mlp_kernel`. All need
+        f(c z) = c^2 f(z) for c > 0: then the norm is one factor behind f. With another f, give "up"
+        rms_norm(x) instead, drop `scale`, and let FUSED_MLP be 0."""
         scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
         if self.fused_mlp and not (w.observe or w.factors):
-            y = self.fused_mlp(x, scale, w.matrices["up"], w.matrices["down"])
+            y = self.fused_mlp(x, scale, w.matrix("up"), w.matrix("down"))
         else:
             hidden = F.leaky_relu(w.linear(x, "up"), self.hp.mlp_slope).square() * scale
             y = w.linear(hidden.to(self.dtype), "down")
@@ -827,25 +843,10 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate)
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def weights(
-        self, how: Pass, adapter: Adapter | None, observe: Observer | None
-    ) -> tuple[Weights, list[Weights]]:
-        """(of embeddings and head, of each visit)."""
-        matrices = self.matrices(how.qat)
-        factors = self.low_rank_factors(adapter, how.visits) if adapter else {}
-        tables = {kind.name: matrices[kind.name][0] for kind in TABLES if kind.name in matrices}
-        head = {"head": factors.pop("head")[0]} if "head" in factors else {}
-        visits = []
-        for visit, layer in enumerate(how.visits):
-            chosen = {kind.name: matrices[kind.name][layer] for kind in MATRICES}
-            low_rank = {name: pairs[visit] for name, pairs in factors.items()}
-            visits.append(Weights(layer, chosen, low_rank, observe))
-        return Weights(0, tables, head, observe), visits
-
     def matrices(self, qat: bool = False) -> dict[str, tuple[Tensor, ...]]:
         """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer
         scales are folded in; `qat` rounds the banks, with a straight-through gradient."""
-        found = {}
+        matrices = {}
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
@@ -857,11 +858,11 @@ class GPT(nn.Module):
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
                 bank = bank * self.layer_scale
-            found[kind.name] = bank.to(self.dtype).unbind(0)
+            matrices[kind.name] = bank.to(self.dtype).unbind(0)
         for kind in TABLES:
             if kind.reads and hasattr(self, kind.name):
-                found[kind.name] = (getattr(self, kind.name).to(self.dtype),)
-        return found
+                matrices[kind.name] = (getattr(self, kind.name).to(self.dtype),)
+        return matrices
 
     def low_rank_factors(
         self, adapter: Adapter, visits: tuple[int, ...]
@@ -871,7 +872,7 @@ class GPT(nn.Module):
         layers = list(visits)
         gains = {"out": self.attn_scale, "mlp": self.mlp_scale}
         scale = self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank
-        found = {}
+        factors = {}
         for name in (name for name in LORA_TARGETS if f"{name}.a" in adapter):
             a, b = adapter[f"{name}.a"], adapter[f"{name}.b"] * scale
             if name != "head":
@@ -879,8 +880,8 @@ class GPT(nn.Module):
             if name in gains:
                 b = b * gains[name][layers, :, None]
             pairs = zip(a.to(self.dtype).unbind(1), b.to(self.dtype).unbind(1), strict=True)
-            found[name] = list(pairs)
-        return found
+            factors[name] = list(pairs)
+        return factors
 
 
 # ---- Optimizer: Parallel Muon for the banks, Adam for the rest -----------------------------------
@@ -972,19 +973,15 @@ class BankShard:
         self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
         shard = self.comm_buffer[self.mine]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        self.add_traits(name, model.hp, len(full))
-
-    def add_traits(self, name: str, hp: Hyperparameters, padded_rows: int) -> None:
-        """`scale` (r, 1, 1) of the updates, and `transposed` (r, 1, 1), None if no row is."""
-        kinds = BANKS[name]
-        traits = torch.zeros(padded_rows, 2, device=self.master.device)
-        for kind, rows in zip(kinds, traits[: self.rows].chunk(len(kinds)), strict=True):
-            out, into = kind.shape(hp)
-            scale = max(1.0, out / into) ** 0.5  # tall: larger updates, as in #399
-            rows[:] = torch.tensor([kind.transposed, scale])
-        transposed, self.scale = traits[self.mine, :, None, None].unbind(1)
-        mixed = any(kind.transposed for kind in kinds)
-        self.transposed = transposed.bool() if mixed else None
+        kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
+        kinds += kinds[-1:] * (len(full) - self.rows)  # any: the update of a padding row is zero
+        shapes = [kind.shape(model.hp) for kind in kinds[self.mine]]
+        # (r, 1, 1) each: tall matrices have larger updates, as in #399; None if none is transposed.
+        scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
+        self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
+        flags = [kind.transposed for kind in kinds[self.mine]]
+        transposed = torch.tensor(flags, device=bank.device)[:, None, None]
+        self.transposed = transposed if any(kind.transposed for kind in kinds) else None
 
 
 class Report(NamedTuple):
@@ -1014,8 +1011,7 @@ class ParallelMuon:
         for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel()):  # largest first
             self.banks[bank] = BankShard(bank, model, weights[bank], comm.shard, accumulate)
         self.small = {name: p for name, p in parameters.items() if name not in BANKS}
-        complete = not any(name.endswith("_bank") for name in self.small)
-        assert complete, "a bank is missing in the table of matrices"
+        assert not any(name.endswith("_bank") for name in self.small), "not in BANKS"
         # The fp32 weights that this rank updates.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
@@ -1148,11 +1144,12 @@ class ParallelMuon:
     def tensors(self) -> dict[str, Tensor]:
         """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows.
         `publish_masters` after changes."""
-        found = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
-        found |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
+        tensors = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
+        tensors |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
-            found |= {f"{name}.{kind}": state for kind, state in self.adam.state[parameter].items()}
-        return found
+            states = self.adam.state[parameter]
+            tensors |= {f"{name}.{kind}": state for kind, state in states.items()}
+        return tensors
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks

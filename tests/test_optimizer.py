@@ -466,7 +466,7 @@ def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
             owned = torch.cat([s[bank].master for s in shards])
             assert torch.equal(owned[:rows], weights_of(models[0])[bank]) and not owned[rows:].any()
             scales = torch.cat([s[bank].scale for s in shards]).flatten()
-            assert (scales[:rows] >= 1).all() and not scales[rows:].any()
+            assert (scales >= 1).all()
             for shard, model in ((shards[0][bank], models[0]), (shards[-1][bank], models[-1])):
                 assert getattr(model, bank).data_ptr() == shard.padded.data_ptr()
                 assert getattr(model, bank).grad.data_ptr() == shard.grad.data_ptr()
