@@ -75,13 +75,8 @@ def command(hub, tmp_path):
 
     def start(*arguments, program="download_fineweb.py", **changes) -> subprocess.Popen:
         hub.requests.clear()
-        line = [
-            warm_python.python(),
-            ROOT / "data" / program,
-            "--target",
-            tmp_path / "data",
-            *arguments,
-        ]
+        script = ROOT / "data" / program
+        line = [warm_python.python(), script, "--target", tmp_path / "data", *arguments]
         return subprocess.Popen(
             list(map(str, line)),
             env={**environment, **changes},
@@ -247,17 +242,10 @@ def test_no_network(download, hub):
     ],
 )
 def test_errors_are_one_sentence(download, arguments, changes, part):
-    result = download(
-        *(arguments if "--train-shards" in arguments else [*arguments, "--train-shards", 1]),
-        **changes,
-    )
+    result = download("--train-shards", 1, *arguments, **changes)
     last = result.stderr.strip().splitlines()[-1]
-    assert (
-        result.returncode == 1
-        and last.startswith("error: ")
-        and part in last
-        and "Traceback" not in result.stderr
-    )
+    assert last.startswith("error: ") and part in last and "Traceback" not in result.stderr
+    assert result.returncode == 1
 
 
 @pytest.mark.parametrize(
@@ -275,27 +263,20 @@ def test_wrong_content_is_not_accepted(download, hub, path):
 
 
 def test_each_variant_knows_its_repository():
-    found = {
-        variant: download_fineweb.Remote.from_env({}, variant).repository
-        for variant in ("sp1024", "sp8192", download_fineweb.CASEOPS, "sp77")
-    }
-    assert found == {
+    """frontier.env and 2135.env look for the data where the download puts them."""
+    repositories = {
         "sp1024": "willdepueoai/parameter-golf",
         "sp8192": "kevclark/parameter-golf",
-        "sp8192_lossless_caps_caseops_v1_reserved": "romeerp/parameter-golf-caseops-v1",
+        download_fineweb.CASEOPS: "romeerp/parameter-golf-caseops-v1",
         "sp77": "willdepueoai/parameter-golf",
     }
+    for variant, repository in repositories.items():
+        assert download_fineweb.Remote.from_env({}, variant).repository == repository
+    for name in ("frontier", "2135"):
+        folder = download_fineweb.dataset_name(download_fineweb.CASEOPS)
+        assert Path(variables(name)["DATA_PATH"]).name == folder
     asked = download_fineweb.Remote.from_env({"MATCHED_FINEWEB_REPO_ID": "a/b"}, "sp8192")
     assert asked.repository == "a/b"
-
-
-def test_the_folders_of_the_leaders_configurations():
-    """frontier.env looks for the data where the download puts them."""
-    names = variables("frontier"), variables("2135")
-    for knobs in names:
-        assert Path(knobs["DATA_PATH"]).name == download_fineweb.dataset_name(
-            download_fineweb.CASEOPS
-        )
 
 
 def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
@@ -347,10 +328,9 @@ def test_too_little_disk(tmp_path, monkeypatch):
 
 def test_a_manifest_of_another_form_is_named():
     remote = download_fineweb.Remote("a/b", "c")
+    sentence = "c/manifest.json of a/b has an unknown format"
     for manifest in ({}, {"datasets": [{"name": NAME}], "tokenizers": []}, [], {"datasets": 3}):
-        with pytest.raises(
-            train_gpt.UserError, match="c/manifest.json of a/b has an unknown format"
-        ):
+        with pytest.raises(train_gpt.UserError, match=sentence):
             download_fineweb.plan(manifest, "sp1024", 1, remote, Path("x"))
 
 
@@ -361,12 +341,8 @@ def test_a_manifest_cannot_place_files_elsewhere(tmp_path):
         ],
         "tokenizers": [{"name": "t", "model_path": "../../../etc/evil.model"}],
     }
-    files = download_fineweb.plan(
-        manifest, "sp1024", 1, download_fineweb.Remote("a/b", "c"), tmp_path
-    )
-    assert [file.local.relative_to(tmp_path).parts[0] for file in files] == [
-        "tokenizers",
-        "datasets",
-        "datasets",
-    ]
+    remote = download_fineweb.Remote("a/b", "c")
+    files = download_fineweb.plan(manifest, "sp1024", 1, remote, tmp_path)
+    places = [file.local.relative_to(tmp_path).parts[0] for file in files]
+    assert places == ["tokenizers", "datasets", "datasets"]
     assert files[0].local == tmp_path / "tokenizers" / "evil.model"

@@ -49,23 +49,22 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     )
 
 
-@pytest.mark.parametrize("failing", [0, 2])
-def test_a_rank_that_fails_ends_the_others(failing, tmp_path):
-    process = started(
-        tmp_path, f"if rank == '{failing}': sys.exit('error: mine')\ntime.sleep(600)", ranks=3
-    )
-    assert process.communicate() == ("", "error: mine\n") and process.returncode == 1
-
-
-def test_a_killed_rank_is_named(tmp_path):
-    process = started(
-        tmp_path, "if rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(600)"
-    )
-    assert process.communicate() == (
-        "",
-        "error: rank 1 was killed by SIGKILL: is the memory full?\n",
-    )
-    assert process.returncode == 137
+@pytest.mark.parametrize(
+    "failing, act, sentence, status",
+    [
+        (0, "sys.exit('error: mine')", "error: mine", 1),
+        (2, "sys.exit('error: mine')", "error: mine", 1),
+        (
+            1,
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "error: rank 1 was killed by SIGKILL: is the memory full?",
+            137,
+        ),
+    ],
+)
+def test_a_rank_that_fails_or_is_killed_ends_the_others(failing, act, sentence, status, tmp_path):
+    process = started(tmp_path, f"if rank == '{failing}': {act}\ntime.sleep(600)", ranks=3)
+    assert process.communicate() == ("", f"{sentence}\n") and process.returncode == status
 
 
 def test_a_rank_that_does_not_end_is_killed(tmp_path):
@@ -116,29 +115,23 @@ def test_ranks_do_not_outlive_the_launcher(number, tmp_path):
     assert process.returncode == 143
 
 
-def test_two_ranks_of_the_script_with_a_wrong_knob_print_one_sentence(tmp_path):
-    """The rank that finds a mistake before the process group exists does not leave the other
-    waiting for it."""
-    environ = {**os.environ, "NPROC": "2", "NUM_LAYERS": "no"}
-    command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
-    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert (
-        result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
-    )
-    assert "NUM_LAYERS='no' is not a whole number" in result.stderr
-
-
-def test_an_error_of_the_first_rank_alone_is_one_sentence(env, tmp_path):
-    """The launcher's SIGTERM was an error of the others: a second sentence, after 5 s."""
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"NUM_LAYERS": "no"}, "NUM_LAYERS='no' is not a whole number"),
+        ({"RUN_ID": "r", "CHECKPOINT_EVERY": 4}, "checkpoints/r holds an earlier run"),
+    ],
+)
+def test_two_ranks_of_the_script_print_one_sentence(env, tmp_path, changes, sentence):
+    """Found by all ranks before their group exists: none waits for another. Found by the first
+    alone: the launcher's SIGTERM is no error of the others."""
     (tmp_path / "checkpoints" / "r").mkdir(parents=True)
     (tmp_path / "checkpoints" / "r" / "step_00000004.npz").touch()
-    environ = {**os.environ, **env(RUN_ID="r", CHECKPOINT_EVERY=4), "NPROC": "2"}
+    environ = {**os.environ, **env(**changes), "NPROC": "2"}
     command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
     result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert (
-        result.returncode == 1 and result.stderr.count("error:") == result.stderr.count("\n") == 1
-    ), result.stderr
-    assert "checkpoints/r holds an earlier run" in result.stderr
+    assert result.returncode == 1 and sentence in result.stderr
+    assert result.stderr.count("error:") == result.stderr.count("\n") == 1, result.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["/nowhere/python"]])
