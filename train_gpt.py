@@ -1854,60 +1854,50 @@ class Evaluator:
         ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
         targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = self.forward(ids, targets, "none", how=self.how, adapter=adapter)
-        self.take(nats.detach(), target, counts)
+        index = target.masked_fill(~counts, self.val.targets)
+        self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
+        self.count += counts.sum()
+        if time.perf_counter() - self.reported > (2 if sys.stdout.isatty() else 10):
+            self.log_progress()
         return nats, counts
 
-    def take(self, nats: Tensor, target: Tensor, counts: Tensor) -> None:
-        """Store the losses (rows, n) of these targets where `counts`. Only a progress line waits
-        for the device."""
-        place = target.masked_fill(~counts, self.val.targets)
-        self.nats.scatter_(0, place.flatten(), nats.flatten().float())
-        self.count += counts.sum()
-        interval = 2 if sys.stdout.isatty() else 10
-        if time.perf_counter() - self.reported > interval:
-            self.reported = time.perf_counter()
-            self.log_progress()
-
     def log_progress(self) -> None:
-        bpb = self.result(complete=False).bits_per_byte
-        done = self.done()
+        """The score so far on this rank, which synchronises with the device."""
+        self.reported = time.perf_counter()
+        total, _, nbytes, visited = self.sums().tolist()
+        bpb = total / math.log(2) / max(nbytes, 1)
+        done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
         way = f"band:{self.how.band}" if self.how.band else f"stride:{self.stride}"
         line = f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
         self.log(line, bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done))
 
-    def done(self) -> float:
-        """The scored fraction, assuming that all ranks are as fast as this one."""
-        return max(1e-9, min(1.0, int(self.count) * self.runtime.comm.size / self.val.targets))
-
-    def result(self, complete: bool = True) -> Score:
-        """The score over all ranks, or so far on this one. Raises UserError if losses of a complete
-        one are not finite, RuntimeError if it misses a target."""
+    def sums(self) -> Tensor:
+        """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
         nats = self.nats[:-1]
-        scored = nats.isfinite()
-        nbytes = (self.val.nbytes * scored).sum(dtype=torch.int64)
-        total = nats.where(scored, 0).sum(dtype=torch.float64)
-        sums = [total, scored.sum(), nbytes, self.count]
-        totals = torch.stack([value.double() for value in sums])
-        if complete:
-            self.runtime.comm.all_reduce(totals)()
-        total, *counts = totals.tolist()
-        finite, nbytes, visited = map(int, counts)
-        if complete:
-            self.require_complete(finite, nbytes, visited)
-        bits_per_byte = total / math.log(2) / max(nbytes, 1)
-        seconds = time.perf_counter() - self.started
-        return Score(total / max(finite, 1), bits_per_byte, finite, nbytes, seconds)
+        finite = nats.isfinite()
+        nbytes = (self.val.nbytes * finite).sum(dtype=torch.int64)
+        total = nats.where(finite, 0).sum(dtype=torch.float64)
+        return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
 
-    def require_complete(self, finite: int, nbytes: int, visited: int) -> None:
-        """Raise UserError or RuntimeError unless each target has one finite loss."""
+    def result(self) -> Score:
+        """The score over all ranks. Raises UserError if a loss is not finite, RuntimeError if a
+        target was not scored or scored twice."""
+        totals = self.sums()
+        self.runtime.comm.all_reduce(totals)()
+        total, *counts = totals.tolist()
         targets = self.val.targets
-        damaged = f"{targets - finite} of {targets} validation losses are not finite"
-        advice = "the weights are damaged; lower the learning rates"
-        require(finite == targets or visited != targets, f"{damaged}: {advice}")
-        found, wanted = [finite, nbytes, visited], [targets, self.val.total_bytes, targets]
-        if found != wanted:
-            raise RuntimeError(f"scored [targets, bytes, scores] {found} instead of {wanted}")
+        finite, nbytes, visited = map(int, counts)
+        require(
+            finite == targets or visited != targets,
+            f"{targets - finite} of {targets} validation losses are not finite: the weights are "
+            "damaged; lower the learning rates",
+        )
+        scored, wanted = (finite, nbytes, visited), (targets, self.val.total_bytes, targets)
+        if scored != wanted:
+            raise RuntimeError(f"scored (targets, bytes, visits) {scored} instead of {wanted}")
+        seconds = time.perf_counter() - self.started
+        return Score(total / targets, total / math.log(2) / nbytes, targets, nbytes, seconds)
 
 
 def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameters) -> None:
@@ -1929,15 +1919,17 @@ def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameter
 TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 
-def out_of_time(scorer: Evaluator) -> bool:
-    """Whether rank 0 has used up EVAL_MAX_SECONDS; all ranks ask together."""
+def out_of_time(scorer: Evaluator, comm: Comm) -> bool:
+    """Whether EVAL_MAX_SECONDS are over on rank 0 of `comm`, whose ranks must call this together."""
     limit = scorer.hp.eval_max_seconds
-    over = limit > 0 and scorer.runtime.comm.share(time.perf_counter() - scorer.started) > limit
-    if over:
-        done = f"{100 * scorer.done():.1f}% of the text"
-        what = f"EVAL_MAX_SECONDS={limit:g} was reached after {done}"
-        scorer.log(f"ttt: {what}; the rest is scored with fixed weights")
-    return over
+    return limit > 0 and comm.share(time.perf_counter() - scorer.started > limit)
+
+
+def log_limit(scorer: Evaluator, scored: int) -> None:
+    """Log that test-time training ended after `scored` targets."""
+    limit = f"EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after"
+    part = f"{100 * scored / scorer.val.targets:.1f}% of the text"
+    scorer.log(f"ttt: {limit} {part}; the rest is scored with fixed weights")
 
 
 def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
@@ -1959,7 +1951,9 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     for number, part in enumerate(chunks):
         scorer.score(part)
         for _ in range(TTT_EPOCHS if number < len(chunks) - 1 else 0):
-            training = training and not out_of_time(scorer)
+            if training and out_of_time(scorer, scorer.runtime.comm):
+                log_limit(scorer, scored=number * chunk)
+                training = False
             if not training:
                 break
             rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
@@ -1992,12 +1986,9 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> dict[str, 
     return {name: part.view_as(p) for (name, p), part in parts}
 
 
-LORA_EPS = 1e-10  # of AdamW (#2135)
+LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
 LORA_CHUNKS = ((256, 8), (2000, 24))  # (until this position, targets of a chunk); as #2014
-LORA_BATCH = 128  # documents that begin with the same A
-# A batch begins with the A of the batch this many before it. It is fixed, so that all numbers of
-# ranks compute the same.
-LORA_QUEUES = 8
+LORA_BATCH = 128  # documents of a rank that begin with the same A
 # Most documents of one forward: at their start, and behind the first window, where few are left.
 LORA_ROWS = (16, 4)
 # Windows are about EVAL_SEQ_LEN divided by these, so that few shapes are compiled.
@@ -2006,68 +1997,70 @@ LORA_PARTS = (8, 4, 2, 1)
 
 def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     """Score documents, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014
-    do. B begins at 0; A begins as the mean of an earlier batch of documents.
+    do. Documents are dealt to the ranks. B begins at 0; A begins as the mean of the rank's previous
+    batch of documents, so the score depends on the number of ranks.
 
-    Batch b begins with the mean A of batch b - 8. So batches 0, 8, 16 and so on are a queue, and the
-    ranks share eight queues. No loss depends on where a later document begins (C1): the batch and
-    the first A of a document depend on documents that end before it begins, its chunks and windows
-    on positions, and its row of a forward on how many documents before it in the batch are as long
-    as that. The number of rows follows from the position, too, and rows do not see each other."""
-    hp, comm = scorer.hp, scorer.runtime.comm
+    No loss depends on where a later document begins (C1): the rank, the batch and the first A of a
+    document depend on documents that end before it begins, its chunks and windows on positions,
+    and its row of a forward on how many documents before it in the batch are as long as that. Rows
+    do not see each other."""
+    comm = scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
-    batches = np.split(spans, range(LORA_BATCH, len(spans), LORA_BATCH))
-    chunks = [len(lora_chunks(hp, np.ptp(batch, axis=1).max())) for batch in batches]
-    shares: list[list[int]] = [[] for _ in range(comm.size)]  # batches of each rank
-    for b in range(len(batches)):
-        shares[b % LORA_QUEUES % comm.size].append(b)
-    reached = np.zeros(len(spans), np.int64)  # targets of each document that this rank has scored
-    work = lora_steps(scorer, batches, shares[comm.rank], reached)
-    longest = max(sum(chunks[b] for b in share) for share in shares)
-    for _ in range(longest):  # all ranks ask for the time equally often
-        if out_of_time(scorer):
-            score_rest(scorer, spans, reached)
-            return
-        next(work, None)
+    reached = np.zeros(len(spans), np.int64)  # targets of each document that are scored
+    mine = np.arange(comm.rank, len(spans), comm.size)
+    adapter = lora_adapter(scorer.hp, scorer.runtime.device)
+    for batch in np.split(mine, range(LORA_BATCH, len(mine), LORA_BATCH)):
+        adapter |= lora_batch(scorer, spans, batch, adapter, reached)
+    if scorer.hp.eval_max_seconds:
+        score_rest(scorer, spans, reached)
 
 
 def score_rest(scorer: Evaluator, spans: np.ndarray, reached: np.ndarray) -> None:
     """Score what no rank has reached of the documents (S, 2), with the model as it is."""
     total = torch.from_numpy(reached).to(scorer.runtime.device)
     scorer.runtime.comm.all_reduce(total)()
+    done = total.cpu().numpy()
+    if (done >= np.ptp(spans, axis=1)).all():
+        return
+    log_limit(scorer, done.sum())
     windows = plan_windows(spans, scorer.window, scorer.stride)
     document = np.searchsorted(spans[:, 0], windows[1], side="right") - 1
-    windows[1] = np.maximum(windows[1], (spans[:, 0] + total.cpu().numpy())[document])
+    windows[1] = np.maximum(windows[1], (spans[:, 0] + done)[document])
     scorer.score(windows[:, windows[1] < windows[2]])
 
 
-def lora_steps(
-    scorer: Evaluator, batches: list[np.ndarray], share: list[int], reached: np.ndarray
-) -> Iterator[None]:
-    """Score a `share` of the batches of documents, chunk by chunk, and pause after each chunk.
-    `reached` is kept."""
-    hp = scorer.hp
-    first = lora_adapter(hp, scorer.runtime.device)
-    after: dict[int, Adapter] = {}
-    for b in share:
-        lengths = np.ptp(batches[b], axis=1)
-        documents, adam = lora_begin(hp, after.pop(b - LORA_QUEUES, first), len(lengths))
-        for begin, stop in lora_chunks(hp, lengths.max()):
-            rows = lora_shape(scorer, begin, stop)[0]
-            present = np.flatnonzero(lengths > begin)
-            for group in np.split(present, range(rows, len(present), rows)):
-                adapters = [documents[i] for i in group]
-                learning = [documents[i] for i in group if lengths[i] > stop]
-                lora_step(scorer, batches[b][group], adapters, begin, stop, learning, adam)
-            reached[b * LORA_BATCH :][: len(lengths)] = lengths.clip(max=stop)
-            yield
-        after[b] = first | mean_a(documents)
+def lora_batch(
+    scorer: Evaluator, spans: np.ndarray, batch: np.ndarray, first: Adapter, reached: np.ndarray
+) -> Adapter:
+    """Score documents `batch` of `spans` (S, 2), chunk by chunk, each with a copy of the adapter
+    `first`, and train the copies. Counts scored targets in `reached`. Returns the mean A."""
+    lengths = np.ptp(spans[batch], axis=1)
+    state = lora_state(spans[batch], first)
+    for step, chunk in enumerate(lora_chunks(scorer.hp, lengths.max()), start=1):
+        if out_of_time(scorer, Comm()):
+            break
+        rows = lora_shape(scorer, *chunk)[0]
+        present = np.flatnonzero(lengths > chunk[0])
+        for group in np.split(present, range(rows, len(present), rows)):
+            lora_step(scorer, state, group, chunk, step)
+        reached[batch] = lengths.clip(max=chunk[1])
+    means = {name: f[:-1].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
+    return {name: mean for name, mean in means.items() if name.endswith(".a")}
 
 
-@torch.no_grad()
-def mean_a(documents: list[Adapter]) -> Adapter:
-    """The mean of the documents' A."""
-    names = [name for name in documents[0] if name.endswith(".a")]
-    return {n: sum(document[n] for document in documents) / len(documents) for n in names}
+class LoraState(NamedTuple):
+    """Documents that learn side by side, and a spare one without targets, which fills a forward."""
+
+    spans: np.ndarray  # (S + 1, 2)
+    factors: Adapter  # (S + 1, visits, ., .) each
+    squares: Adapter  # second moments
+
+
+def lora_state(spans: np.ndarray, first: Adapter) -> LoraState:
+    """The documents `spans` (S, 2), each with a copy of the adapter `first`."""
+    factors = {name: f.repeat(len(spans) + 1, 1, 1, 1) for name, f in first.items()}
+    squares = {name: torch.zeros_like(f) for name, f in factors.items()}
+    return LoraState(np.vstack((spans, [[0, 0]])), factors, squares)
 
 
 def lora_chunks(hp: Hyperparameters, length: int) -> list[tuple[int, int]]:
@@ -2098,19 +2091,6 @@ def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]
     return max(1, rows), width, stop - begin if stop > window else width
 
 
-def lora_begin(
-    hp: Hyperparameters, first: Adapter, count: int
-) -> tuple[list[Adapter], torch.optim.Optimizer]:
-    """(a copy of the adapter for each of `count` documents, their optimizer)."""
-    documents, factors = [], []
-    for _ in range(count):
-        documents.append({name: factor.clone().requires_grad_() for name, factor in first.items()})
-        factors += documents[-1].values()
-    betas, decay = (0.0, 0.99), hp.ttt_lora_wd
-    adam = torch.optim.AdamW(factors, hp.ttt_lora_lr, betas, LORA_EPS, decay, fused=True)
-    return documents, adam
-
-
 def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     """Initial LoRA factors of one document (random A, zero B). "out" and "mlp" are bypasses: they
     read the input of attention and of the MLP and add to their outputs."""
@@ -2127,45 +2107,62 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
 
 
 def lora_step(
-    scorer: Evaluator,
-    spans: np.ndarray,
-    adapters: list[Adapter],
-    begin: int,
-    stop: int,
-    learning: list[Adapter],
-    adam: torch.optim.Optimizer,
+    scorer: Evaluator, state: LoraState, group: np.ndarray, chunk: tuple[int, int], step: int
 ) -> None:
-    """Score the targets [begin, stop) of documents (S, 2) side by side, each with its adapter. An
-    AdamW step changes the adapters in `learning`."""
+    """Score the targets of a chunk of the documents `group` side by side, each with its factors.
+    Those that go on behind the chunk take their AdamW step number `step`."""
+    (begin, stop), device = chunk, scorer.runtime.device
     rows, width, n = lora_shape(scorer, begin, stop)
-    spare = rows - len(spans)
-    spans = np.pad(spans, ((0, spare), (0, 0)))  # spare rows score [0, 0)
-    start, end = torch.from_numpy(spans.T.copy())[..., None].to(scorer.runtime.device)  # (rows, 1)
-    unused = {name: factor.detach() for name, factor in adapters[-1].items()}
-    adapters = [*adapters, *[unused] * spare]
-    adapter = {name: torch.cat([document[name] for document in adapters]) for name in unused}
-    position = start + max(0, stop - width) + torch.arange(width, device=start.device)
+    index = np.pad(group, (0, rows - len(group)), constant_values=len(state.spans) - 1)
+    spans = state.spans[index].T
+    learns = np.ptp(spans, axis=0) > stop
+    table = torch.from_numpy(np.stack((*spans, index, learns))).to(device)
+    start, end = table[:2, :, None]  # (rows, 1)
+    adapter = {name: f[table[2]].requires_grad_() for name, f in state.factors.items()}
+    position = start + max(0, stop - width) + torch.arange(width, device=device)
     scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
     try:
         last = end.minimum(start + stop)
         nats, counts = scorer.batch(position, n, start + begin, last, adapter)
     finally:
         scorer.forward.requires_grad_(True)
-    if learning:
+    if learns.any():
         loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
-        loss.backward(inputs=[factor for document in learning for factor in document.values()])
-        adam.step()
-        adam.zero_grad()
+        grads = torch.autograd.grad(loss, list(adapter.values()))
+        update = compile_whole(lora_update, scorer.runtime.compiled)
+        # Filled on the device, as a copy from the host would wait.
+        bias = torch.full((), 1 - LORA_BETA2**step, device=device)
+        update(state.factors, state.squares, grads, table[2], table[3].bool(), bias, scorer.hp)
+
+
+@torch.no_grad()
+def lora_update(
+    factors: Adapter,
+    squares: Adapter,
+    grads: tuple[Tensor, ...],
+    index: Tensor,
+    learns: Tensor,
+    bias: Tensor,
+    hp: Hyperparameters,
+) -> None:
+    """AdamW without a first moment on the documents `index` (rows,) that learn."""
+    learns = learns[:, None, None, None]
+    for name, grad in zip(factors, grads, strict=True):
+        old, before = factors[name][index], squares[name][index]
+        square = LORA_BETA2 * before + (1 - LORA_BETA2) * grad.square()
+        change = hp.ttt_lora_wd * old + grad / ((square / bias).sqrt() + LORA_EPS)
+        factors[name][index] = torch.where(learns, old - hp.ttt_lora_lr * change, old)
+        squares[name][index] = torch.where(learns, square, before)
 
 
 def warm_up_lora(scorer: Evaluator) -> None:
-    """A step of each shape, on a document without targets."""
-    hp = scorer.hp
-    chunks = lora_chunks(hp, np.ptp(scorer.val.spans(documents=True), axis=1).max())
-    documents, adam = lora_begin(hp, lora_adapter(hp, scorer.runtime.device), 1)
-    none = np.zeros((1, 2), np.int64)
+    """A step of each shape, on the first tokens of the stream."""
+    longest = np.ptp(scorer.val.spans(documents=True), axis=1).max()
+    chunks = lora_chunks(scorer.hp, longest)[::-1]
+    first = lora_adapter(scorer.hp, scorer.runtime.device)
     for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks}.values():
-        lora_step(scorer, none, documents, *chunk, documents, adam)
+        state = lora_state(np.array([[0, min(chunk[1] + 1, longest)]]), first)
+        lora_step(scorer, state, np.array([0]), chunk, step=1)
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
@@ -2719,24 +2716,17 @@ def score_artifact(
     model: GPT, make_scorer: Callable[..., Evaluator], hp: Hyperparameters, log: Log
 ) -> str:
     """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
-    training; on Ctrl-C, what was scored until then. Returns the last one, for the end of the
-    log."""
+    training. Returns the last one, for the end of the log."""
     for name, (how, stride) in final_passes(hp).items():
         log.stage(name)
         scorer = make_scorer(how, stride, log, name)
-        try:
-            if name == "ttt_sgd":
-                ttt_sgd(model, scorer)
-            elif name == "ttt_lora":
-                ttt_lora(model, scorer)
-            else:
-                scorer.score(scorer.windows())
-            score = scorer.result()
-        except KeyboardInterrupt:
-            scored = scorer.result(complete=False)
-            if scored.targets:
-                scored.log(log, f"final_int6_{name}_partial")
-            raise
+        if name == "ttt_sgd":
+            ttt_sgd(model, scorer)
+        elif name == "ttt_lora":
+            ttt_lora(model, scorer)
+        else:
+            scorer.score(scorer.windows())
+        score = scorer.result()
         score.log(log, f"final_int6_{name}_exact")
     return f"{score.bits_per_byte:.4f} bits per byte ({name})"
 

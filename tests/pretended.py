@@ -30,7 +30,14 @@ def main() -> None:
 
     train_gpt.Run.train_step = train_step
     train_gpt.require_agreement = lambda found, expected: None
-    train_gpt.Evaluator.result = lambda self, complete=True: result(self, complete=False)
+
+    def made_up(self):
+        """The kernels of a pretended GPU compute nothing."""
+        self.nats.fill_(1.0)
+        self.count.fill_(self.val.targets)
+        return result(self)
+
+    train_gpt.Evaluator.result = made_up
     torch.cholesky_inverse = torch.zeros_like
     torch.linalg.cholesky = lambda matrix, upper=False: matrix
     encode, decode = train_gpt.CODERS["ans"]

@@ -9,9 +9,9 @@ tests.
 import contextlib
 import dataclasses
 import math
-import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,21 +153,16 @@ def test_spans_need_no_values_from_the_device(elsewhere):
     run.loader.close()
 
 
-def test_test_time_training(elsewhere, monkeypatch):
-    # torch refuses to begin a fused AdamW on this device, whose kernel exists.
-    monkeypatch.setattr(
-        sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *arguments: None
-    )
+def test_test_time_training(elsewhere):
     run = elsewhere(
         TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1
     )
     scorer = silent_evaluator(run)
     assert on_device(*train_gpt.sgd_gradients(run.trainer.model, scorer, 0).values())
-    documents, adam = train_gpt.lora_begin(run.hp, train_gpt.lora_adapter(run.hp, META), 3)
-    train_gpt.lora_step(scorer, run.val.spans(True)[:3], documents, 0, 24, documents[:2], adam)
-    assert on_device(
-        scorer.nats, scorer.count, *documents[0].values(), *adam.state[documents[0]["k.a"]].values()
-    )
+    state = train_gpt.lora_state(run.val.spans(True)[:3], train_gpt.lora_adapter(run.hp, META))
+    train_gpt.lora_step(scorer, state, np.arange(3), (0, 24), 1)
+    tensors = (*state.factors.values(), *state.squares.values())
+    assert on_device(scorer.nats, scorer.count, *tensors)
     run.loader.close()
 
 

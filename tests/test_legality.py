@@ -191,10 +191,16 @@ def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
     """Low-rank training hands A on in the order of the stream. Backwards, a document would know a
     later one."""
     evaluate, tokens, hp = setting("lora")
-    steps = train_gpt.lora_steps
-    monkeypatch.setattr(
-        train_gpt, "lora_steps", lambda scorer, batches, *rest: steps(scorer, batches[::-1], *rest)
-    )
+    real = train_gpt.ttt_lora
+
+    def backwards(model, scorer):
+        forwards = train_gpt.Validation.spans
+        with mock.patch.object(
+            train_gpt.Validation, "spans", lambda val, documents: forwards(val, documents)[::-1]
+        ):
+            real(model, scorer)
+
+    monkeypatch.setattr(train_gpt, "ttt_lora", backwards)
     assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")
     events = legality.spied(train_gpt, evaluate, tokens)
     assert "after an update that followed later ones" in legality.order(events, TARGETS)
@@ -218,7 +224,6 @@ def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
     """What the probes above see with one document at a time also holds for batches, queues and
     forwards of several."""
     sizes = {
-        "LORA_QUEUES": 2,
         "LORA_BATCH": 4,
         "LORA_CHUNKS": ((16, 3), (30, 5)),
         "LORA_ROWS": (rows, 2),

@@ -517,7 +517,7 @@ def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, mo
     assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole)
     run.loader.close()
     run = run_of(**knobs, EVAL_MAX_SECONDS=whole / 4)
-    monkeypatch.setattr(train_gpt, "out_of_time", lambda scorer: False)
+    monkeypatch.setattr(train_gpt, "out_of_time", lambda *_: False)
     assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole / 4 + 0.75 * 4.0)
     run.loader.close()
 

@@ -103,16 +103,15 @@ def restore(run: train_gpt.Run, folder: Path) -> None:
 
 def limit(run: train_gpt.Run, folder: Path) -> None:
     scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
-    work, steps, rank = train_gpt.lora_steps, [], run.runtime.comm.rank
+    learn, steps, rank = train_gpt.lora_step, [], run.runtime.comm.rank
 
     def counted(*arguments):
-        for step in work(*arguments):
-            steps.append(step)
-            scorer.started -= 1e9 * (len(steps) == 5)
-            yield step
+        learn(*arguments)
+        steps.append(1)
+        scorer.started -= 1e9 * (len(steps) == 5)
 
     scorer.started -= 1e9 * rank
-    train_gpt.lora_steps, train_gpt.LORA_BATCH = counted, 2
+    train_gpt.lora_step, train_gpt.LORA_BATCH = counted, 2
     train_gpt.ttt_lora(run.trainer.model, scorer)
     (folder / f"limit{rank}").write_text(
         f"{len(steps)} {scorer.result().targets == run.val.targets}"

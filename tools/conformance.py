@@ -307,16 +307,19 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
     text = script.Validation(ids[0].numpy(), np.ones(length), device)
     runtime = SimpleNamespace(device=device, comm=script.Comm(), micro_batch_tokens=length)
     scorer = script.Evaluator(model, text, hp, runtime, script.Pass(hp.visits()), hp.eval_stride)
-    documents, adam = script.lora_begin(hp, given_adapter(facts, case, hp), 1)
+    adapter = given_adapter(facts, case, hp)
 
-    def score(begin: int, learning: list[script.Adapter]) -> float:
+    def score(begin: int, state: script.LoraState) -> float:
         stop = begin + chunk
-        script.lora_step(scorer, np.array([[0, length]]), documents, begin, stop, learning, adam)
+        script.lora_step(scorer, state, np.array([0]), (begin, stop), step=1)
         return float(scorer.nats[begin:stop].mean())
 
-    given = [score(begin, []) for begin in (0, chunk)]
-    score(0, documents)
-    return given, score(chunk, [])
+    # A document learns from a chunk only if it goes on behind it.
+    ends = [script.lora_state(np.array([[0, stop]]), adapter) for stop in (chunk, 2 * chunk)]
+    given = [score(begin, state) for begin, state in zip((0, chunk), ends, strict=True)]
+    learner = script.lora_state(np.array([[0, length]]), adapter)
+    score(0, learner)
+    return given, score(chunk, learner)
 
 
 def check_lora(golden: Golden) -> Iterator[Finding]:

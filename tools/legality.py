@@ -13,7 +13,6 @@ like train_gpt.py, and `suite` applies all probes to all kinds of evaluation of 
 tools/check_record.py calls `suite` on a submission's script.
 """
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable
@@ -140,8 +139,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         elif hp.ttt_mode == "sgd":
             script.ttt_sgd(own, evaluator)
         else:
-            alone = {} if together else {"LORA_QUEUES": 1, "LORA_BATCH": 1}
-            with mock.patch.multiple(script, **alone) if alone else contextlib.nullcontext():
+            with mock.patch.object(script, "LORA_BATCH", script.LORA_BATCH if together else 1):
                 script.ttt_lora(own, evaluator)
         return evaluator.nats[:-1].double()
 
@@ -150,7 +148,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
 
 def fits(script: ModuleType) -> bool:
     """Whether these probes know how the script evaluates. Records keep the script of their day."""
-    return all(hasattr(script, name) for name in ("final_passes", "sgd_gradients", "LORA_QUEUES"))
+    return all(hasattr(script, name) for name in ("final_passes", "sgd_gradients", "lora_update"))
 
 
 def spied(
@@ -159,27 +157,27 @@ def spied(
     """The events of an evaluation, for `order`."""
     events: list[tuple[str, list[int]]] = []
     last: list[int] = []
-    take, gradients = script.Evaluator.take, script.sgd_gradients
-    step = torch.optim.AdamW.step
+    batch, gradients, update = script.Evaluator.batch, script.sgd_gradients, script.lora_update
 
-    def seen(self, nats, target, counts, *rest):
-        last[:] = target[counts].tolist()
+    def seen(self, position, n, *rest):
+        nats, counts = batch(self, position, n, *rest)
+        last[:] = position[:, -n:][counts].tolist()
         events.append(("score", list(last)))
-        take(self, nats, target, counts, *rest)
+        return nats, counts
 
     def learned(model, scorer, begin):
         stop = min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)
         events.append(("learn", list(range(begin, stop))))
         return gradients(model, scorer, begin)
 
-    def stepped(self, *arguments):
+    def stepped(*arguments):
         events.append(("learn", list(last)))
-        return step(self, *arguments)
+        return update(*arguments)
 
     with (
-        mock.patch.object(script.Evaluator, "take", seen),
+        mock.patch.object(script.Evaluator, "batch", seen),
         mock.patch.object(script, "sgd_gradients", learned),
-        mock.patch.object(torch.optim.AdamW, "step", stepped),
+        mock.patch.object(script, "lora_update", stepped),
     ):
         evaluate(tokens)
     return events

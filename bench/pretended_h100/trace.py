@@ -441,24 +441,27 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
     scorer = evaluator_of(
         script, forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride
     )
-    start = script.lora_adapter(hp, runtime.device)
-    documents, adam = script.lora_begin(hp, start, script.LORA_BATCH)
-    step = torch.optim.AdamW.step
+    first = script.lora_adapter(hp, runtime.device)
+    compile_whole = script.compile_whole
 
-    def counted(self) -> None:
-        note("part", f"{counted.part}, AdamW")
-        with CountOperators():
-            step(self)
-        note("part", "other")
+    def compile_update(function, compiled):
+        update = compile_whole(function, compiled)
+
+        def counted(*arguments) -> None:
+            note("part", f"{work.part}, AdamW")
+            with CountOperators():
+                update(*arguments)
+            note("part", "other")
+
+        return counted
 
     def work():
-        for counted.part, chunk in examples.items():
-            scorer.batch = part_of(scorer, counted.part)
-            group = documents[: script.lora_shape(scorer, *chunk)[0]]
-            with mock.patch.object(torch.optim.AdamW, "step", counted):
-                script.lora_step(
-                    scorer, np.zeros((len(group), 2), np.int64), group, *chunk, group, adam
-                )
+        for work.part, chunk in examples.items():
+            scorer.batch = part_of(scorer, work.part)
+            rows = script.lora_shape(scorer, *chunk)[0]
+            state = script.lora_state(np.array([[0, chunk[1] + 1]] * rows), first)
+            with mock.patch.object(script, "compile_whole", compile_update):
+                script.lora_step(scorer, state, np.arange(rows), chunk, 1)
 
     return work
 
@@ -479,18 +482,14 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
     examples: dict[str, tuple[int, int]] = {}
     repeats: dict[str, int] = collections.Counter()
 
-    def planned(scorer, spans, adapters, begin, stop, learning, adam):
-        rows, width, n = script.lora_shape(scorer, begin, stop)
+    def planned(scorer, state, group, chunk, step):
+        rows, width, n = script.lora_shape(scorer, *chunk)
         part = f"{rows} windows of {width}" + f", last {n}" * (n < width)
-        examples.setdefault(part, (begin, stop))
+        examples.setdefault(part, chunk)
         repeats[part] += 1
-        repeats[f"{part}, AdamW"] += bool(learning)
+        repeats[f"{part}, AdamW"] += bool((np.ptp(state.spans[group], axis=1) > chunk[1]).any())
 
-    nothing = {
-        "lora_adapter": lambda *_: {},
-        "lora_begin": lambda hp, start, count: ([{}] * count, None),
-    }
-    with mock.patch.multiple(script, lora_step=planned, **nothing):
+    with mock.patch.multiple(script, lora_step=planned, lora_adapter=lambda *_: {}):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
         script.ttt_lora(model, evaluator_of(script, model, data, hp, runtime, hp.eval_stride))
     return examples, repeats
