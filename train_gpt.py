@@ -2036,7 +2036,7 @@ def lora_batch(
     `first`, and train the copies. Counts scored targets in `reached`. Returns the mean A."""
     lengths = np.ptp(spans[batch], axis=1)
     state = lora_state(spans[batch], first)
-    for step, chunk in enumerate(lora_chunks(scorer.hp, lengths.max()), start=1):
+    for step, chunk in enumerate(lora_chunks(scorer.hp, lengths.max(initial=0)), start=1):
         if out_of_time(scorer, Comm()):
             break
         rows = lora_shape(scorer, *chunk)[0]
