@@ -305,7 +305,8 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
     ids = golden.ids(case, hp.vocab_size)
     device, length, chunk = torch.device("cpu"), case["length"], facts["chunk"]
     text = script.Validation(ids[0].numpy(), np.ones(length), device)
-    runtime = SimpleNamespace(device=device, comm=script.Comm(), micro_batch_tokens=length)
+    facts_of_run = {"device": device, "comm": script.Comm(), "compiled": False}
+    runtime = SimpleNamespace(micro_batch_tokens=length, **facts_of_run)
     scorer = script.Evaluator(model, text, hp, runtime, script.Pass(hp.visits()), hp.eval_stride)
     adapter = given_adapter(facts, case, hp)
 
