@@ -50,15 +50,12 @@ def image_file(text: str) -> Path:
 
 
 def run_of(script: ModuleType, hp, runtime, log):
-    """A training of this or, with --against, of the previous version of the script."""
-    return (script.Run if hasattr(script, "Run") else script.Training)(hp, runtime, log, None)
+    """A training by this or another version of the script."""
+    return script.Run(hp, runtime, log, None)
 
 
 def evaluator_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
-    """An evaluator of this or the previous version, with windows `stride` apart; 0: of a banded
-    pass."""
-    if not hasattr(script, "Pass"):
-        return script.Evaluator(forward, val, hp, runtime, stride)
+    """An evaluator with windows `stride` apart; 0: of a banded pass."""
     how = script.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
     return script.Evaluator(forward, val, hp, runtime, how, stride or script.band_block(hp)[1])
 

@@ -237,7 +237,7 @@ def test_numbers_of_rounds_are_positive(text):
     options = [
         line for program in programs for line in program.splitlines() if '"--rounds"' in line
     ]
-    assert len(options) == 5 and all("type=positive" in line for line in options)
+    assert len(options) == 4 and all("type=positive" in line for line in options)
 
 
 @pytest.fixture(scope="module")

@@ -136,31 +136,17 @@ def turn(x, hp):
     return torch.cat((turned.real, turned.imag, x[..., rotated:]), dim=-1)
 
 
+LOOP = {"LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2}
 VARIANTS = (
     {},
-    {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4},
-    {"NUM_LAYERS": 4, "XSA_LAST_N": 4},
-    {"SKIP_GATES": 0, "MLP_SLOPE": 0},
-    {"ATTN_GATE": 1},
-    {"DOC_ATTENTION": 1},
-    {"NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2},
-    {"NUM_LAYERS": 4, "LANES_LAST_N": 2},
-    {
-        "NUM_LAYERS": 4,
-        "LOOP_VISITS": 2,
-        "LOOP_FIRST": 0,
-        "LOOP_LAYERS": 2,
-        "LANES_LAST_N": 1,
-        "ATTN_GATE": 1,
-    },
-    {"SKIP_GATES": 0, "SKIP_LERP": 1},
-    {"SMEAR_TOKEN": 1},
-    {"MLP_GATE": 1},
+    {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4, "DOC_ATTENTION": 1},
+    {"NUM_LAYERS": 4, "XSA_LAST_N": 4, "SKIP_GATES": 0, "MLP_SLOPE": 0},
+    {"NUM_LAYERS": 4, "LANES_LAST_N": 2, "MLP_GATE": 1},
+    {"NUM_LAYERS": 5, **LOOP, "SMEAR_TOKEN": 1},
+    {"NUM_LAYERS": 4, **LOOP, "LOOP_FIRST": 0, "LANES_LAST_N": 1, "ATTN_GATE": 1},
     {
         "NUM_LAYERS": 5,
-        "LOOP_VISITS": 2,
-        "LOOP_FIRST": 1,
-        "LOOP_LAYERS": 2,
+        **LOOP,
         "LANES_LAST_N": 2,
         "SKIP_GATES": 0,
         "SKIP_LERP": 1,
