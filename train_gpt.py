@@ -188,6 +188,12 @@ KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
+# States of a trellis: two parity checks of Ungerboeck's codes; 0, 1: every code by itself.
+PARITY = {"4": (0o5, 0o2), "8": (0o13, 0o4), "16": (0o23, 0o4), "64": (0o103, 0o24)}
+PARITY["256"] = 0o515, 0o362
+TRELLISES = ("0", "1", *PARITY)
+
+
 def knob(default, text: str, role="training", **limits):
     """An environment variable. `limits` are those of LIMITS and `section`, a heading of --help."""
     assert role in ROLES and limits.keys() <= {*LIMITS, "section"}
@@ -270,6 +276,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", low=0, high=1)
     row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
+    trellis_states: str = knob("8", "states of the trellis through a column's codes; 0: none", "run", choices=TRELLISES)
     target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
@@ -457,16 +464,11 @@ def knob_help() -> str:
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
 class Matrix(NamedTuple):
-    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16.
-
-    `bits` limits the range of the codes. After entropy coding a code takes about 4.6 bits, set by
-    the step size, which is clip / (2^(bits-1) - 1) standard deviations of the row."""
+    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
     reads: str  # the first matrix that reads the same input, for one Hessian; "" for a lookup
-    bits: int = 8
-    clip: float = 20.0
     out: str = "dim"  # outputs: "dim", "kv" or "mlp"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
@@ -496,12 +498,10 @@ MATRICES = (
     Matrix("up", "mlp_bank", reads="up", out="mlp", normed=True),
     Matrix("down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
 )
-# Rounding the token embedding, a fiftieth of the weights at 1,024 pieces, costs as much as rounding
-# all others at ten times the step. `code_range` widens its step for larger vocabularies.
 TABLES = (
-    Matrix("tok_emb", "", "tok_emb", bits=10, clip=8.0),
-    Matrix("bigram_emb", "", "", bits=8, clip=16.0),
-    Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
+    Matrix("tok_emb", "", "tok_emb"),
+    Matrix("bigram_emb", "", ""),
+    Matrix("bigram_proj", "", "bigram_proj"),
 )
 BANK_NAMES = dict.fromkeys(kind.bank for kind in MATRICES)
 BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in BANK_NAMES}
@@ -527,7 +527,8 @@ NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for f
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, visits, rank, in) and NAME.b
 # (B, visits, out, rank); the head has one "visit".
 Adapter = dict[str, Tensor]
-Observer = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
+# Is called with (names of joined matrices, layer, their input or indices, their output).
+Observer = Callable[[tuple[str, ...], int, Tensor, Tensor], None]
 
 
 class Pass(NamedTuple):
@@ -558,10 +559,18 @@ class Weights(NamedTuple):
 
     def linear(self, x: Tensor, *names: str) -> Tensor:
         """x (B, T, in) -> (B, T, out) by these matrices, joined."""
-        if self.observe:
-            self.observe(names[0], self.layer, x)
         matrices = [self.matrices[name] for name in names]
-        return F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
+        y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
+        if self.observe:
+            self.observe(names, self.layer, x, y)
+        return y
+
+    def look_up(self, name: str, ids: Tensor, table: Tensor) -> Tensor:
+        """The rows (B, T, in) of a table."""
+        rows = F.embedding(ids, table)
+        if self.observe:
+            self.observe((name,), self.layer, ids, rows)
+        return rows
 
     def adapt(self, y: Tensor, x: Tensor, target: str) -> Tensor:
         """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
@@ -812,12 +821,12 @@ class GPT(nn.Module):
 
         Nothing crosses a BOS: a document must not depend on the previous one."""
         starts = F.pad(ids[:, 1:] == BOS, (1, 0), value=True)
-        x = F.embedding(ids, self.tok_emb)
+        x = ends.look_up("tok_emb", ids, self.tok_emb)
         if self.hp.bigram_vocab_size:
             buckets = self.hp.bigram_vocab_size - 1  # the last one is for starts
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             hashed = hashed.masked_fill(starts, buckets)
-            pair = F.embedding(hashed, self.bigram_emb).to(self.dtype)
+            pair = ends.look_up("bigram_emb", hashed, self.bigram_emb).to(self.dtype)
             x = x + self.bigram_scale * ends.linear(pair, "bigram_proj")
         if not self.hp.smear_token:
             x = rms_norm(x)
@@ -852,7 +861,8 @@ class GPT(nn.Module):
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
                 rows = bank.detach().float()
-                bits, clip = code_range(kind, self.hp)
+                # With no calibration yet, a row's steps follow its deviation: about 4.6 bits.
+                bits, clip = (6, None) if self.hp.row_range == "published" else (8, 20.0)
                 scale = row_scales(rows, bits, clip)
                 bank = bank + (to_codes(rows, scale, bits) * scale - bank).detach()
             if kind.gain:
@@ -1358,13 +1368,16 @@ class Trainer:
         self.optimizer.publish_masters()
         return name
 
-    @torch.no_grad()
     def hessians(self, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-        """GPTQ's Hessians over these batches of all ranks, by the name of a matrix."""
+        """What `Hessians` sums over these batches of all ranks."""
         collected = Hessians(self.model)
+        self.model.requires_grad_(False)  # the backward is of activations alone
         for batch in batches:
-            for rows in batch.chunk(self.accumulation):
-                self.model(rows[:, :-1].to(torch.int64), observe=collected)
+            # Nothing is compiled here, so a forward keeps more than one of a step.
+            for rows in batch.to(torch.int64).chunk(4 * self.accumulation):
+                nats = self.model(rows[:, :-1], rows[:, 1:], "none", observe=collected)
+                nats.sum().backward()
+        self.model.requires_grad_(True)
         for arrived in [self.comm.all_reduce(total) for total in collected.sums.values()]:
             arrived()
         return collected.sums
@@ -2174,20 +2187,10 @@ def warm_up_lora(scorer: Evaluator) -> None:
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
-def code_range(
-    kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0
-) -> tuple[int, float | None]:
-    """(bits, range of the codes in standard deviations of a row). #399's rule: int6 for the blocks,
-    int8 for the rest, and None."""
-    if hp.row_range == "published":
-        return (6 if kind.bank else 8), None
-    clip = kind.clip * step_scale
-    if kind.name == "tok_emb":
-        # A piece of a larger vocabulary is rarer, so its row needs less precision: a tenth of the
-        # matrices' step up to 1,024 pieces, about half at 8,192 (docs/log.md). A narrower range
-        # would cut weights off.
-        clip *= max(1.0, (hp.vocab_size / 1024) ** 0.75)
-    return kind.bits, clip
+FINEST_BITS = 4.6  # bits per weight at most, of a Gaussian's codes
+MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
+SEGMENT = 64  # rows of a column that a trellis joins; it begins in state 0
+MAX_LEVEL = 4000  # of a code in half steps, so that a code has 12 bits
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
@@ -2202,8 +2205,11 @@ def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     else:
         reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
         dropped = 20
-    scale = reach / (2 ** (bits - 1) - 1)
-    # Rounded as an integer, as a compiler could drop two casts.
+    return round_scales(reach / (2 ** (bits - 1) - 1), dropped)
+
+
+def round_scales(scale: Tensor, dropped: int) -> Tensor:
+    """Without the last bits of fp32. Rounded as an integer, as a compiler could drop two casts."""
     rounded = (scale.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
     return rounded.view(torch.float32)
 
@@ -2215,44 +2221,87 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 class Hessians:
-    """Observes a forward: sums of x^T x (L or 1, in, in) over the inputs x of each matrix."""
+    """Observes forwards and backwards. `sums` over tokens: "tokens", their number; NAME.in (L or 1,
+    in, in), x^T x of the inputs x of matrices; NAME.out (L or 1, out), squared gradients of the
+    outputs of their raw rows; NAME.rows (1, rows), mean squared gradients of looked-up rows."""
 
     def __init__(self, model: GPT):
         self.sums: dict[str, Tensor] = {}
-        matrices = model.matrices()
-        for kind in (*MATRICES, *TABLES):
-            if kind.reads in matrices and kind.reads not in self.sums:
-                layers = matrices[kind.reads]
-                width = layers[0].size(1)
-                empty = torch.zeros(len(layers), width, width, device=layers[0].device)
-                self.sums[kind.reads] = empty
+        self.folded: dict[str, Tensor] = {}  # squares (L, out) of what is folded into the rows
+        views = export_views(dict(model.named_parameters()))
+        for kind, name, view in ((kind, name, view) for kind, name, view in views if kind):
+            layers, out, width = view.shape
+            empty = functools.partial(torch.zeros, device=view.device)
+            if kind.reads == name:
+                self.sums[f"{name}.in"] = empty(layers, width, width)
+            if kind.reads:
+                self.sums[f"{name}.out"] = empty(layers, out)
+            if not kind.bank:
+                self.sums[f"{name}.rows"] = empty(1, out)
+            factor = getattr(model, kind.gain).detach() if kind.gain else empty(layers, 1) + 1
+            factor = factor * model.layer_scale[..., 0] if kind.normed else factor
+            self.folded[name] = factor.square()
+        self.sums["tokens"] = torch.zeros(1, device=view.device)
 
-    def __call__(self, name: str, layer: int, x: Tensor) -> None:
+    def __call__(self, names: tuple[str, ...], layer: int, x: Tensor, y: Tensor) -> None:
+        if not x.is_floating_point():  # the first of a forward, so the graph begins here
+            if names[0] == "tok_emb":
+                self.sums["tokens"] += x.numel()
+            if torch.is_grad_enabled():
+                y.requires_grad_().register_hook(functools.partial(self.add_rows, names[0], x))
+            return
+        rows = x.detach().flatten(0, -2).float()
         # The MLP normalises behind its first matrix, so x is not normalised yet.
-        rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
+        power = rows.square().mean(dim=-1, keepdim=True) + NORM_EPS if names[0] == "up" else 1.0
+        rows = rms_norm(rows) if names[0] == "up" else rows
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         # For tensor cores: products of bf16 numbers stay exact, and sums are fp32.
         matmul.fp32_precision = "tf32"
         try:
-            self.sums[name][layer].addmm_(rows.mT, rows)
+            self.sums[f"{names[0]}.in"][layer].addmm_(rows.mT, rows)
         finally:
             matmul.fp32_precision = before
+        if y.requires_grad:
+            y.register_hook(functools.partial(self.add_outputs, names, layer, power))
+
+    def add_rows(self, name: str, ids: Tensor, grad: Tensor) -> None:
+        squares = grad.float().square().mean(dim=-1).flatten()
+        self.sums[f"{name}.rows"][0].index_add_(0, ids.flatten(), squares)
+
+    def add_outputs(self, names: tuple[str, ...], layer: int, power: Tensor, grad: Tensor) -> None:
+        squares = (grad.flatten(0, -2).float().square() * power).sum(dim=0)
+        totals = [self.sums[f"{name}.out"][layer] for name in names]
+        parts = squares.split([len(total) for total in totals])
+        for name, total, part in zip(names, totals, parts, strict=True):
+            total += part * self.folded[name][layer]
 
 
-def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
-    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
-    Hessian (L, in, in).
-
-    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
-    ones compensate each error along the inverse Hessian. The diagonal is raised by 1 % of its mean,
-    also for inputs that are all 0."""
-    width = weights.size(-1)
+def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """(order (L, in) of the inputs, largest first; the upper Cholesky factor (L, in, in) of the
+    inverse of the damped Hessian in this order). The diagonal is raised by 1 % of its mean, also
+    for inputs that are all 0."""
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
-    factor = inverse_factor(hessian, power, order)
+    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
+    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
+    hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
+    hessian = torch.take_along_dim(hessian, order[:, None, :], 2).double()
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    return order, torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def gptq(
+    weights: Tensor, order: Tensor, factor: Tensor, round_to: Callable, block: int = 128
+) -> tuple[Tensor, Tensor]:
+    """(codes, values) (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W,
+    given `inverse_factor`. `round_to` rounds columns (L, out, n).
+
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
+    ones compensate each error along the inverse Hessian."""
+    width = weights.size(-1)
     remaining = torch.take_along_dim(weights, order[:, None, :], 2)
-    codes = torch.empty_like(weights)
+    found = torch.empty_like(weights), torch.empty_like(weights)
     for first in range(0, width, block):
         end = min(first + block, width)
         rows = factor[:, first:end]
@@ -2260,23 +2309,184 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
         errors = []
         for i in range(end - first):
             column = inner[:, :, i : i + 1]
-            code = to_codes(column, scale, bits)
-            codes[:, :, first + i : first + i + 1] = code
-            errors.append((column - code * scale) / rows[:, i, first + i, None, None])
+            rounded = round_to(column)
+            for whole, part in zip(found, rounded, strict=True):
+                whole[:, :, first + i : first + i + 1] = part
+            errors.append((column - rounded[1]) / rows[:, i, first + i, None, None])
             along = rows[:, i : i + 1, first + i + 1 : end]
             inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
         remaining[:, :, end:].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, end:], alpha=-1)
-    return torch.empty_like(codes).scatter_(2, order[:, None, :].expand_as(codes), codes)
+    places = order[:, None, :].expand_as(weights)
+    return tuple(torch.empty_like(whole).scatter_(2, places, whole) for whole in found)
 
 
-def inverse_factor(hessian: Tensor, power: Tensor, order: Tensor) -> Tensor:
-    """The upper Cholesky factor (L, in, in) of the inverse of the damped Hessian, in this order."""
-    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
-    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
-    hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
-    hessian = torch.take_along_dim(hessian, order[:, None, :], 2).double()
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+def next_state(state, odd, states: str):
+    """The state behind a code that is odd or not, 0 or 1 (Ungerboeck's codes in observer form). The
+    lowest bit of a state is added to twice the code: a weight is (2 code + bit) half steps."""
+    first, second = PARITY[states]
+    return (state >> 1) ^ (state & 1) * (first >> 1) ^ odd * (second >> 1)
+
+
+def viterbi(targets: Tensor, weights: Tensor, states: str) -> Tensor:
+    """The levels (B, T), in half steps, of the path from state 0 with the least sum of weights
+    (B, T) times squared errors."""
+    (batch, length), count = targets.shape, int(states)
+    edges = sorted(
+        (next_state(state, odd, states), state, (state & 1) + 2 * odd)
+        for state in range(count)
+        for odd in (0, 1)
+    )  # two into each state; the last number is the remainder of a level divided by 4
+    _, previous, remainder = torch.tensor(edges, device=targets.device).unbind(-1)
+    rest = torch.arange(4, device=targets.device)
+    levels = 4 * ((targets[..., None] - rest) / 4).round() + rest  # (B, T, 4)
+    cost = weights[..., None] * (targets[..., None] - levels).square()
+    cost = cost.transpose(0, 1)[..., remainder].contiguous()  # (T, B, edges)
+    total = cost.new_full((length + 1, batch, count), math.inf)
+    total[0, :, 0] = 0
+    for row in range(length):
+        paths = total[row].index_select(1, previous) + cost[row]
+        torch.amin(paths.view(batch, count, 2), -1, out=total[row + 1])
+    paths = (total[:-1].index_select(2, previous) + cost).view(length, batch, count, 2)
+    taken = paths.argmin(dim=-1) + 2 * torch.arange(count, device=targets.device)  # edges
+    before = previous[taken]  # (T, B, states)
+    path = [total[-1].argmin(dim=-1, keepdim=True)]
+    for row in range(length - 1, -1, -1):
+        path.append(before[row].gather(1, path[-1]))
+    ends = torch.stack(path[-2::-1])  # (T, B, 1), the states behind each row
+    chosen = remainder[taken.gather(2, ends)].transpose(0, 1)  # (B, T, 1)
+    return levels.gather(2, chosen).squeeze(2)
+
+
+def trellis_bits(codes: np.ndarray, states: str) -> np.ndarray:
+    """What is added to twice the codes (L, out, in), 0 or 1: a loop over the rows of a segment."""
+    layers, out, width = codes.shape
+    odd = np.pad(codes & 1, ((0, 0), (0, -out % SEGMENT), (0, 0))).astype(np.int16)
+    odd = odd.reshape(-1, SEGMENT, width)  # (L x segments, rows, in)
+    state, bits = np.zeros_like(odd[:, 0]), np.empty_like(odd)
+    for row in range(SEGMENT):
+        bits[:, row] = state & 1
+        state = next_state(state, odd[:, row], states)
+    return bits.reshape(layers, -1, width)[:, :out]
+
+
+class Quantiser:
+    """Rounds a model's matrices to integer codes.
+
+    An error D of the rows of a matrix raises the mean loss by about half the sum over its rows of
+    G D H D^T (K-FAC's factors): G is the mean squared gradient of the row's output, H the mean
+    x^T x of the inputs. GPTQ leaves D H D^T = step^2 / 12 times the sum of the pivots of H. So the
+    loss is the sum of sensitivity x step^2 / 12 over all weights, and at given bytes it is least if
+    every row's step is in proportion to 1 / sqrt(sensitivity). That proportion is all that decides
+    the size. Without calibration steps are in proportion to a row's deviation."""
+
+    def __init__(
+        self, weights: dict[str, Tensor], hp: Hyperparameters, calibration: dict[str, Tensor]
+    ):
+        """`calibration` is what `Hessians` sums, or empty."""
+        self.hp, self.calibration = hp, calibration
+        self.views = {name: (kind, view) for kind, name, view in export_views(weights) if kind}
+        self.published = hp.row_range == "published"
+        self.trellis = "0" if self.published or hp.trellis_states == "1" else hp.trellis_states
+        self.solvers = {
+            name.removesuffix(".in"): inverse_factor(hessian)
+            for name, hessian in calibration.items()
+            if name.endswith(".in")
+        }
+        self.sensitivity = {name: self.sensitivity_of(name) for name in self.views}
+        # Codes of a Gaussian take log2(deviation / step) + 2.05 bits.
+        total = bits = 0.0
+        for name, (_, view) in self.views.items():
+            spread = view.square().mean(dim=-1, keepdim=True) * self.sensitivity[name]
+            bits += float(spread[spread > 0].log2().sum()) / 2 * view.size(-1)
+            total += int((spread > 0).sum()) * view.size(-1)
+        self.finest = 2 ** (bits / max(total, 1) + 2.05 - FINEST_BITS)
+
+    def sensitivity_of(self, name: str) -> Tensor:
+        """(L, out, 1), in nats per token and squared error of one weight."""
+        kind, view = self.views[name]
+        if not self.calibration:
+            return 1 / view.square().mean(dim=-1, keepdim=True)
+        total = view.new_zeros(view.shape[:2])
+        if kind.reads:
+            diagonal = self.solvers[kind.reads][1].diagonal(dim1=-2, dim2=-1)
+            total += self.output_squares(kind) * diagonal.square().reciprocal().mean(-1)[:, None]
+        if not kind.bank:
+            total += self.calibration[f"{name}.rows"] / self.calibration["tokens"] / 2
+        # Rows that calibration has hardly seen are not free of cost.
+        total += (0.01 if kind.bank else 0.05) * total.mean(dim=-1, keepdim=True)
+        return total[..., None]
+
+    def output_squares(self, kind: Matrix) -> Tensor:
+        """G / 2 (L, out), divided by the number of inputs in H."""
+        visits = torch.tensor([self.hp.visits().count(n) for n in range(self.hp.num_layers)])
+        squares = self.calibration[f"{kind.name}.out"] / 2 / self.calibration["tokens"].square()
+        return squares / visits.to(squares)[:, None] if kind.bank else squares
+
+    def scale(self, name: str, octaves: float) -> Tensor:
+        """The steps (L, out, 1), so many octaves wider than the finest ones."""
+        kind, view = self.views[name]
+        if self.published:
+            return row_scales(view, 6 if kind.bank else 8, None)
+        largest = view.abs().amax(dim=-1, keepdim=True)
+        wanted = self.finest * 2**octaves / self.sensitivity[name].sqrt()
+        return round_scales(wanted.minimum(2 * largest).maximum(largest / 1000), 20)
+
+    def round_columns(self, columns: Tensor, scale: Tensor, costs: Tensor) -> tuple[Tensor, Tensor]:
+        """(codes, values) of columns (L, out, n) whose rows are whole segments."""
+        halves = torch.where(scale > 0, 2 * columns / scale, 0).clamp(-MAX_LEVEL, MAX_LEVEL)
+        if self.trellis == "0":
+            codes = (halves / 2).round()
+            return codes, codes * scale
+        shape = (columns.size(0), -1, SEGMENT, columns.size(2))
+        by_segment = [x.expand_as(columns).view(shape).transpose(2, 3) for x in (halves, costs)]
+        levels = viterbi(*(x.reshape(-1, SEGMENT) for x in by_segment), self.trellis)
+        levels = levels.view(by_segment[0].shape).transpose(2, 3).reshape(columns.shape)
+        return (levels / 2).floor(), levels * scale / 2
+
+    def codes(self, octaves: float = 0.0) -> dict[str, tuple[np.ndarray, Tensor, Tensor]]:
+        """(codes int16, steps, values) of each matrix. Those that read the same are rounded
+        together."""
+        groups: dict[str, list[str]] = {}
+        for name, (kind, _) in self.views.items():
+            groups.setdefault(kind.reads or name, []).append(name)
+        found = {}
+        for reads, names in groups.items():
+            scales = [self.scale(name, octaves) for name in names]
+            costs = [(self.sensitivity[n] * s.square()).nan_to_num(0.0) for n, s in zip(names, scales, strict=True)]
+            views = [self.views[name][1] for name in names]
+            rows, scale, cost = (
+                torch.cat([whole_segments(x) for x in part], 1) for part in (views, scales, costs)
+            )
+            round_to = functools.partial(self.round_columns, scale=scale, costs=cost)
+            solver = self.solvers.get(reads)
+            codes, values = gptq(rows, *solver, round_to) if solver else round_to(rows)
+            first = 0
+            for name, step, view in zip(names, scales, views, strict=True):
+                part = slice(first, first + view.size(1))
+                found[name] = codes[:, part].to(torch.int16).cpu().numpy(), step, values[:, part]
+                first += view.size(1) + -view.size(1) % SEGMENT
+        return {name: found[name] for name in self.views}
+
+    def expected_loss(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """By matrix, nats per token that rounding to these values costs; empty without
+        calibration."""
+        found = {}
+        for name, value in values.items() if self.calibration else ():
+            kind, view = self.views[name]
+            error, loss = view - value, 0.0
+            if kind.reads:
+                along = (error @ self.calibration[f"{kind.reads}.in"] * error).sum(dim=-1)
+                loss += float((along * self.output_squares(kind)).sum())
+            if not kind.bank:
+                rows = self.calibration[f"{name}.rows"] / self.calibration["tokens"] / 2
+                loss += float((error.square().sum(dim=-1) * rows).sum())
+            found[name] = loss
+        return found
+
+
+def whole_segments(rows: Tensor) -> Tensor:
+    """Rows (L, out, n), with zeros behind them up to a multiple of SEGMENT."""
+    return F.pad(rows, (0, 0, 0, -rows.size(1) % SEGMENT))
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
@@ -2285,7 +2495,6 @@ ARTIFACT_VERSION, ARTIFACT_ARRAYS = 11, ("header", "codes", "values")
 # Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory, of which an artifact has three.
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
-MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 # These hold the steps of ROW_RANGE exactly.
 STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
 
@@ -2316,40 +2525,28 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
-def quantise(
-    tensor: Tensor, kind: Matrix, hp: Hyperparameters, hessian: Tensor | None, step_scale: float
-) -> tuple[np.ndarray, Tensor]:
-    """(codes (L, out, in) int16, steps (L, out, 1)), by GPTQ if there is a Hessian."""
-    bits, clip = code_range(kind, hp, step_scale)
-    scale = row_scales(tensor, bits, clip)
-    plain = hessian is None
-    codes = to_codes(tensor, scale, bits) if plain else gptq(tensor, hessian, scale, bits)
-    return codes.to(torch.int16).cpu().numpy(), scale
-
-
 def pack_artifact(
     weights: dict[str, Tensor],
     hp: Hyperparameters,
-    hessians: dict[str, Tensor] | None = None,
     metadata: dict | None = None,
-    step_scale: float = 1.0,
+    quantiser: Quantiser | None = None,
+    octaves: float = 0.0,
 ) -> bytes:
-    """The artifact's bytes (docs/formats.md), with steps `step_scale` times as wide."""
+    """The artifact's bytes (docs/formats.md), by default without calibration."""
+    quantiser = quantiser or Quantiser(weights, hp, {})
     encode, _ = CODERS[hp.compressor]
-    streams, plain = [], []
-    for kind, _, tensor in export_views(weights):
-        if kind is None:
-            values = tensor.half()
-        else:
-            hessian = (hessians or {}).get(kind.reads)
-            codes, scale = quantise(tensor, kind, hp, hessian, step_scale)
-            streams.append(encode(codes))
-            values = scale.to(STEP_TYPES[hp.row_range])
+    rounded = quantiser.codes(octaves)
+    streams = [encode(codes) for codes, _, _ in rounded.values()]
+    plain = []
+    for kind, name, tensor in export_views(weights):
+        values = rounded[name][1].to(STEP_TYPES[hp.row_range]) if kind else tensor.half()
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
+    losses = quantiser.expected_loss({name: values for name, (_, _, values) in rounded.items()})
     header: dict[str, object] = {"version": ARTIFACT_VERSION}
     for role in ("model", "evaluation"):
         header[role] = {name: getattr(hp, name) for name in knobs_with(role)}
-    header |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor}
+    header |= {"row_range": hp.row_range, "trellis": quantiser.trellis, "coder": hp.compressor}
+    header |= {"expected_loss": {name: round(loss, 6) for name, loss in losses.items()}}
     header |= {**(metadata or {}), "code_bytes": [len(stream) for stream in streams]}
     parts = (
         json.dumps(header).encode(),
@@ -2365,35 +2562,41 @@ def pack_artifact(
 def fit_artifact(
     weights: dict[str, Tensor],
     hp: Hyperparameters,
-    hessians: dict[str, Tensor] | None,
+    calibration: dict[str, Tensor],
     metadata: dict,
     max_bytes: float,
     log: Callable,
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
-    tables'; the smallest one if none fits."""
-    pack = functools.partial(pack_artifact, weights, hp, hessians, metadata)
-    blob = pack()
-    if len(blob) <= max_bytes:
-        return blob
-    best = pack(2**MAX_OCTAVES)
-    fine, coarse = (len(blob), 0.0), (len(best), MAX_OCTAVES)  # (bytes, octaves of wider steps)
-    slack = max_bytes / 1000
-    for turn in range(12):
-        if len(best) >= max_bytes - slack:  # close enough, or even the widest steps do not fit
-            break
-        octaves = np.interp(max_bytes - slack / 2, *zip(coarse, fine, strict=True))
-        if turn % 2:  # one end alone may move for long
-            octaves = (fine[1] + coarse[1]) / 2
-        blob = pack(float(2**octaves))
-        found = f"steps {2**octaves:.3f} times wider give {len(blob)} bytes"
-        log(f"export: {found}; {max_bytes} are available")
-        if len(blob) > max_bytes:
-            fine = len(blob), octaves
+    finest; the smallest one if none fits.
+
+    An octave of wider steps saves about a bit per weight; then a line through the last two sizes is
+    a better guess, and what is known bounds both."""
+    quantiser = Quantiser(weights, hp, calibration)
+    coded = sum(view.numel() for _, view in quantiser.views.values())
+    best, slack = b"", max_bytes / 1000
+    fine, coarse, octaves, slope = -1.0, MAX_OCTAVES, 0.0, coded / 8
+    sizes: list[tuple[int, float]] = []
+    for _ in range(12):
+        blob = pack_artifact(weights, hp, metadata, quantiser, octaves)
+        sizes.append((len(blob), octaves))
+        bits = 8 * len(blob) / coded
+        log(f"export: {bits:.3f} bits per weight in {len(blob)} bytes; {max_bytes} are available")
+        if len(blob) <= max_bytes:
+            best, coarse = max(best, blob, key=len), octaves
         else:
-            coarse = len(blob), octaves
-            best = max(best, blob, key=len)
-    return best
+            fine = octaves
+        if octaves == coarse == 0 or len(best) >= max_bytes - slack or fine == MAX_OCTAVES:
+            break
+        if len(sizes) > 1:
+            (size, place), (other, there) = sizes[-2:]
+            slope = (size - other) / (there - place) or slope
+        octaves += (len(blob) - max_bytes + slack / 2) / slope
+        if not fine < octaves < coarse:
+            octaves = (
+                MAX_OCTAVES if not best and octaves > coarse else (max(fine, 0.0) + coarse) / 2
+            )
+    return best or blob
 
 
 class Entry(NamedTuple):
@@ -2466,8 +2669,11 @@ def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tenso
             yield entry.name, None, values.view(torch.float16).float().view(entry.shape)
             continue
         codes = decode(entry.stream, entry.shape)
+        levels = codes.astype(np.float32)
+        if header["trellis"] in PARITY:
+            levels += trellis_bits(codes, header["trellis"]) / np.float32(2)
         scale = values.view(STEP_TYPES[header["row_range"]]).float().view(*entry.shape[:2], 1)
-        yield entry.name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
+        yield entry.name, codes, torch.from_numpy(levels) * scale
 
 
 def load_artifact(blob: bytes) -> dict[str, Tensor]:
