@@ -2452,7 +2452,10 @@ class Quantiser:
         found = {}
         for reads, names in groups.items():
             scales = [self.scale(name, octaves) for name in names]
-            costs = [(self.sensitivity[n] * s.square()).nan_to_num(0.0) for n, s in zip(names, scales, strict=True)]
+            costs = [
+                (self.sensitivity[n] * s.square()).nan_to_num(0.0)
+                for n, s in zip(names, scales, strict=True)
+            ]
             views = [self.views[name][1] for name in names]
             rows, scale, cost = (
                 torch.cat([whole_segments(x) for x in part], 1) for part in (views, scales, costs)
@@ -2902,6 +2905,20 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     )
     total = len(blob) + code_bytes
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    header, _, entries, _ = open_artifact(blob)
+    if losses := header["expected_loss"]:
+        bits = (
+            8
+            * sum(len(entry.stream) for entry in entries)
+            / sum(math.prod(entry.shape) for entry in entries if entry.kind)
+        )
+        log(
+            f"export: {bits:.2f} bits per weight, expected loss of rounding "
+            f"{sum(losses.values()):.4f} nats",
+            event="rounding",
+            bits=bits,
+            expected_loss=losses,
+        )
     line = f"Total submission size int6+{hp.compressor}: {total} bytes"
     fields = {"path": str(path), "model_bytes": len(blob), "code_bytes": code_bytes}
     log(line, event="artifact", **fields, wall_seconds=time.perf_counter() - started)
@@ -3410,24 +3427,30 @@ def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
 
 def encode_ans(codes: np.ndarray) -> bytes:
     """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of
-    columns: those whose codes have the same mean size, in thirds of an octave (docs/formats.md).
-    Exact on every machine."""
+    codes: the sum of a number of their row and one of their column, which follow from the mean size
+    of their codes in thirds of an octave (docs/formats.md). Exact on every machine."""
     import constriction
 
-    mean = np.abs(codes).astype(np.float32).mean(axis=1)  # (L, in)
-    bucket = np.rint(ANS_BUCKETS * np.log2(np.maximum(mean, 1 / 64)))
-    classes = (bucket - bucket.min()).astype(np.uint8)
+    size = np.abs(codes).astype(np.float32)
+    parts = []
+    for axis in (2, 1):  # rows (L, out), columns (L, in)
+        octaves = np.log2(np.maximum(size.mean(axis=axis), 1 / 64))
+        octaves -= octaves.mean(axis=1, keepdims=True) * (axis == 1)
+        bucket = np.rint(ANS_BUCKETS * octaves)
+        parts.append((bucket - bucket.min()).astype(np.uint8))
+    classes = classes_of(*parts)
     least = int(codes.min())
     symbols = codes.astype(np.int32) - least
-    parts = [symbols.ravel()[places] for places in places_of(classes, codes.shape)]
+    by_class = [symbols.ravel()[places] for places in places_of(classes)]
     count = int(symbols.max()) + 1
-    tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
+    tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in by_class]))
     coder = constriction.stream.stack.AnsCoder()
-    for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
+    for table, part in zip(tables[::-1], by_class[::-1], strict=True):  # last in, first out
         if np.count_nonzero(table) > 1:
             coder.encode_reverse(part, distribution(table))
     head = struct.pack("<3h", least, *tables.shape)
-    side = lzma_pack(head + classes.tobytes() + tables.astype("<u2").tobytes())
+    numbers = b"".join(part.tobytes() for part in parts)
+    side = lzma_pack(head + numbers + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
@@ -3436,17 +3459,19 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     another shape."""
     import constriction
 
-    layers, _, width = shape
+    layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
     side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
     opened = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
     least, number, count = struct.unpack("<3h", opened.decompress(side, max_length=6))
-    possible = 0 < number <= 256 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
+    possible = 0 < number <= 512 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
     require(possible, f"{number} tables of {count} codes from {least} are impossible")
-    raw = lzma_unpack(side, 6 + layers * width + 2 * number * count)
-    classes = np.frombuffer(raw, np.uint8, layers * width, offset=6).reshape(layers, width)
-    tables = np.frombuffer(raw, "<u2", offset=6 + layers * width).reshape(number, count)
-    positions = places_of(classes, shape)
+    sizes = (layers * out, layers * width, number * count)
+    raw = lzma_unpack(side, 6 + sizes[0] + sizes[1] + 2 * sizes[2])
+    parts = np.frombuffer(raw, np.uint8, sizes[0] + sizes[1], offset=6)
+    rows, columns = (part.reshape(layers, -1) for part in np.split(parts, sizes[:1]))
+    tables = np.frombuffer(raw, "<u2", offset=6 + len(parts)).reshape(number, count)
+    positions = places_of(classes_of(rows, columns))
     require(len(positions) == number, "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
@@ -3461,11 +3486,15 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return codes.reshape(shape)
 
 
-def places_of(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
-    """The positions of the codes of each class, given those of the columns (L, in)."""
-    all_codes = np.broadcast_to(classes[:, None, :], shape).ravel()
-    order = all_codes.argsort(kind="stable")
-    return np.split(order, np.bincount(all_codes).cumsum()[:-1])
+def classes_of(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """The class of each code (L, out, in) by the numbers of rows (L, out) and columns (L, in)."""
+    return rows[:, :, None].astype(np.int16) + columns[:, None, :]
+
+
+def places_of(classes: np.ndarray) -> list[np.ndarray]:
+    """The positions of the codes of each class."""
+    order = classes.ravel().argsort(kind="stable")
+    return np.split(order, np.bincount(classes.ravel()).cumsum()[:-1])
 
 
 def frequencies(counts: np.ndarray) -> np.ndarray:
