@@ -11,9 +11,9 @@ come first, then the published container (torch.save, then xz -9e), and xz, zstd
 where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
-averaged weights with plain rounding, GPTQ and the published rule, each as large as TARGET_BYTES
-permits. It loads every artifact and scores it with non-overlapping windows. --sizes are fractions
-of GPTQ's bytes with the step sizes of the tables.
+averaged weights without calibration, with it, with the trellis as well, and by the published rule.
+It loads every artifact and scores it with non-overlapping windows. --sizes are fractions of the
+bytes with the finest steps. `expected` is the predicted loss in bits per byte.
 
 The last line is JSON.
 """
@@ -226,6 +226,14 @@ SHORT_RUN = {
 # fmt: on
 
 
+WAYS = {
+    "rounded": {"trellis_states": "0"},
+    "scalar": {"trellis_states": "0"},
+    "trellis": {},
+    "published": {"row_range": "published", "compressor": "lzma"},
+}
+
+
 def compare_quantisation(
     hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, sizes: list[float]
 ) -> list[dict]:
@@ -249,25 +257,23 @@ def compare_quantisation(
     print(
         f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens"
     )
-    print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'steps x':>9}{'seconds':>9}")
+    print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'expected':>10}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
-    full = len(train_gpt.pack_artifact(weights, hp, hessians))
-    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [
+    quantiser = train_gpt.Quantiser(weights, hp, hessians)
+    full = len(train_gpt.pack_artifact(weights, hp, {}, quantiser))
+    cases = [(way, full * size) for size in sizes for way in ("rounded", "scalar", "trellis")] + [
         ("published", math.inf)
     ]
     rows = [{"way": "before", "bpb": before}]
     for way, max_bytes in cases:
-        changed = (
-            dataclasses.replace(hp, row_range="published", compressor="lzma")
-            if way == "published"
-            else hp
-        )
+        changed = dataclasses.replace(hp, **WAYS[way])
         began = time.perf_counter()
-        guides = hessians if way == "GPTQ" else {}
+        guides = hessians if way in ("scalar", "trellis") else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
         training.trainer.model.load_state_dict(train_gpt.load_artifact(blob))
-        steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
+        expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values())
+        expected *= val.targets / val.total_bytes / math.log(2)
         bpb = score()
         lost = bpb - before
         rows.append(
@@ -276,12 +282,13 @@ def compare_quantisation(
                 "bytes": len(blob),
                 "bpb": bpb,
                 "lost": lost,
-                "steps": steps,
+                "expected": expected,
                 "seconds": seconds,
             }
         )
         print(
-            f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True
+            f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{expected:10.4f}{seconds:9.1f}",
+            flush=True,
         )
     print(json.dumps({"bench": "quantisation", "rows": rows}))
     return rows
@@ -295,7 +302,7 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for way, marker in {"rounded": "o", "GPTQ": "s", "published": "^"}.items():
+    for way, marker in zip(WAYS, "ovs^", strict=True):
         own = sorted((row["bytes"] / 1e6, row["lost"]) for row in rows if row["way"] == way)
         axes.plot(*zip(*own, strict=True), marker=marker, label=way)
     axes.axhline(0, color="grey", linewidth=0.8)

@@ -75,12 +75,18 @@ def test_export(elsewhere):
     weights, (hessians, _), seen = run.trainer.optimizer.weights(), run.calibrate(range(1)), 0
     for kind, _, tensor in train_gpt.export_views(weights):
         if kind is not None:
-            bits, clip = train_gpt.code_range(kind, run.hp)
-            scale = train_gpt.row_scales(tensor, bits, clip)
-            codes = train_gpt.to_codes(tensor, scale, bits)
+            rows = train_gpt.whole_segments(tensor)
+
+            def levels(columns):
+                segments = columns.mT.reshape(-1, train_gpt.SEGMENT)
+                found = train_gpt.viterbi(segments, segments, "8")
+                return [found.view(columns.mT.shape).mT] * 2
+
+            codes, values = levels(rows)
             if kind.reads:
-                codes = train_gpt.gptq(tensor, hessians[kind.reads], scale, bits)
-            assert on_device(scale, codes)
+                solver = train_gpt.inverse_factor(hessians[f"{kind.reads}.in"])
+                codes, values = train_gpt.gptq(rows, *solver, levels)
+            assert on_device(codes, values)
             seen += 1
     assert seen == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
     run.loader.close()

@@ -208,7 +208,7 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
     for kind in kinds:
         assert len(hessians[f"{kind.reads}.in"]) == len(matrices[kind.name])
         for layer, matrix in enumerate(matrices[kind.name]):
-            (x,) = [x for x, joint in products if holds(joint, matrix)]
+            x = torch.cat([x for x, joint in products if holds(joint, matrix)])
             x = train_gpt.rms_norm(x) if kind.name == "up" else x  # normalised after the product
             x = x.detach().flatten(0, 1)
             torch.testing.assert_close(hessians[f"{kind.reads}.in"][layer], x.T @ x)
@@ -284,7 +284,7 @@ def test_steps_follow_the_sensitivity_and_predict_the_loss(calibrated):
     """Every row costs the same per weight, and rounding costs what steps and sensitivity say."""
     hp, weights, calibration = calibrated(TRELLIS_STATES=0)
     quantiser = train_gpt.Quantiser(weights, hp, calibration)
-    rounded, predicted = quantiser.codes(0.5), {}
+    rounded, predicted, unlimited = quantiser.codes(0.5), {}, []
     for name, (_, view) in quantiser.views.items():
         _, scale, _ = rounded[name]
         cost = quantiser.sensitivity[name] * scale.square()
@@ -292,8 +292,10 @@ def test_steps_follow_the_sensitivity_and_predict_the_loss(calibrated):
         free = (scale < 1.8 * limits) & (scale > limits / 900)
         wanted = (quantiser.finest * 2**0.5) ** 2
         assert ((cost / wanted)[free].sqrt().log2().abs() < 0.1).all(), "steps have four bits"
-        assert free.float().mean() > 0.9 and (scale <= 2.2 * limits).all()
+        assert (scale <= 2.2 * limits).all() and (scale >= limits / 1100).all()
+        unlimited.append(free.flatten())
         predicted[name] = float((cost / 12).sum()) * view.size(-1)
+    assert torch.cat(unlimited).float().mean() > 0.6
     found = quantiser.expected_loss({name: value for name, (*_, value) in rounded.items()})
     assert sum(found.values()) == pytest.approx(sum(predicted.values()), rel=0.2)
 

@@ -317,7 +317,9 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
                 raise KeyboardInterrupt
 
     observe = train_gpt.Hessians(model)
-    observe.sums = {name: [Sum()] * hp.num_layers for name in observe.sums}
+    for name in observe.sums:
+        if name.endswith(".in"):
+            observe.sums[name] = [Sum()] * hp.num_layers
     monkeypatch.setattr(
         train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w)
     )

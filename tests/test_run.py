@@ -343,7 +343,11 @@ def test_the_artifact_describes_the_run(finished):
         and made["ranks"] == 1
     )
     assert f"val_bpb:{made['val_bpb']:.8f}" in finished[1].stdout
-    assert header["coder"] == "ans" and header["row_range"] == "sdclip"
+    assert header["coder"] == "ans" and header["row_range"] == "sdclip" and header["trellis"] == "8"
+    event = events_of(finished[0] / "logs" / "tiny.jsonl")["rounding"]
+    assert event["expected_loss"] == header["expected_loss"]
+    line = f"{event['bits']:.2f} bits per weight, expected loss of rounding "
+    assert f"export: {line}{sum(event['expected_loss'].values()):.4f} nats" in finished[1].stdout
 
 
 def test_target_bytes(script, tmp_path):
@@ -351,7 +355,7 @@ def test_target_bytes(script, tmp_path):
     result = script(TARGET_BYTES=(ROOT / "train_gpt.py").stat().st_size + limit)
     assert result.returncode == 0, result.stderr
     size = (tmp_path / "final_model.int6.xz").stat().st_size
-    assert "export: steps" in result.stdout and 17_000 < size <= limit
+    assert "bits per weight in" in result.stdout and 17_000 < size <= limit
 
 
 def test_a_target_below_the_script_is_refused_before_the_training(script, tmp_path):

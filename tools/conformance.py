@@ -243,18 +243,6 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         yield finding(name, "codes, error", want, error, gap(error, want), limits["codes"])
 
 
-def check_steps(golden: Golden) -> Iterator[Finding]:
-    """Steps of the kinds of matrices in deviations of a row, before TARGET_BYTES widens them."""
-    hp = golden.knobs()
-    kinds = {kind.name: kind for kind in (*script.MATRICES, *script.TABLES)}
-    for case in golden.facts.get("steps", []):
-        for name in case["matrices"]:
-            bits, clip = script.code_range(kinds[name], hp)
-            want, got = case["step_in_row_deviations"], clip / (2 ** (bits - 1) - 1)
-            limit, why = golden.limits["steps"], case["why"]
-            yield finding("steps", name, want, got, gap(got, want), limit, why)
-
-
 def check_gptq(golden: Golden) -> Iterator[Finding]:
     """GPTQ's codes of a matrix at given steps."""
     case = golden.facts.get("gptq")
@@ -267,7 +255,14 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
     inputs = normal(seed + 2, case["inputs"]) @ mixed
     hessian = float32(inputs.T @ inputs)
     steps = float32(case["steps"])[:, None]
-    codes = script.gptq(weights[None], hessian[None], steps[None], case["bits"])[0].double()
+    top = 2 ** (case["bits"] - 1) - 1
+
+    def round_to(columns):
+        codes = (columns / steps).round().clamp(-top, top)
+        return codes, codes * steps
+
+    solver = script.inverse_factor(hessian[None])
+    codes = script.gptq(weights[None], *solver, round_to)[0][0].double()
     error = codes * steps.double() - weights.double()
     product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())
     cost = float(((error @ hessian.double()) * error).sum())
@@ -338,7 +333,6 @@ CHECKS = (
     check_optimizer,
     check_schedule,
     check_rounding,
-    check_steps,
     check_gptq,
     check_lora,
 )

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Print the contents of an artifact: its header, and each tensor's shape, bits, clip range and
-size.
+"""Print the contents of an artifact: its header, and each tensor's shape and size.
 
     python tools/inspect_artifact.py final_model.int6.xz
 
 `entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
-per code. A clip range of "max" means that each row is scaled to its largest weight.
+per code. `loss` is what rounding the tensor was expected to cost, in nats per token. For gains and
+other plain tensors the range of their values is printed.
 """
 
 import argparse
@@ -33,22 +33,17 @@ def order0_entropy(codes: np.ndarray) -> float:
     return total
 
 
-def row(
-    entry: train_gpt.Entry,
-    codes: np.ndarray | None,
-    hp: train_gpt.Hyperparameters,
-    step_scale: float,
-) -> str:
+def row(entry: train_gpt.Entry, codes: np.ndarray | None, values, loss: float | None) -> str:
     """The line of one tensor."""
-    kind, name, shape, stream = entry
-    nbytes = len(stream)
-    line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
-    if kind is None:
-        return f"{line} {16:5} {'':7} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
-    bits, clip = train_gpt.code_range(kind, hp, step_scale)
-    reach = "max" if clip is None else f"{clip:.3f}"
+    line = f"  {entry.name:12} {'x'.join(map(str, entry.shape)) or 'scalar':>18}"
+    if entry.kind is None:
+        reach = f"{values.min():.3g} to {values.max():.3g}" if values.numel() else "empty"
+        size = 2 * math.prod(entry.shape)
+        return f"{line} {'':8} {'':9} {16:8} {size:10}   {reach}, before compression"
+    nbytes = len(entry.stream)
     entropy = order0_entropy(codes) / codes.size
-    return f"{line} {bits:5} {reach:>7} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
+    cost = "" if loss is None else f"{loss:.6f}"
+    return f"{line} {cost:>8} {entropy:9.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
 
 
 def inspection(path: str) -> str:
@@ -56,19 +51,24 @@ def inspection(path: str) -> str:
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
-        header, hp, entries, values = train_gpt.open_artifact(blob)
+        header, _, entries, packed = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
         lines += [
             f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
         ]
-        titles = f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}"
+        titles = (
+            f"  {'tensor':12} {'shape':>18} {'loss':>8} {'entropy':>9} {'coded':>8} {'bytes':>10}"
+        )
         lines.append(f"{titles}   (bits per code)")
+        losses = header["expected_loss"]
         tensors = zip(entries, train_gpt.decode_artifact(blob), strict=True)
-        lines += [row(entry, codes, hp, header["step_scale"]) for entry, (_, codes, _) in tensors]
+        lines += [
+            row(entry, codes, values, losses.get(name)) for entry, (name, codes, values) in tensors
+        ]
     coded = sum(len(entry.stream) for entry in entries)
-    rest = len(blob) - coded - len(values)
+    rest = len(blob) - coded - len(packed)
     lines.append(
-        f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"
+        f"  codes {coded}, steps and plain values {len(packed)}, header and container {rest} bytes"
     )
     return "\n".join(lines)
 
