@@ -2191,6 +2191,9 @@ FINEST_BITS = 4.6  # bits per weight at most, of a Gaussian's codes
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 SEGMENT = 64  # rows of a column that a trellis joins; it begins in state 0
 MAX_LEVEL = 4000  # of a code in half steps, so that a code has 12 bits
+# Of the Hessian, as a part of its mean diagonal. With 0.01 the errors that GPTQ leaves in inputs of
+# little power grow larger than the weights, and other text has other inputs.
+DAMPING = 0.1
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
@@ -2277,14 +2280,14 @@ class Hessians:
             total += part * self.folded[name][layer]
 
 
-def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, Tensor]:
     """(order (L, in) of the inputs, largest first; the upper Cholesky factor (L, in, in) of the
-    inverse of the damped Hessian in this order). The diagonal is raised by 1 % of its mean, also
-    for inputs that are all 0."""
+    inverse of the damped Hessian in this order). Its diagonal is raised by `damping` times its mean,
+    also for inputs that are all 0."""
     power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
     order = power.argsort(dim=-1, descending=True)
-    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
-    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
+    raised = torch.where(power.mean(dim=-1) > 0, damping * power.mean(dim=-1), 1.0)
+    hessian = hessian + torch.diag_embed(raised[:, None].expand_as(power))
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None, :], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -2494,7 +2497,7 @@ def whole_segments(rows: Tensor) -> Tensor:
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION, ARTIFACT_ARRAYS = 11, ("header", "codes", "values")
+ARTIFACT_VERSION, ARTIFACT_ARRAYS = 12, ("header", "codes", "values")
 # Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory, of which an artifact has three.
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000

@@ -148,7 +148,7 @@ def test_gptq_is_the_greedy_solution(block):
     assert torch.equal(values, found * scale)
     for layer in range(2):
         h = hessian[layer].double()
-        h = h + 0.01 * h.diagonal().mean() * torch.eye(20)
+        h = h + train_gpt.DAMPING * h.diagonal().mean() * torch.eye(20)
         w, todo = (
             weights[layer].double(),
             hessian[layer].diagonal().argsort(descending=True).tolist(),

@@ -261,7 +261,7 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
         codes = (columns / steps).round().clamp(-top, top)
         return codes, codes * steps
 
-    solver = script.inverse_factor(hessian[None])
+    solver = script.inverse_factor(hessian[None], 0.01)
     codes = script.gptq(weights[None], *solver, round_to)[0][0].double()
     error = codes * steps.double() - weights.double()
     product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())
