@@ -2409,21 +2409,25 @@ class Quantiser:
         kind, view = self.views[name]
         if not self.calibration:
             return 1 / view.square().mean(dim=-1, keepdim=True)
-        total = view.new_zeros(view.shape[:2])
+        outputs, rows = self.squares(kind)
+        pivots = 0.0
         if kind.reads:
             diagonal = self.solvers[kind.reads][1].diagonal(dim1=-2, dim2=-1)
-            total += self.output_squares(kind) * diagonal.square().reciprocal().mean(-1)[:, None]
-        if not kind.bank:
-            total += self.calibration[f"{name}.rows"] / self.calibration["tokens"] / 2
+            pivots = diagonal.square().reciprocal().mean(dim=-1, keepdim=True)  # (L, 1)
+        total = outputs * pivots + rows
         # Rows that calibration has hardly seen are not free of cost.
         total += (0.01 if kind.bank else 0.05) * total.mean(dim=-1, keepdim=True)
         return total[..., None]
 
-    def output_squares(self, kind: Matrix) -> Tensor:
-        """G / 2 (L, out), divided by the number of inputs in H."""
-        visits = torch.tensor([self.hp.visits().count(n) for n in range(self.hp.num_layers)])
-        squares = self.calibration[f"{kind.name}.out"] / 2 / self.calibration["tokens"].square()
-        return squares / visits.to(squares)[:, None] if kind.bank else squares
+    def squares(self, kind: Matrix) -> tuple[Tensor | float, Tensor | float]:
+        """Half the squared gradients of outputs, per token and input in H, and of looked-up rows,
+        per token; (L, out) each or 0."""
+        tokens = self.calibration["tokens"]
+        # A layer of a loop has a term for each visit, and inputs of all of them in H.
+        visits = [self.hp.visits().count(layer) for layer in range(self.hp.num_layers)]
+        inputs = tokens * tokens.new_tensor(visits if kind.bank else [1])[:, None]
+        outputs = self.calibration.get(f"{kind.name}.out", 0.0) / (2 * tokens * inputs)
+        return outputs, self.calibration.get(f"{kind.name}.rows", 0.0) / (2 * tokens)
 
     def scale(self, name: str, octaves: float) -> Tensor:
         """The steps (L, out, 1), so many octaves wider than the finest ones."""
@@ -2479,14 +2483,12 @@ class Quantiser:
         found = {}
         for name, value in values.items() if self.calibration else ():
             kind, view = self.views[name]
-            error, loss = view - value, 0.0
+            error, (outputs, rows) = view - value, self.squares(kind)
+            loss = rows * error.square().sum(dim=-1)
             if kind.reads:
-                along = (error @ self.calibration[f"{kind.reads}.in"] * error).sum(dim=-1)
-                loss += float((along * self.output_squares(kind)).sum())
-            if not kind.bank:
-                rows = self.calibration[f"{name}.rows"] / self.calibration["tokens"] / 2
-                loss += float((error.square().sum(dim=-1) * rows).sum())
-            found[name] = loss
+                hessian = self.calibration[f"{kind.reads}.in"]
+                loss = loss + outputs * (error @ hessian * error).sum(dim=-1)
+            found[name] = float(loss.sum())
         return found
 
 
