@@ -731,6 +731,42 @@ def test_sgd_of_a_model_of_one_layer(setting):
     assert not torch.equal(before["qo_bank"], weights_of(model)["qo_bank"])
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
+    """Before it is clipped. Three sequences are two and one on two ranks, and a fourth rank has
+    none."""
+    model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
+    x = scorer.val.tokens[64:161].long()
+    model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    total = torch.zeros_like(expected)
+    for rank in range(size):
+        scorer.runtime = dataclasses.replace(scorer.runtime, comm=OneRank(rank, size))
+        with pytest.raises(OneRank.Caught) as caught:
+            train_gpt.sgd_gradients(model, scorer, 64)
+        total += caught.value.args[0]
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_rate_of_sgd_is_a_cosine_over_the_chunks(setting, monkeypatch):
+    """It would be zero on the last chunk, which trains nothing."""
+    monkeypatch.setattr(train_gpt, "TTT_EPOCHS", 1)
+    monkeypatch.setattr(train_gpt, "TTT_MOMENTUM", 0.0)
+    model, scorer, _ = learner(setting, targets=200, TTT_CHUNK_TOKENS=64, TTT_LR=0.05)
+    scales = []
+
+    def ones(model, *_):
+        scales.append(model.bigram_scale.item())
+        return {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    monkeypatch.setattr(train_gpt, "sgd_gradients", ones)
+    scorer.score = lambda windows: None
+    train_gpt.ttt_sgd(model, scorer)
+    changes = -np.diff([*scales, model.bigram_scale.item()])
+    # Three of four chunks are trained on.
+    assert changes == pytest.approx([0.05, 0.05 * 0.75, 0.05 * 0.25], abs=1e-6)
+
+
 def test_chunks_are_slices_of_the_windows(setting):
     """The windows are in the order of what they score. A search among all windows for each chunk
     took minutes."""
@@ -956,29 +992,30 @@ def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
         return train_gpt.lora_batch(scorer, np.array(spans), np.arange(len(spans)), first, reached)
 
 
-def test_low_rank_training_by_hand(setting):
+@pytest.mark.parametrize("end", [242, 240])
+def test_low_rank_training_by_hand(setting, end):
     """One document: score a chunk, one AdamW step on its mean loss, score the next. No gradient
-    sees another chunk."""
+    sees another chunk, and nothing is learned from the last, whether it is full or not."""
     model, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     hp, tokens = scorer.hp, scorer.val.tokens.long()
-    after = lora_documents(scorer, [[200, 242]])
+    after = lora_documents(scorer, [[200, end]])
     adapter = adapter_of(hp, 1)
     adam = torch.optim.AdamW(
         adapter.values(), lr=0.02, betas=(0.0, 0.99), eps=1e-10, weight_decay=0.5
     )
-    for first in range(200, 242, 8):
-        stop = min(first + 8, 242)
+    for first in range(200, end, 8):
+        stop = min(first + 8, end)
         begin = max(200, first + 8 - hp.eval_seq_len)  # windows of 32 tokens
         nats = model(
             tokens[begin:stop][None], tokens[begin + 1 : stop + 1][None], "none", adapter=adapter
         )
         nats = nats[0, first - begin :]
         torch.testing.assert_close(scorer.nats[first:stop], nats.detach(), rtol=1e-4, atol=1e-4)
-        if stop < 242:
+        if stop < end:
             adam.zero_grad()
             nats.mean().backward(inputs=list(adapter.values()))
             adam.step()
-    assert (~scorer.nats[:-1].isnan()).sum() == 42
+    assert (~scorer.nats[:-1].isnan()).sum() == end - 200
     assert after.keys() == {name for name in adapter if name.endswith(".a")}
     for name, factor in after.items():
         # AdamW makes a step of a gradient that is zero but for rounding, 0.02 at most.
