@@ -2048,21 +2048,24 @@ def lora_batch(
         for group in np.split(present, range(rows, len(present), rows)):
             lora_step(scorer, state, group, chunk, step)
         reached[batch] = lengths.clip(max=chunk[1])
-    means = {name: f[:-1].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
+    means = {name: f[: len(batch)].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
     return {name: mean for name, mean in means.items() if name.endswith(".a")}
 
 
 class LoraState(NamedTuple):
-    """Documents that learn side by side, and a spare one without targets, which fills a forward."""
+    """Documents that learn side by side. The one behind them has no targets and fills forwards.
+
+    Factors have as many rows for few documents as for many, or each number would compile an
+    update."""
 
     spans: np.ndarray  # (S + 1, 2)
-    factors: Adapter  # (S + 1, visits, ., .) each
+    factors: Adapter  # (LORA_BATCH + 1, visits, ., .) each
     squares: Adapter  # second moments
 
 
 def lora_state(spans: np.ndarray, first: Adapter) -> LoraState:
     """The documents `spans` (S, 2), each with a copy of the adapter `first`."""
-    factors = {name: f.repeat(len(spans) + 1, 1, 1, 1) for name, f in first.items()}
+    factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
     squares = {name: torch.zeros_like(f) for name, f in factors.items()}
     return LoraState(np.vstack((spans, [[0, 0]])), factors, squares)
 
