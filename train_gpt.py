@@ -278,7 +278,7 @@ class Hyperparameters:
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
-    eval_max_seconds: float = knob(0.0, "limit of test-time training; then weights stay fixed; 0: none", "run", low=0)
+    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run", low=0)
     ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
     ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
@@ -1751,9 +1751,13 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     """Windows (4, N), in stream order, that score every input of the spans (S, 2) once.
 
-    Each reads `window` inputs from `start` on. Of the losses of its last n, those in [scored, stop)
-    count. A span begins with a window that scores all its targets. The others are `stride` apart
-    and score their last `stride`. Only `stop` depends on the end of the span, so no loss does."""
+    A column is one window: (start, scored, stop, n). It reads `window` inputs from `start` on. Of
+    the losses of its last n, those in [scored, stop) count. A span begins with a window that scores
+    all its targets. The others are `stride` apart and score their last `stride`. Only `stop`
+    depends on the end of the span, so no loss does.
+
+    A matrix, as there may be a million windows: they are cut into chunks, grouped by n and copied
+    to a device without a loop."""
     begin, end = spans.T
     later = np.maximum(0, -(-(end - begin - window) // stride))  # windows after the first
     count = later + 1
@@ -2044,21 +2048,24 @@ def lora_batch(
         for group in np.split(present, range(rows, len(present), rows)):
             lora_step(scorer, state, group, chunk, step)
         reached[batch] = lengths.clip(max=chunk[1])
-    means = {name: f[:-1].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
+    means = {name: f[: len(batch)].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
     return {name: mean for name, mean in means.items() if name.endswith(".a")}
 
 
 class LoraState(NamedTuple):
-    """Documents that learn side by side, and a spare one without targets, which fills a forward."""
+    """Documents that learn side by side. The one behind them has no targets and fills forwards.
+
+    Factors have as many rows for few documents as for many, or each number would compile an
+    update."""
 
     spans: np.ndarray  # (S + 1, 2)
-    factors: Adapter  # (S + 1, visits, ., .) each
+    factors: Adapter  # (LORA_BATCH + 1, visits, ., .) each
     squares: Adapter  # second moments
 
 
 def lora_state(spans: np.ndarray, first: Adapter) -> LoraState:
     """The documents `spans` (S, 2), each with a copy of the adapter `first`."""
-    factors = {name: f.repeat(len(spans) + 1, 1, 1, 1) for name, f in first.items()}
+    factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
     squares = {name: torch.zeros_like(f) for name, f in factors.items()}
     return LoraState(np.vstack((spans, [[0, 0]])), factors, squares)
 
