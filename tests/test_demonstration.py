@@ -118,8 +118,6 @@ def test_report(demonstrated):
         ROOT / "tools" / "report.py",
         "logs/demo.jsonl",
         "logs/demo.int6.xz",
-        "--tokens",
-        "5",
         "--prompt",
         "if",
     ]
@@ -178,7 +176,7 @@ def test_report_of_own_data(data, env, tmp_path):
         "a document continues in the second shard"
     )
     result = run(
-        [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz", "--tokens", "2"],
+        [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz"],
         {},
         tmp_path,
     )

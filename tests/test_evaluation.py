@@ -666,43 +666,6 @@ def test_sgd_by_the_published_recipe(setting):
     )
 
 
-def test_ranks_share_the_mean_gradient_of_a_chunk(setting):
-    """Of three sequences one rank has two: the sum over the ranks is the gradient of the mean."""
-    shares = []
-    for rank in range(2):
-        model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
-        scorer.runtime = dataclasses.replace(scorer.runtime, comm=OneRank(rank, 2))
-        with pytest.raises(OneRank.Caught) as caught:
-            train_gpt.sgd_gradients(model, scorer, 0)
-        shares.append(caught.value.args[0])
-    x = scorer.val.tokens[:97].long()
-    model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
-    mean = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    torch.testing.assert_close(sum(shares), mean, rtol=1e-4, atol=1e-6)
-
-
-def test_the_rate_of_sgd_ends_at_zero_in_the_last_chunk(setting, monkeypatch):
-    """Of three chunks the first has the whole rate, the second half of it."""
-    model, scorer, _ = learner(setting, targets=150, TTT_CHUNK_TOKENS=64, TTT_LR=0.5)
-    monkeypatch.setattr(train_gpt, "TTT_EPOCHS", 1)
-    monkeypatch.setattr(train_gpt, "TTT_MOMENTUM", 0.0)
-    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
-    monkeypatch.setattr(train_gpt, "sgd_gradients", lambda *_: ones)
-    before = model.q_gain.detach().clone()
-    train_gpt.ttt_sgd(model, scorer)
-    torch.testing.assert_close(before - model.q_gain, torch.full_like(before, 0.5 + 0.25))
-
-
-@pytest.mark.parametrize("length, steps", [(8, 0), (9, 1), (16, 1)])
-def test_nothing_is_learned_from_the_end_of_a_document(setting, monkeypatch, length, steps):
-    _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
-    update, taken = train_gpt.lora_update, []
-    noted = lambda *rest: taken.append(1) or update(*rest)  # noqa: E731
-    monkeypatch.setattr(train_gpt, "lora_update", noted)
-    lora_documents(scorer, [[200, 200 + length]])
-    assert len(taken) == steps
-
-
 def test_sgd_of_a_model_of_one_layer(setting):
     """It has no skips, so their gates have no gradient."""
     model, scorer, _ = learner(

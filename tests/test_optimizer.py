@@ -284,7 +284,7 @@ def test_every_parameter_has_one_owner(hyperparameters):
         "a parameter that no table names is updated, too"
     )
     twin.other_bank = nn.Parameter(torch.zeros(2, 3, 4))
-    with pytest.raises(AssertionError, match="bank"):  # it would need Muon
+    with pytest.raises(AssertionError, match="BANKS"):  # it would need Muon
         ParallelMuon(twin, weights_of(twin), hp, Comm())
 
 
