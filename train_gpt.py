@@ -295,7 +295,7 @@ class Hyperparameters:
     seed: int = knob(1337, "initialisation and data order", low=0)
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
-    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: start anew", "run")
+    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: a new run", "run")
     shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
@@ -554,7 +554,7 @@ class Weights(NamedTuple):
     compute dtype. Embeddings and head read them as layer and visit 0.
 
     A block shows neither `attn_scale` and `mlp_scale` nor the layer scale: `GPT.matrices` multiplies
-    "out" and "down" by the gains and whatever reads the normalised stream by the layer scale."""
+    "out" and "down" by the gains, and the readers of the normalised stream by the layer scale."""
 
     layer: int
     visit: int
@@ -1650,7 +1650,7 @@ class Run:
         short = f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ"
         require(reserve < cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
         self.clock.reserve = reserve
-        self.log(f"warmup: {reserve:.2f} s of the wall clock are reserved for GPTQ")
+        self.log(f"warmup: reserving {reserve:.2f} s for GPTQ")
 
     def profiler(self) -> contextlib.AbstractContextManager:
         """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
@@ -2282,7 +2282,7 @@ def inverse_factor(hessian: Tensor, power: Tensor, order: Tensor) -> Tensor:
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
 ARTIFACT_VERSION, ARTIFACT_ARRAYS = 11, ("header", "codes", "values")
 # Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
-# some 20 bytes of memory each; entries of the ZIP directory, of which an artifact has three.
+# some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 # These hold the steps of ROW_RANGE exactly.
@@ -2405,8 +2405,8 @@ class Entry(NamedTuple):
 
 
 def read_array(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The content of an array of bytes, stored as it is. Nothing larger than the file is
-    allocated, whatever its headers claim; ZIP checks the CRC."""
+    """The content of an array of bytes, stored as it is. Never allocates more than the
+    file's size; ZIP checks the CRC."""
     member = archive.getinfo(f"{name}.npy")
     require(member.compress_type == zipfile.ZIP_STORED, f"its {name} are compressed")
     content = io.BytesIO(archive.read(member))
@@ -3867,8 +3867,8 @@ def whole_tiles(length: int) -> int:
 
 
 def refusal(trial: Callable[[], object], comm: Comm) -> str:
-    """Why `trial` fails on the first rank where it does; "" if all pass. So all ranks decide
-    alike."""
+    """Why `trial` fails on the first rank where it does; "" if all pass. The same on all
+    ranks."""
     try:
         trial()
         mine = ""
