@@ -490,7 +490,7 @@ class Matrix(NamedTuple):
 # that it has the shape of the up projection.
 # A matrix of a new shape is a row with a bank name of its own, and with its sizes in
 # `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
-# multiplies by it with `w.linear(x, NAME)`; tools that count work (bench/flops.py) need a term.
+# multiplies by it with `call.linear(x, NAME)`; tools that count work (bench/flops.py) need a term.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -541,17 +541,9 @@ class Pass(NamedTuple):
     band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
 
 
-class View(NamedTuple):
-    """Which positions attention computes, and what they see."""
-
-    first: int  # outputs begin at this position
-    band: int
-    document: Tensor | None  # (B, T), numbered: a position sees only its own
-
-
-class Weights(NamedTuple):
-    """What a visit of a layer reads, of the matrices and low-rank factors of all layers, in the
-    compute dtype. Embeddings and head read them as layer and visit 0.
+class LayerCall(NamedTuple):
+    """What one call of a layer reads: the matrices and low-rank factors of all layers, in the
+    compute dtype, and what attention sees. Embeddings and head read them as layer and visit 0.
 
     A block shows neither `attn_scale` and `mlp_scale` nor the layer scale: `GPT.matrices` multiplies
     "out" and "down" by the gains, and the readers of the normalised stream by the layer scale."""
@@ -562,6 +554,8 @@ class Weights(NamedTuple):
     # Low-rank changes by target, one per visit: a (B, rank, in) and b (B, out, rank).
     factors: dict[str, list[tuple[Tensor, Tensor]]]
     observe: Observer | None
+    band: int  # a position sees itself and the band - 1 before it; 0: all before it
+    document: Tensor | None  # (B, T), numbered: a position sees only its own
 
     def matrix(self, name: str) -> Tensor:
         return self.matrices[name][self.layer]
@@ -718,15 +712,15 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats:
         their mean () or, with "none", each (B, n). `how` is by default a plain pass.
 
-        With targets only these n positions pass through the head and the last layer, apart from
-        queries, keys and values. With a band, T - n is 0 or at least the band. An `adapter` adds
-        low-rank products. `observe`, eagerly, is called with what the matrices multiply."""
+        An `adapter` adds low-rank products. `observe(matrix, layer, input)` runs before each product
+        of a matrix, eagerly only."""
         hp = self.hp
         how = how or Pass(hp.visits())
-        shared = (self.matrices(how.qat), self.low_rank_factors(adapter or {}, how.visits), observe)
-        ends = Weights(0, 0, *shared)
-        x = x0 = self.embed(ids, ends)  # (B, T, D)
+        factors = self.low_rank_factors(adapter or {}, how.visits)
         document = (ids == BOS).cumsum(dim=1) if hp.doc_attention else None
+        shared = (self.matrices(how.qat), factors, observe, how.band, document)
+        ends = LayerCall(0, 0, *shared)
+        x = x0 = self.embed(ids, ends)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
         half = len(how.visits) // 2
@@ -735,13 +729,12 @@ class GPT(nn.Module):
                 lane = x  # without the skip of this visit (#2135)
             if visit >= half and skips:
                 x = self.add_skip(x, skips.pop(), visit - half)
-            last = targets is not None and visit == len(how.visits) - 1
-            first = ids.size(1) - targets.size(1) if last else 0
-            w = Weights(layer, visit, *shared)
-            x, lane = self.block(x, lane, x0, w, View(first, how.band, document))
+            x, lane = self.block(x, lane, x0, LayerCall(layer, visit, *shared))
             if visit < half:
                 skips.append(x)
         x = rms_norm(x if lane is None else x + lane)
+        if targets is not None:
+            x = x[:, -targets.size(1) :]
         logits = ends.adapt(ends.linear(x, "tok_emb"), x, "head").float()
         logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if targets is None:
@@ -759,68 +752,65 @@ class GPT(nn.Module):
         return mixed.to(self.dtype)
 
     def block(
-        self, x: Tensor, lane: Tensor | None, x0: Tensor, w: Weights, view: View
+        self, x: Tensor, lane: Tensor | None, x0: Tensor, call: LayerCall
     ) -> tuple[Tensor, Tensor | None]:
-        """One layer of the stream x and, in layers with lanes, of the second lane, (B, n, D)."""
-        mixed = self.resid_mix[w.layer, 0] * x + self.resid_mix[w.layer, 1] * x0
+        """One layer of the stream x and, in layers with lanes, of the second lane, (B, T, D)."""
+        mixed = self.resid_mix[call.layer, 0] * x + self.resid_mix[call.layer, 1] * x0
         mixed = mixed.to(self.dtype)
-        attended = self.attention(rms_norm(mixed), w, view)
+        attended = self.attention(rms_norm(mixed), call)
         if lane is None:
-            x = mixed[:, view.first :] + attended
-            return x + self.mlp(x, w), None
-        lanes = [old[:, view.first :] for old in (x, lane)]
-        change = self.mlp(lanes[1], w)
-        mix = self.lane_mix[w.layer - self.hp.num_layers]  # (2, 3)
+            x = mixed + attended
+            return x + self.mlp(x, call), None
+        change = self.mlp(lane, call)
+        mix = self.lane_mix[call.layer - self.hp.num_layers]  # (2, 3)
         x, lane = (
             (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
-            for m, old in zip(mix, lanes, strict=True)
+            for m, old in zip(mix, (x, lane), strict=True)
         )
         return x, lane
 
-    def attention(self, x: Tensor, w: Weights, view: View) -> Tensor:
-        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE:
-        (B, n, D)."""
-        hp, first = self.hp, view.first
-        heads = (-1, hp.head_dim)
-        last = x[:, first:]
+    def attention(self, x: Tensor, call: LayerCall) -> Tensor:
+        """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE."""
+        hp = self.hp
         # The gradient of one split is one concatenation, filled without a copy.
         sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
-        q, k, v = w.linear(x, "q", "k", "v").unflatten(-1, heads).split(sizes, dim=2)
-        q = w.adapt(q, x, "q")[:, first:]  # (B, n, H, E)
-        k, v = w.adapt(k, x, "k"), w.adapt(v, x, "v")  # (B, T, K, E)
+        qkv = call.linear(x, "q", "k", "v").unflatten(-1, (-1, hp.head_dim)).split(sizes, dim=2)
+        # q (B, T, H, E), k and v (B, T, K, E)
+        q, k, v = (call.adapt(y, x, name) for y, name in zip(qkv, "qkv", strict=True))
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
-        q = NormRotate.apply(q, self.q_gain[w.layer][:, None], cos[first:], sin[first:])
+        q = NormRotate.apply(q, self.q_gain[call.layer][:, None], cos, sin)
         k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
-        attend = attend_last if first and not view.band else self.attend
-        y = attend(q, k, v, view.band, view.document)
-        if w.layer >= hp.num_layers - hp.xsa_last_n:
-            y = xsa(y, v[:, first:])
+        y = self.attend(q, k, v, call.band, call.document)
+        if call.layer >= hp.num_layers - hp.xsa_last_n:
+            y = xsa(y, v)
         if hp.attn_gate:  # (#1667); initially 1/2
-            weights = self.attn_gate[w.layer] * self.layer_scale[w.layer]
-            gate = F.linear(last[..., :GATE_INPUTS], weights.to(x.dtype))  # (B, n, H)
+            weights = self.attn_gate[call.layer] * self.layer_scale[call.layer]
+            gate = F.linear(x[..., :GATE_INPUTS], weights.to(x.dtype))  # (B, T, H)
             y = y * torch.sigmoid(0.5 * gate)[..., None]
-        return w.adapt(w.linear(y.flatten(2), "out"), last, "out")
+        return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
 
-    def mlp(self, x: Tensor, w: Weights) -> Tensor:
-        """The MLP of rms_norm(x), (B, n, D), with a squared leaky ReLU (#1948).
+    def mlp(self, x: Tensor, call: LayerCall) -> Tensor:
+        """The MLP of rms_norm(x), (B, T, D), with a squared leaky ReLU (#1948).
 
         The activation f is written three times: here, in `plain_mlp` and in `mlp_kernel`. All need
         f(c z) = c^2 f(z) for c > 0: then the norm is one factor behind f. With another f, give "up"
         rms_norm(x) instead, drop `scale`, and let FUSED_MLP be 0."""
         scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
-        if self.fused_mlp and not (w.observe or w.factors):
-            y = self.fused_mlp(x, scale, w.matrix("up"), w.matrix("down"))
+        if self.fused_mlp and not (call.observe or call.factors):
+            y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = F.leaky_relu(w.linear(x, "up"), self.hp.mlp_slope).square() * scale
-            y = w.linear(hidden.to(self.dtype), "down")
-        if "mlp" in w.factors:
-            y = w.adapt(y, rms_norm(x), "mlp")
+            hidden = F.leaky_relu(call.linear(x, "up"), self.hp.mlp_slope).square() * scale
+            y = call.linear(hidden.to(self.dtype), "down")
+        if "mlp" in call.factors:
+            y = call.adapt(y, rms_norm(x), "mlp")
         if self.hp.mlp_gate:  # (#1941)
-            weights, bias = self.mlp_gate[w.layer].to(x.dtype).split([self.mlp_gate.size(1) - 1, 1])
+            weights, bias = (
+                self.mlp_gate[call.layer].to(x.dtype).split([self.mlp_gate.size(1) - 1, 1])
+            )
             y = y * torch.sigmoid(F.linear(x[..., :GATE_INPUTS], weights[None], bias))
         return y
 
-    def embed(self, ids: Tensor, ends: Weights) -> Tensor:
+    def embed(self, ids: Tensor, ends: LayerCall) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash),
         normalised, mixed with the previous position (SmearGate).
 
@@ -3947,36 +3937,24 @@ def attend_last(
 def attend_chunks(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None
 ) -> Tensor:
-    """Banded attention of the last n of T positions, T - n = 0 or >= band, chunk by chunk with the
-    keys that a chunk sees. `attend` gets a band if it needs a mask.
+    """Causal attention in a band (B, T, H, E), chunk by chunk: a chunk of queries gets its own keys
+    and the `band` before them, so `attend` needs a mask of (chunk, band + chunk) only."""
+    batch, time = q.shape[:2]
+    chunk = whole_tiles(max(1, band // 4))  # the fastest of band/4, band/2 and band on a CPU
+    spare = -time % chunk
+    if document is None:
+        document = torch.zeros(batch, time, device=q.device)
 
-    An example with n = T = 10 and a band of 4. Queries 0 to 3 see all keys before them, in one
-    call. Each later query is a chunk: query 4 gets keys 0 to 4 and sees 1 to 4."""
-    batch, n, time = q.size(0), q.size(1), k.size(1)
-    assert n == time or time - n >= band
-    whole = n if n < time else max(0, n - band)  # queries that see a whole band
-    first = n - whole  # the others, at the start, see all before them
-    y = []
-    if first:
-        seen = document if document is None else document[:, :first]
-        y.append(attend(q[:, :first], k[:, :first], v[:, :first], 0, seen))
-    if whole:
-        # The fastest of band/4, band/2 and band on a CPU.
-        chunk = whole_tiles(max(1, band // 4))
-        spare = -whole % chunk
+    def of_chunks(t: Tensor, padding: float = 0.0) -> Tensor:
+        """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
+        padded = F.pad(t, (0, 0, band, spare), value=padding)
+        return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
 
-        def of_chunks(t: Tensor) -> Tensor:
-            """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
-            padded = F.pad(t[:, time - whole - band :], (0, 0, 0, spare))
-            return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
-
-        q = F.pad(q[:, first:], (0, 0, 0, 0, 0, spare))
-        q = q.unflatten(1, (-1, chunk)).flatten(0, 1)  # (B * chunks, chunk, H, E)
-        k, v = (of_chunks(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
-        seen = document if document is None else of_chunks(document[..., None])[..., 0]
-        out = attend(q, k, v, band, seen).unflatten(0, (batch, -1)).flatten(1, 2)
-        y.append(out[:, :whole])
-    return torch.cat(y, dim=1)
+    q = F.pad(q, (0, 0, 0, 0, 0, spare))
+    q = q.unflatten(1, (-1, chunk)).flatten(0, 1)  # (B * chunks, chunk, H, E)
+    k, v = (of_chunks(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
+    document = of_chunks(document[..., None], padding=-1.0)[..., 0]  # keys before the row: no one's
+    return attend(q, k, v, band, document).unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]
 
 
 def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
@@ -3992,19 +3970,17 @@ def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
     require(most <= room, f"{found}, but {limit}: {advice}")
 
 
-def document_bounds(document: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Where documents (B, T) begin among the last n queries of each row and among all keys, int32
-    (S + 1,) each. Spare ones at the end are empty. More documents than `check_documents` allows are
-    an error of indexing."""
+def document_bounds(document: Tensor) -> Tensor:
+    """Where documents (B, T) begin among the positions of all rows (cu_seqlens), int32 (S + 1,).
+    Spare ones at the end are empty. More documents than `check_documents` allows are an error of
+    indexing."""
     batch, time = document.shape
     positions = torch.arange(batch * time, device=document.device)
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
     number = begins.flatten().cumsum(dim=0) - 1
     room = batch * (1 + time // DOCUMENT_POSITIONS)
-    keys = torch.full((room + 1,), batch * time, device=document.device)
-    keys = keys.scatter_reduce(0, number, positions, "amin")
-    queries = keys // time * n + (keys % time - (time - n)).clamp(min=0)
-    return queries.int(), keys.int()
+    bounds = torch.full((room + 1,), batch * time, device=document.device)
+    return bounds.scatter_reduce(0, number, positions, "amin").int()
 
 
 def attention_kernels(device: torch.device) -> tuple[str, ...]:
@@ -4072,9 +4048,11 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     for kernel in ("cudnn", "flash", "mem_efficient", "math"):
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
-    def attend_sdpa(
+    def attend(
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
     ) -> Tensor:
+        if band and q.size(1) == k.size(1):
+            return attend_chunks(attend, q, k, v, band, document)
         on_cpu = q.device.type == "cpu"
         plain = q.size(1) <= PLAIN_ATTENTION if on_cpu else band  # a GPU's kernel takes no mask
         if name == "flash" and plain:
@@ -4089,13 +4067,6 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         options = {"is_causal": mask is None, "enable_gqa": q.size(1) != k.size(1)}
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
         return y.transpose(1, 2).to(dtype)
-
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
-    ) -> Tensor:
-        if band:
-            return attend_chunks(attend_sdpa, q, k, v, band, document)
-        return attend_sdpa(q, k, v, 0, document)
 
     return attend
 
@@ -4126,7 +4097,7 @@ def load_fa3() -> Callable[..., Tensor]:
     def attend(
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
     ) -> Tensor:
-        options = {"causal": True}  # aligned with the last positions
+        options = {"causal": True}
         if band:
             options["window_size"] = (band - 1, 0)
         if torch.are_deterministic_algorithms_enabled():
@@ -4135,9 +4106,8 @@ def load_fa3() -> Callable[..., Tensor]:
             out = fa3.flash_attn_func(q, k, v, **options)
         else:
             rows = (t.flatten(0, 1) for t in (q, k, v))
-            bounds = document_bounds(document, q.size(1))
-            lengths = (q.size(1), k.size(1))
-            out = fa3.flash_attn_varlen_func(*rows, *bounds, *lengths, **options)
+            bounds, length = document_bounds(document), q.size(1)
+            out = fa3.flash_attn_varlen_func(*rows, bounds, bounds, length, length, **options)
         # Older builds return (out, log-sum-exp).
         out = out[0] if isinstance(out, tuple) else out
         return out.view(q.shape)

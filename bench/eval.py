@@ -9,9 +9,8 @@ strides.
 
 The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass.
 The published way takes windows in a Python loop, copies each to the device, sends all positions
-through all layers and the head, and sums the scored positions window by window. Ours gathers
-windows from the tokens on the device and computes the last layer and the head only where they are
-scored; with all positions everywhere it is a row of its own. All are compiled if the machine
+through the head, and sums the scored positions window by window. Ours gathers windows from the
+tokens on the device and computes the head only where they are scored. All are compiled if the machine
 compiles, and take turns within a round; the table has medians. All score the same targets, as many
 as --windows sliding windows have. Without an artifact, weights and tokens are random, which cost
 what real ones cost.
@@ -125,19 +124,12 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
         val = text(windows, hp, runtime.device)
         forward = forward_of(train_gpt, hp, runtime, weights)
 
-        def through_all(ids: torch.Tensor, targets: torch.Tensor, *how, **rest) -> torch.Tensor:
-            """All positions through the last layer and the head."""
-            scored = targets.size(1)
-            everything = torch.cat((ids[:, 1:], targets[:, -1:]), dim=1)
-            return forward(ids, everything, *how, **rest)[:, -scored:]
-
         def ours(forward: Callable, stride: int) -> Callable[[], float]:
             return lambda: score_of(train_gpt, forward, val, hp, runtime, stride).nats
 
         variants = {
             "plain": ours(forward, hp.eval_seq_len),
             "sliding, published": lambda: published(forward, val, hp, rows),
-            "sliding, all": ours(through_all, hp.eval_stride),
             "sliding": ours(forward, hp.eval_stride),
             "banded": ours(forward, 0),
         }
@@ -200,8 +192,7 @@ def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
     windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
     total = 0.0
     for start, scored, stop, *_ in windows.T.tolist():
-        # Of last layer and head
-        first = start if mode in ("sliding, published", "sliding, all") else scored
+        first = start if mode == "sliding, published" else scored  # of the head
         total += window_flops(hp, stop - start, stop - first, band)
     return total
 

@@ -81,22 +81,11 @@ def flops_per_token(hp: Hyperparameters, length: int) -> float:
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window of `positions` if the last layer and the head compute only
-    `scored` of them. A position attends to all before it or, with a `band`, to so many including
-    itself."""
-    sizes = {kind.name: math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES}
-    layer = sum(sizes.values())
-    keys = sizes["k"] + sizes["v"]  # of all positions, also in the last layer
+    """Forward operations of a window of `positions`, of which the head computes only `scored`. A
+    position attends to all before it or, with a `band`, to so many including itself."""
+    layer = sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
     head = hp.vocab_size * hp.model_dim
-    skipped = positions - scored
-
-    def attention(count: int) -> int:
-        """Of the first `count` positions in one layer."""
-        full = min(count, band or count)
-        return 2 * hp.model_dim * (full * (full + 1) // 2 + (count - full) * band)
-
-    others = len(hp.visits()) - 1
-    products = positions * (others * layer + keys + bigram_weights(hp)) + scored * (
-        layer - keys + head
-    )
-    return 2 * (products + (others + 1) * attention(positions) - attention(skipped))
+    full = min(positions, band or positions)
+    attention = 2 * hp.model_dim * (full * (full + 1) // 2 + (positions - full) * band)
+    layers = len(hp.visits()) * (positions * layer + attention)
+    return 2 * (layers + positions * bigram_weights(hp) + scored * head)

@@ -65,9 +65,9 @@ def test_a_lane_that_has_the_skip_differs(monkeypatch):
         with_skip[:] = [add_skip(self, x, *rest)]
         return with_skip[0]
 
-    def wrong(self, x, lane, x0, w, view):
-        first_lane = w.layer == self.hp.num_layers - self.hp.lanes_last_n
-        return block(self, x, with_skip[0] if first_lane else lane, x0, w, view)
+    def wrong(self, x, lane, x0, call):
+        first_lane = call.layer == self.hp.num_layers - self.hp.lanes_last_n
+        return block(self, x, with_skip[0] if first_lane else lane, x0, call)
 
     monkeypatch.setattr(train_gpt.GPT, "add_skip", remember)
     monkeypatch.setattr(train_gpt.GPT, "block", wrong)

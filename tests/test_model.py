@@ -218,7 +218,7 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     model.attend = lambda q, k, v, *_: seen.append((q.dtype, k.dtype, v.dtype)) or q
     assert model(documents(model.hp)).dtype == torch.float32
     assert set(seen) == {(torch.bfloat16,) * 3}
-    ends = train_gpt.Weights(0, 0, model.matrices(), {}, None)
+    ends = train_gpt.LayerCall(0, 0, model.matrices(), {}, None, 0, None)
     assert model.embed(documents(model.hp), ends).dtype == torch.bfloat16
 
 
@@ -283,7 +283,7 @@ def test_nothing_but_attention_looks_across_a_document_start(hyperparameters):
     ids = documents(model.hp)
     changed = ids.clone()
     changed[1, :9] = (ids[1, :9] + 1) % model.hp.vocab_size
-    ends = train_gpt.Weights(0, 0, model.matrices(), {}, None)
+    ends = train_gpt.LayerCall(0, 0, model.matrices(), {}, None, 0, None)
     before, after = (model.embed(tokens, ends)[1] for tokens in (ids, changed))
     assert torch.equal(before[9:], after[9:]) and not torch.equal(before[8], after[8])
 
