@@ -64,6 +64,11 @@ def evaluate(*arguments) -> train_gpt.Score:
     return evaluator(*arguments).score_all()
 
 
+def refused(sentence: str):
+    """The block must raise a UserError whose sentence has this pattern."""
+    return pytest.raises(train_gpt.UserError, match=sentence)
+
+
 def variables(name: str) -> dict[str, str]:
     """The variables of records/NAME.env."""
     lines = (ROOT / "records" / f"{name}.env").read_text().splitlines()

@@ -60,10 +60,8 @@ class Hub:
 
     def answer(self, request) -> None:
         url = urllib.parse.urlparse(request.path)
-        path, body = (
-            urllib.parse.unquote(url.path),
-            request.rfile.read(int(request.headers.get("Content-Length", 0))),
-        )
+        path = urllib.parse.unquote(url.path)
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
         self.requests.append((request.command, path, request.headers.get("Range", "")))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         if path.startswith(f"{api}/paths-info/"):
@@ -104,11 +102,9 @@ class Hub:
         git_sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         entry = {"type": "file", "path": name, "size": len(data), "oid": git_sha1}
         if name.endswith(".bin"):
-            entry["lfs"] = {
-                "oid": hashlib.sha256(data).hexdigest(),
-                "size": len(data),
-                "pointerSize": 134,
-            }
+            entry["lfs"] = dict(
+                oid=hashlib.sha256(data).hexdigest(), size=len(data), pointerSize=134
+            )
         return entry
 
     def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:

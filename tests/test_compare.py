@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import ROOT, run
+from conftest import ROOT, refused, run
 from sample_logs import PUBLISHED, copy_of, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 import compare
 import runs
-from train_gpt import UserError
 
 
 def group(folder: Path, values: dict[int, float], rate: float = 1.7) -> list:
@@ -38,9 +37,8 @@ def test_welch_is_the_textbook_one(tmp_path):
     )
     least = compare.smallest(a, b, compare.RECORD)
     shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
-    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.RECORD.level), (
-        "the smallest gain is just significant"
-    )
+    # The smallest gain is just significant
+    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.RECORD.level)
     cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
     assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
     assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None
@@ -65,10 +63,8 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
 
 
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
-    a, b = (
-        group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7),
-        group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2),
-    )
+    a = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7)
+    b = group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
     of_a, of_b, note = compare.losses(a, b)
     assert of_a == pytest.approx([1.9 / 1.7 * 2.2, 1.91 / 1.7 * 2.2], rel=1e-6)
     assert of_b == [2.4, 2.41]
@@ -78,21 +74,21 @@ def test_other_tokenizers_are_compared_by_bits(tmp_path):
 def test_groups_that_cannot_be_compared(tmp_path, swept):
     first = logs_of(swept)[0]
     mixed = ",".join(str(logs_of(swept, rate)[0]) for rate in ("0.005", "0.025"))
-    with pytest.raises(UserError, match=r"MATRIX_LR=0.005 and 0.025"):
+    with refused(r"MATRIX_LR=0.005 and 0.025"):
         runs.read_group(mixed)
-    with pytest.raises(UserError, match="seed 1 more than once"):
+    with refused("seed 1 more than once"):
         runs.read_group(f"{first},{first}")
-    with pytest.raises(UserError, match="there are no logs in"):
+    with refused("there are no logs in"):
         runs.read_group(str(tmp_path / "no*"))
     unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
-    with pytest.raises(UserError, match="did not finish"):
+    with refused("did not finish"):
         runs.read_group(str(unfinished))
     other = written(
         tmp_path,
         re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()),
         "other.txt",
     )
-    with pytest.raises(UserError, match="were scored on 77 and"):
+    with refused("were scored on 77 and"):
         compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
 
 
@@ -107,7 +103,7 @@ def test_a_failed_run_is_left_out(tmp_path, capsys):
         f"left out: {failed} has no final score: the run did not finish; run it again or leave it out",
         f"left out: {dead} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log",
     ]
-    with pytest.raises(UserError, match="cannot read"):
+    with refused("cannot read"):
         runs.read_group(f"{tmp_path / 'a'},nothing.log")
 
 
@@ -149,7 +145,7 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
         ("nothing.txt", [Path("nothing.txt")]),
     ):
         assert runs.find_logs(text) == expected
-    with pytest.raises(UserError, match="there are no logs in"):
+    with refused("there are no logs in"):
         runs.find_logs(f"{tmp_path}/x*.txt")
 
 
@@ -206,7 +202,7 @@ def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
         log.read_text(),
     )
     log.write_text(text)
-    with pytest.raises(UserError, match=f"has the score {score}: it cannot be compared"):
+    with refused(f"has the score {score}: it cannot be compared"):
         runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
 
 
@@ -218,5 +214,5 @@ def test_texts_of_different_sizes_are_not_compared(swept, tmp_path):
     for log in logs.glob("t_MATRIX_LR=0.005_seed*.txt"):
         log.write_text(re.sub(r"val_bytes:\d+", "val_bytes:900", log.read_text()))
     other = runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
-    with pytest.raises(UserError, match="the logs were scored on .* bytes: score all on the same"):
+    with refused("the logs were scored on .* bytes: score all on the same"):
         compare.losses(sides[0], other)

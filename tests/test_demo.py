@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import train_gpt
-from conftest import ROOT, run
+from conftest import ROOT, refused, run
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
@@ -21,16 +21,14 @@ def test_the_model_fits_the_machine(speed, name, monkeypatch):
     """DEMO_SIZE overrides the measured speed, and the sentence says why."""
     monkeypatch.setattr(demo, "forked", lambda calls: speed)
     chosen, sentence = demo.choose_size({}, 2)
-    assert (
-        chosen == name
-        and f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
-    )
+    assert chosen == name
+    assert f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
     for fixed in demo.SIZES:
         assert demo.choose_size({"DEMO_SIZE": fixed}, 2) == (
             fixed,
             f"the demonstration's model is {fixed}, as DEMO_SIZE says",
         )
-    with pytest.raises(train_gpt.UserError, match="DEMO_SIZE=huge is not one of small, large"):
+    with refused("DEMO_SIZE=huge is not one of small, large"):
         demo.choose_size({"DEMO_SIZE": "huge"}, 2)
 
 
@@ -91,10 +89,8 @@ def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch)
     )
     assert sentence == f"{measured}; NPROC=2 OMP_NUM_THREADS=2"
     chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
-    assert (
-        chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
-        and sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
-    )
+    assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
+    assert sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
 
 
 def test_real_steps_are_timed_by_several_ranks(env):
@@ -122,10 +118,8 @@ def test_a_speed_is_that_of_the_first_process():
 def test_settings_yield_to_the_users(tmp_path):
     for size in demo.SIZES:
         found = demo.knobs({}, size, tmp_path)
-        assert (
-            found["DATA_PATH"] == "demo_data"
-            and found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
-        )
+        assert found["DATA_PATH"] == "demo_data"
+        assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
         assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
     fewer = demo.knobs(
         {"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}, "small", tmp_path
@@ -153,10 +147,7 @@ def test_own_data_bring_their_tokenizer(tmp_path):
         chosen = demo.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
         return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
 
-    with pytest.raises(
-        train_gpt.UserError,
-        match="has no manifest.json that names its tokenizer: set TOKENIZER_PATH and",
-    ):
+    with refused("has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"):
         found()
     assert found(TOKENIZER_PATH="t.model", VOCAB_SIZE="9") == [None, None, None]
     entry = {"path": "../t.model", "sha256": "0", "vocab_size": 400}
@@ -201,5 +192,5 @@ def test_a_mistake_is_one_sentence_before_anything_is_measured(
     )
     monkeypatch.setattr(demo, "measure", None)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
-    with pytest.raises(train_gpt.UserError, match=f"^{re.escape(sentence)}"):
+    with refused(f"^{re.escape(sentence)}"):
         demo.main()

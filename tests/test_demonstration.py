@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from conftest import ROOT, TINY, VOCAB, run, write_shard
+from conftest import ROOT, TINY, VOCAB, refused, run, write_shard
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
@@ -58,9 +58,8 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     assert counter.count(tokens).sum() == len(expected)
     assert (tokens == train_gpt.BOS).sum() == len(held_out)
     assert "made in" in line
-    assert max(len(texts[name].encode()) for name in held_out) <= 1000, (
-        "no long file dominates the validation text"
-    )
+    # No long file dominates the validation text
+    assert max(len(texts[name].encode()) for name in held_out) <= 1000
 
 
 def test_spaces_within_a_piece_are_bytes_each(built):
@@ -85,9 +84,7 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
     for mine in (tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"):
         mine.write_text("mine")
-        with pytest.raises(
-            train_gpt.UserError, match="holds something else than the demonstration's data"
-        ):
+        with refused("holds something else than the demonstration's data"):
             demo_corpus.build(
                 mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000
             )
@@ -137,7 +134,7 @@ def test_report(demonstrated):
         line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores
     )
     events["start"]["hyperparameters"]["eval_mode"] = "banded"
-    with pytest.raises(train_gpt.UserError, match="the log has no event final_int6_banded_exact"):
+    with refused("the log has no event final_int6_banded_exact"):
         report.table(events, *text)
     events["final_int6_banded_exact"] = {"val_bpb": 3.5}
     assert report.table(events, *text)[-1] == ("artifact, banded pass", 3.5, "the score")
@@ -152,11 +149,8 @@ def test_loss_curve():
     ]
     title, *rows, axis, steps = report.curve(events, width=10, height=5)
     assert [row.partition("|")[2].find("*") for row in rows] == [0, 2, 4, 6, 8]
-    assert (
-        rows[0].startswith("    2.91 |")
-        and rows[-1].startswith("    1.09 |")
-        and steps.split() == ["step", "1", "100"]
-    )
+    assert rows[0].startswith("    2.91 |") and rows[-1].startswith("    1.09 |")
+    assert steps.split() == ["step", "1", "100"]
     flat = report.curve([event | {"train_loss": 2.0} for event in events], width=10, height=5)
     assert "".join(flat).count("*") == 10 and flat[1].endswith("|" + "*" * 10)
     assert report.curve(events[:2]) == []
@@ -172,9 +166,8 @@ def test_report_of_own_data(data, env, tmp_path):
     parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
     assert tokens == sum(map(len, parts))
     counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
-    assert len(text) == counter.count(np.concatenate(parts)).sum(), (
-        "a document continues in the second shard"
-    )
+    # A document continues in the second shard
+    assert len(text) == counter.count(np.concatenate(parts)).sum()
     result = run(
         [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz"],
         {},
@@ -200,13 +193,9 @@ def test_text_without_document_starts_is_whole(data, tmp_path):
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
     _, folder = demonstrated
     lines = (folder / "logs" / "demo.jsonl").read_text().splitlines()
-    for name, text in {
-        "cut": "\n".join(lines[:3]),
-        "empty": "",
-        "other": "{}",
-        "list": "[1]",
-        "event": '{"event": 1}',
-    }.items():
+    for name, text in dict(
+        cut="\n".join(lines[:3]), empty="", other="{}", list="[1]", event='{"event": 1}'
+    ).items():
         (tmp_path / f"{name}.jsonl").write_text(text)
     wrong = [
         (f"{name}.jsonl", "cannot read") for name in ("none", "empty", "other", "list", "event")

@@ -113,10 +113,9 @@ def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     backward."""
     python, driver = h100.environment(h100.HOME, version)
     log = tmp_path / "log"
-    folders = {
-        "TRITON_CACHE_DIR": tmp_path / "triton",
-        "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor",
-    }
+    folders = dict(
+        TRITON_CACHE_DIR=tmp_path / "triton", TORCHINDUCTOR_CACHE_DIR=tmp_path / "inductor"
+    )
     script = ROOT / "train_gpt.py"
     start(python, script, "cuda", **h100.preloaded(driver), **folders, PRETENDED_H100_LOG=log)
     launches = [
@@ -131,8 +130,5 @@ def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     kernels = [path.read_text() for path in (tmp_path / "triton").rglob("fused_mlp.ptx")]
     assert len(kernels) == 3
     for ptx in kernels:
-        assert (
-            ".target sm_90a" in ptx
-            and "wgmma.mma_async" in ptx
-            and "cp.async.bulk.tensor.2d" in ptx
-        )
+        assert ".target sm_90a" in ptx and "wgmma.mma_async" in ptx
+        assert "cp.async.bulk.tensor.2d" in ptx

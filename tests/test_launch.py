@@ -43,10 +43,8 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     out, error = process.communicate()
     lines = sorted(line.split() for line in out.splitlines())
     assert process.returncode == 0 and error == ""
-    assert (
-        lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"]
-        and int(lines[0][-1]) > 0
-    )
+    assert lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"]
+    assert int(lines[0][-1]) > 0
 
 
 @pytest.mark.parametrize(
@@ -139,10 +137,8 @@ def test_a_command_that_cannot_be_run_is_named(command, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch.py", *command])
     with pytest.raises(SystemExit) as ended:
         launch.main()
-    assert (
-        ended.value.code == 2
-        and "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
-    )
+    assert ended.value.code == 2
+    assert "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["0", "two", "-1", ""])

@@ -22,12 +22,7 @@ WAYS = {
     "sliding": {},
     "parts": PARTS,
     # Blocks score 8
-    "banded": {
-        "EVAL_MODE": "banded",
-        "EVAL_SEQ_LEN": 8,
-        "EVAL_STRIDE": 8,
-        "MICRO_BATCH_TOKENS": 40,
-    },
+    "banded": dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40),
     "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
     "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24, "TTT_LORA_LR": 0.05},
 }
@@ -199,11 +194,7 @@ def test_chunks_by_the_length_of_a_document_are_caught(setting, monkeypatch, tog
 def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
     """What the probes above see with one document at a time also holds for batches, queues and
     forwards of several."""
-    sizes = {
-        "LORA_BATCH": 4,
-        "LORA_CHUNKS": ((16, 3), (30, 5)),
-        "LORA_ROWS": (rows, 2),
-    }
+    sizes = dict(LORA_BATCH=4, LORA_CHUNKS=((16, 3), (30, 5)), LORA_ROWS=(rows, 2))
     for name, value in sizes.items():
         monkeypatch.setattr(train_gpt, name, value)
     evaluate, tokens, hp = setting("lora", together=True)
@@ -231,12 +222,7 @@ def test_training_with_a_rate_of_zero_is_no_training(setting):
 
 
 def test_the_suite_tries_every_way_of_a_run(monkeypatch):
-    settings = {
-        "TTT_ENABLED": "False",
-        "NUM_LAYERS": "11",
-        "SHORT_SEQ_PARTS": "64",
-        "RUN_ID": "x",
-    }
+    settings = dict(TTT_ENABLED="False", NUM_LAYERS="11", SHORT_SEQ_PARTS="64", RUN_ID="x")
     learning = settings | {"TTT_ENABLED": "True", "TTT_MODE": "sgd"}
     banded = settings | {"EVAL_MODE": "banded"}
     monkeypatch.setattr(legality, "distribution", lambda *_: "")  # the slowest probe

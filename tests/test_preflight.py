@@ -41,13 +41,9 @@ def check(env, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_machine_that_works(ranks, check, tmp_path):
     """Every section has a line and figures of all ranks, and nothing but the report is left."""
-    changes = {
-        "MAX_WALLCLOCK_SECONDS": 60,
-        "GPTQ_BATCHES": 2,
-        "LATE_QAT": 1,
-        "QAT_THRESHOLD": 0.5,
-        "SHORT_SEQ_PARTS": 2,
-    }
+    changes = dict(
+        MAX_WALLCLOCK_SECONDS=60, GPTQ_BATCHES=2, LATE_QAT=1, QAT_THRESHOLD=0.5, SHORT_SEQ_PARTS=2
+    )
     done, report = check(ranks=ranks, CHECKPOINT_EVERY=5, TTT_ENABLED=1, **changes)
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     # gloo of torch 2.9 has lines of its own
@@ -153,10 +149,9 @@ def test_data_that_a_run_cannot_use_is_an_error(fault, check, data, tmp_path):
         (folder / path.name).write_bytes(path.read_bytes())
     shard = folder / "fineweb_train_000001.bin"
     entry = {"bytes": shard.stat().st_size + 2, "tokens": 9, "sha256": ""}
-    tokenizer = {
-        "path": "tokenizer.model",
-        "sha256": preflight.shards.file_sha256(folder / "tokenizer.model"),
-    }
+    tokenizer = dict(
+        path="tokenizer.model", sha256=preflight.shards.file_sha256(folder / "tokenizer.model")
+    )
     if fault == "short":
         shard.write_bytes(shard.read_bytes()[:-10])
     if fault == "missing":

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, run, start, variables, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, made, refused, run, start, variables, write_shard
 from train_gpt import Comm, StepSettings, UserError, knobs_with
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -171,7 +171,7 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_
 
     training.train_step = signalled
     sentence = f"stopped by SIGTERM after step 8; set RESUME=auto to continue from {step_file(8)}"
-    with pytest.raises(UserError, match=sentence) as stopped:
+    with refused(sentence) as stopped:
         training.train()
     assert stopped.value.status == 143 and kept(tmp_path) == [8]
 
@@ -184,9 +184,8 @@ def test_a_signal_without_checkpoints_ends_the_run_with_a_sentence(
     """Ctrl-C was a traceback on the other ranks, and SIGTERM said nothing."""
     plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": ""}
     result = faulty(fault, 7, plain, tmp_path, ranks, rank=ranks - 1)
-    assert result.returncode == (status if ranks == 1 else 1) and not list(
-        tmp_path.rglob("checkpoints")
-    )
+    assert result.returncode == (status if ranks == 1 else 1)
+    assert not list(tmp_path.rglob("checkpoints"))
     name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
     advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
     assert f"error: stopped by {name} after step 8; {advice}\n" in result.stderr
@@ -264,11 +263,8 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, 
     assert written.returncode == 0, written.stderr
     assert kept(tmp_path) == [2]
     metadata, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
-    assert (
-        metadata["step"] == 2
-        and metadata["samples"] == 2
-        and metadata["version"] == train_gpt.CHECKPOINT_VERSION
-    )
+    assert metadata["step"] == 2 and metadata["samples"] == 2
+    assert metadata["version"] == train_gpt.CHECKPOINT_VERSION
     hp = train_gpt.Hyperparameters.from_env(env(**changes))
     for name, parameter in made(hp).named_parameters():
         state = ("weight", "momentum", "average")
@@ -295,9 +291,8 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, 
     assert len(digests) == 1, "the weights that the forward reads are equal on all ranks"
     for rank in range(writers):
         saved = torch.load(tmp_path / f"saved{rank}.pt")
-        assert all(torch.equal(saved[name], tensors[name]) for name in tensors), (
-            "the state when it was saved"
-        )
+        # The state when it was saved
+        assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
 
 
 def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
@@ -328,22 +323,19 @@ def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
     result = run([*launcher, FAULTS, "kill", 7, 1], environment, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "killed").exists() and "resumed: step:6 " in result.stdout
-    assert losses(tmp_path) == losses(tmp_path / "calm") and exact(tmp_path) == exact(
-        tmp_path / "calm"
-    )
+    assert losses(tmp_path) == losses(tmp_path / "calm")
+    assert exact(tmp_path) == exact(tmp_path / "calm")
 
 
 def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
     """torchrun's default store still holds the addresses of the dead ranks (pytorch #135712)."""
-    launcher = {
-        "TORCHELASTIC_MAX_RESTARTS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": "2",
-    }
+    launcher = dict(
+        TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE="2"
+    )
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     needed = "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it"
-    with pytest.raises(UserError, match=needed), train_gpt.Runtime.start(hyperparameters()):
+    with refused(needed), train_gpt.Runtime.start(hyperparameters()):
         pass
 
 
@@ -354,11 +346,8 @@ def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs)
     )
     unfinished(tmp_path / "r")
     result = faulty("none", 0, knobs, tmp_path / "r")
-    assert (
-        result.returncode == 0
-        and "resumed: step:12 " in result.stdout
-        and "train_loss" not in result.stdout
-    )
+    assert result.returncode == 0 and "resumed: step:12 " in result.stdout
+    assert "train_loss" not in result.stdout
     assert exact(tmp_path / "r") == exact(undisturbed)
 
 
@@ -376,12 +365,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(
         monkeypatch.setattr(
             train_gpt.Run, "calibrate", lambda self, batches: ({}, calibration * len(batches))
         )
-        capped = {
-            "MAX_WALLCLOCK_SECONDS": 36,
-            "ITERATIONS": 100000,
-            "WARMUP_STEPS": 0,
-            "EVAL_STRIDE": 32,
-        }
+        capped = dict(MAX_WALLCLOCK_SECONDS=36, ITERATIONS=100000, WARMUP_STEPS=0, EVAL_STRIDE=32)
         hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=10000, RESUME="auto", **capped)
         val = train_gpt.read_validation(hp, runtime.device)
         training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
@@ -416,12 +400,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(
 
 
 def test_the_wall_clock_includes_the_time_before_the_stop(knobs, tmp_path):
-    capped = {
-        **knobs,
-        "MAX_WALLCLOCK_SECONDS": "3",
-        "ITERATIONS": "100000",
-        "CHECKPOINT_EVERY": "1s",
-    }
+    capped = dict(knobs, MAX_WALLCLOCK_SECONDS="3", ITERATIONS="100000", CHECKPOINT_EVERY="1s")
     capped["TRAIN_LOG_EVERY"] = "10"
     process = start([FAULTS, "none", 0], capped, tmp_path)
     while not list(tmp_path.glob("checkpoints/r/*.npz")):
@@ -435,9 +414,8 @@ def test_the_wall_clock_includes_the_time_before_the_stop(knobs, tmp_path):
     after = float(
         re.search(r"^stopping_early: wallclock_cap train_time:(\d+)ms", result.stdout, re.M)[1]
     )
-    assert 1000 <= before < after < 3000 + before / 2, (
-        "3000 + before, if the time before did not count"
-    )
+    # 3000 + before, if the time before did not count
+    assert 1000 <= before < after < 3000 + before / 2
     timed = r"^step:(\d+)/\d+ train_loss:\S+ train_time:(\d+)ms"
     log = (tmp_path / "logs" / "r.txt").read_text()
     steps = [tuple(map(int, pair)) for pair in re.findall(timed, log, re.M)]
@@ -463,23 +441,17 @@ def test_a_changed_experiment_is_refused(stopped, knobs):
     assert changed.returncode == 1
     unlike = "MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337: set the same"
     assert f"{step_file(6)} is of another run, with {unlike}" in last_line(changed)
-    assert "only these may change:" in last_line(changed) and " VAL_LOSS_EVERY" in last_line(
-        changed
-    )
+    assert "only these may change:" in last_line(changed)
+    assert " VAL_LOSS_EVERY" in last_line(changed)
     free = {"VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}
     allowed = faulty("none", 0, {**knobs, **free}, stopped)
     assert allowed.returncode == 0 and "step:14/14 train_loss" in allowed.stdout, allowed.stderr
 
 
 def test_what_may_change_on_resume_leaves_the_model_alone():
-    fixed = {
-        "seed",
-        "matrix_lr",
-        "train_seq_len",
-        "train_batch_tokens",
-        "shuffle_seed",
-        "ema_decay",
-    }
+    fixed = set(
+        ["seed", "matrix_lr", "train_seq_len", "train_batch_tokens", "shuffle_seed", "ema_decay"]
+    )
     assert not set(knobs_with("evaluation", "run")) & ({*knobs_with("model")} | fixed)
 
 
@@ -490,9 +462,8 @@ def test_an_earlier_run_is_not_overwritten(stopped, knobs):
         "checkpoints/r holds an earlier run: set RESUME=auto to continue it, or another RUN_ID"
         in last_line(again)
     )
-    assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7, (
-        "its log is still there"
-    )
+    # Its log is still there
+    assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7
 
 
 def test_two_runs_of_one_name(knobs, tmp_path):
@@ -507,10 +478,8 @@ def test_two_runs_of_one_name(knobs, tmp_path):
         partial.touch()
         for changes in ({"RESUME": "", "CHECKPOINT_EVERY": ""}, {}):
             second = faulty("none", 0, {**knobs, **changes}, tmp_path)
-            assert (
-                second.returncode == 1
-                and "RUN_ID=r: another run is writing logs/r.txt" in last_line(second)
-            )
+            assert second.returncode == 1
+            assert "RUN_ID=r: another run is writing logs/r.txt" in last_line(second)
         assert log.read_text().startswith('"""Train') and partial.exists()
     finally:
         first.kill()
@@ -584,7 +553,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
     places = [*range(inside), *range(inside + weight.nbytes - 9, len(blob))]
     for end in range(0, len(blob), 7):
         path.write_bytes(blob[:end])
-        with pytest.raises(UserError, match="is truncated, altered or of another version: "):
+        with refused("is truncated, altered or of another version: "):
             train_gpt.read_checkpoint(path)
     refused = 0
     for place in places:
@@ -644,7 +613,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(kind, undisturbed, knobs, tmp
     part, change = FORGED[kind]
     change(metadata, tensors)
     np.savez(step_file(12), metadata=json.dumps(metadata), **tensors)
-    with pytest.raises(UserError, match=part):
+    with refused(part):
         resume(knobs)
 
 
@@ -673,7 +642,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(name, content, knobs, tmp_path,
     else:
         (folder / name).write_bytes(content)
     refused = f"checkpoints/r/{name} is truncated, altered or of another version: .* to start over"
-    with pytest.raises(UserError, match=refused):
+    with refused(refused):
         resume(knobs)
     assert not Path("executed").exists()
 
@@ -682,17 +651,14 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     """The operating system refuses files over a limit that only the checkpoints exceed."""
     files = (undisturbed / "logs" / "r.txt", undisturbed / "final_model.int6.xz")
     limit = max(path.stat().st_size for path in files) + 20_000
-    assert (undisturbed / step_file(12)).stat().st_size > limit, (
-        "checkpoints must be larger than the log"
-    )
+    # Checkpoints must be larger than the log
+    assert (undisturbed / step_file(12)).stat().st_size > limit
     limited = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     code = f"import resource, runpy; {limited}; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
     result = run(["-c", code], knobs, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert (
-        result.stdout.count("note: there is no checkpoint of step ") == 4
-        and "File too large" in result.stdout
-    )
+    assert result.stdout.count("note: there is no checkpoint of step ") == 4
+    assert "File too large" in result.stdout
     assert losses(tmp_path) == losses(undisturbed) and not list(tmp_path.rglob("*.partial"))
 
 
@@ -714,9 +680,8 @@ def test_a_shard_that_is_truncated(knobs, data, tmp_path):
     for shard in (tmp_path / "data").glob("fineweb_train_*.bin"):
         os.truncate(shard, 2000)
     _, err = process.communicate(timeout=600)
-    assert (
-        process.returncode == 1 and "was truncated during the run" in err.strip().splitlines()[-1]
-    )
+    assert process.returncode == 1
+    assert "was truncated during the run" in err.strip().splitlines()[-1]
     assert kept(tmp_path), "the last checkpoint is there"
 
 
@@ -864,13 +829,7 @@ def trace(one_rank, tmp_path, **changes) -> list[float]:
     tokens = np.where(rng.random(40_000) < 0.02, train_gpt.BOS, 2 + np.cumsum(steps) % (VOCAB - 2))
     tmp_path.mkdir(exist_ok=True)
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    knobs = {
-        "DATA_PATH": tmp_path,
-        "ITERATIONS": 20,
-        "LATE_QAT": 1,
-        "QAT_THRESHOLD": 0.5,
-        "WARMDOWN_ITERS": 8,
-    }
+    knobs = dict(DATA_PATH=tmp_path, ITERATIONS=20, LATE_QAT=1, QAT_THRESHOLD=0.5, WARMDOWN_ITERS=8)
     hp, runtime = one_rank(**{**knobs, **changes})
     training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None)
     return [
@@ -913,12 +872,8 @@ def test_equal_runs_are_equal_bit_for_bit(one_rank, tmp_path):
     a, b, other, order = (
         trace(one_rank, tmp_path / name, **changes) for name, changes in knobs.items()
     )
-    assert (
-        a == b
-        and a[0] != other[0]
-        and a[0] != order[0]
-        and a[0] == pytest.approx(order[0], abs=0.2)
-    )
+    assert a == b and a[0] != other[0] and a[0] != order[0]
+    assert a[0] == pytest.approx(order[0], abs=0.2)
 
 
 @pytest.mark.slow

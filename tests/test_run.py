@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, run, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, refused, run, write_shard
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
@@ -37,10 +37,8 @@ ACTIVATE = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix e
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, data):
     """A finished tiny run: (folder, result)."""
-    folder, knobs = (
-        tmp_path_factory.mktemp("run"),
-        {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY},
-    )
+    folder = tmp_path_factory.mktemp("run")
+    knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY}
     knobs |= {"RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.6}
     return folder, run(
         [ROOT / "train_gpt.py"], {name: str(value) for name, value in knobs.items()}, folder
@@ -72,11 +70,8 @@ def test_log_lines_are_those_that_tools_read(finished):
             assert re.search(rf"^{pattern}", text, re.M), pattern
     source = (ROOT / "train_gpt.py").read_text()
     assert log.startswith(source), "the log begins with the source"
-    assert (
-        "* NUM_LAYERS=3" in log
-        and "  EMA_DECAY=0.997" in log
-        and f"torch {torch.__version__}" in log
-    )
+    assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log
+    assert f"torch {torch.__version__}" in log
 
 
 def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
@@ -96,11 +91,8 @@ def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
 
 def test_training_learns(finished):
     losses = [float(x) for x in re.findall(r"train_loss:(\S+)", finished[1].stdout)]
-    assert (
-        len(losses) == 12
-        and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
-        and losses[-1] < losses[0] - 0.5
-    )
+    assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
+    assert losses[-1] < losses[0] - 0.5
 
 
 def test_log_tells_when_late_qat_acts(finished):
@@ -143,10 +135,8 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
 
 def test_sizes_are_those_of_the_files(finished):
     folder, result = finished
-    model, code = (
-        (folder / "final_model.int6.xz").stat().st_size,
-        (ROOT / "train_gpt.py").stat().st_size,
-    )
+    model = (folder / "final_model.int6.xz").stat().st_size
+    code = (ROOT / "train_gpt.py").stat().st_size
     kept = folder / "logs" / "tiny.int6.xz"
     assert kept.read_bytes() == (folder / "final_model.int6.xz").read_bytes()
     assert events_of(folder / "logs" / "tiny.jsonl")["artifact"]["path"] == "logs/tiny.int6.xz"
@@ -202,7 +192,7 @@ def test_eval_only_repeats_the_scores_on_two_ranks(finished, env, tmp_path):
 def test_cap_shorter_than_calibration(one_rank, tmp_path):
     run = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=0.001)
     short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
-    with pytest.raises(train_gpt.UserError, match=short):
+    with refused(short):
         run.warm_up()
 
 
@@ -235,12 +225,7 @@ def test_evaluations_are_timed_without_compiling(
     monkeypatch.setattr(
         train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a)
     )
-    changes = {
-        "EVAL_SEQ_LEN": 512,
-        "EVAL_STRIDE": 64,
-        "VAL_BATCH_SIZE": 1024,
-        "COMPILE": compiles,
-    }
+    changes = dict(EVAL_SEQ_LEN=512, EVAL_STRIDE=64, VAL_BATCH_SIZE=1024, COMPILE=compiles)
     path = finished[0] / "final_model.int6.xz"
     train_gpt.evaluate_only(evaluating(env, path, **changes), str(path))
     assert before == [shapes] and len(shapes) >= 2 and asked[-1] == (compiles == "1")
@@ -256,9 +241,8 @@ def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path, ranks):
     used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt and .jsonl"
     for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
         result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks)
-        assert (
-            result.returncode == 1 and result.stderr.count(used) == 1 and log.read_bytes() == before
-        )
+        assert result.returncode == 1 and result.stderr.count(used) == 1
+        assert log.read_bytes() == before
         assert "lost a collective" not in result.stderr
 
 
@@ -285,11 +269,7 @@ def log_of(hyperparameters, folder, *kinds, **changes):
 )
 def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
     hp, log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
-    with (
-        pytest.raises(train_gpt.UserError, match="RUN_ID=r is used")
-        if used
-        else contextlib.nullcontext()
-    ):
+    with refused("RUN_ID=r is used") if used else contextlib.nullcontext():
         log.require_unused(hp, train_gpt.Comm())
 
 
@@ -301,9 +281,7 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
     log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     log("second")
     assert capsys.readouterr().out == "first\nsecond\n"
-    with pytest.raises(
-        train_gpt.UserError, match="cannot write /dev/full: No space left on device; free space"
-    ):
+    with refused("cannot write /dev/full: No space left on device; free space"):
         log.finish(train_gpt.Comm(), "1.0 bits per byte", 5, "go on")
     assert "finished" not in (tmp_path / "r.jsonl").read_text()
 
@@ -323,7 +301,7 @@ def test_the_space_is_checked_before_the_training(
     disk = shutil._ntuple_diskusage(0, 0, free << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
-    with pytest.raises(train_gpt.UserError, match=part) if part else contextlib.nullcontext():
+    with refused(part) if part else contextlib.nullcontext():
         train_gpt.require_space(hp)
     Path("checkpoints/r").mkdir(parents=True)
     for step in (1, 2):  # what is there needs no more space
@@ -336,12 +314,8 @@ def test_the_artifact_describes_the_run(finished):
     """Its header says how it was made, with the score before the export."""
     header = train_gpt.open_artifact((finished[0] / "final_model.int6.xz").read_bytes())[0]
     made = header["training"]
-    assert (
-        made["steps"] == 12
-        and made["weights"] == "EMA of 12 steps"
-        and made["seed"] == 1337
-        and made["ranks"] == 1
-    )
+    assert made["steps"] == 12 and made["weights"] == "EMA of 12 steps" and made["seed"] == 1337
+    assert made["ranks"] == 1
     assert f"val_bpb:{made['val_bpb']:.8f}" in finished[1].stdout
     assert header["coder"] == "ans" and header["row_range"] == "sdclip"
 
@@ -377,9 +351,7 @@ def test_an_evaluation_checks_the_size(finished, env, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 100_000)
     path = str(finished[0] / "final_model.int6.xz")
-    with pytest.raises(
-        train_gpt.UserError, match="over the limit of 100000: not a valid submission"
-    ):
+    with refused("over the limit of 100000: not a valid submission"):
         train_gpt.evaluate_only(env(EVAL_ONLY=path, RUN_ID="again"), path)
 
 
@@ -397,10 +369,7 @@ def test_a_missing_package_is_reported_before_training(
     monkeypatch.setattr(
         train_gpt, "find_spec", lambda name: None if name == package else find(name)
     )
-    with pytest.raises(
-        train_gpt.UserError,
-        match=f"{setting} needs {package}: pip install {package}",
-    ):
+    with refused(f"{setting} needs {package}: pip install {package}"):
         train_gpt.train_and_score(hyperparameters(**changes))
 
 
@@ -408,10 +377,7 @@ def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparam
     """Its own script would refuse to load what it exports, also without a limit of its bytes."""
     monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
     hp = hyperparameters(MODEL_DIM=2048, NUM_LAYERS=6, TARGET_BYTES=0)
-    with pytest.raises(
-        train_gpt.UserError,
-        match="weights and rotary factors exceed the limit of 67108864 of an art",
-    ):
+    with refused("weights and rotary factors exceed the limit of 67108864 of an art"):
         train_gpt.train_and_score(hp)
 
 
@@ -437,9 +403,8 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, tmp_path, mo
         float(before), abs=1e-7
     )
     tokens, nbytes = re.search(r"val_tokens:(\d+) val_bytes:(\d+)", finished[1].stdout).groups()
-    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3, (
-        "part of every final score"
-    )
+    # Part of every final score
+    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3
 
 
 def test_ctrl_c_during_the_last_evaluation(finished, env, tmp_path):
@@ -464,19 +429,16 @@ train_gpt.main()
 def test_eval_only_contradiction(finished, script):
     result = script(EVAL_ONLY=finished[0] / "final_model.int6.xz", NUM_LAYERS=4)
     assert result.returncode == 1
-    assert "NUM_LAYERS=4 is set, but" in sentence(
-        result
-    ) and "was made with 3: unset it" in sentence(result)
+    assert "NUM_LAYERS=4 is set, but" in sentence(result)
+    assert "was made with 3: unset it" in sentence(result)
 
 
 def test_lzma_run(script, tmp_path):
     result = script(COMPRESSOR="lzma", WARMUP_STEPS=0, EMA_ENABLED=0, GPTQ_BATCHES=0)
     assert result.returncode == 0, result.stderr
     assert "weights, plain" in result.stdout and "gptq:" not in result.stdout
-    assert (
-        "Total submission size int6+lzma" in result.stdout
-        and (tmp_path / "final_model.int6.xz").exists()
-    )
+    assert "Total submission size int6+lzma" in result.stdout
+    assert (tmp_path / "final_model.int6.xz").exists()
     assert "exporting the last weights" in result.stdout
 
 
@@ -608,9 +570,8 @@ def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
             torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1))
         )
     assert [tuple(x.shape) for x, _ in seen] == [(96, 8), (96, 8), (24, 32)]
-    assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1]) and torch.equal(
-        seen[0][1].view(24, 32), rows[:, 1:]
-    )
+    assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1])
+    assert torch.equal(seen[0][1].view(24, 32), rows[:, 1:])
     assert losses[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -632,11 +593,8 @@ def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, mo
 
     run.train_step = guarded
     run.train()
-    assert (
-        waiting[:3] == [[]] * 3
-        and waiting[4:] == [[s - 2, s - 1] for s in range(4, 8)]
-        and not run.in_flight
-    )
+    assert waiting[:3] == [[]] * 3 and waiting[4:] == [[s - 2, s - 1] for s in range(4, 8)]
+    assert not run.in_flight
 
 
 def test_the_average_is_what_is_scored_and_exported(script):
@@ -742,14 +700,10 @@ def test_supported_torch_versions_have_what_is_used():
     """The script asks for what differs between torch 2.9 and 2.13 before it uses it. The rest is in
     every version."""
     assert callable(torch._foreach_lerp_) and callable(torch._foreach_copy_)
-    assert hasattr(torch.distributed, "reduce_scatter_tensor") and hasattr(
-        torch.distributed, "all_gather_into_tensor"
-    )
-    for name in (
-        "enable_cudnn_sdp",
-        "enable_flash_sdp",
-        "enable_mem_efficient_sdp",
-        "enable_math_sdp",
+    assert hasattr(torch.distributed, "reduce_scatter_tensor")
+    assert hasattr(torch.distributed, "all_gather_into_tensor")
+    for name in tuple(
+        ["enable_cudnn_sdp", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp"]
     ):
         assert hasattr(torch.backends.cuda, name)
     source = (ROOT / "train_gpt.py").read_text()
@@ -830,9 +784,8 @@ def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
             train_gpt.main()
-        assert waited == before and capsys.readouterr().err.startswith(
-            "error: NUM_LAYERS='no' is not a whole number"
-        )
+        assert waited == before
+        assert capsys.readouterr().err.startswith("error: NUM_LAYERS='no' is not a whole number")
 
 
 def test_empty_data_folder(script, tmp_path):
@@ -846,10 +799,8 @@ def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     shutil.copy(data / "fineweb_val_000000.bin", tmp_path)
     result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0, SHUFFLE_SEED=0)
-    assert (
-        result.returncode == 1
-        and f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
-    )
+    assert result.returncode == 1
+    assert f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
 
 
 def test_folder_that_cannot_be_written(script, tmp_path):
@@ -864,9 +815,8 @@ def test_full_disk(env, tmp_path):
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
     code = f"import resource, runpy; {limit}; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
     result = run(["-c", code], env(RUN_ID="full"), tmp_path)
-    assert result.returncode == 1 and "cannot write logs/full.txt: File too large" in sentence(
-        result
-    )
+    assert result.returncode == 1
+    assert "cannot write logs/full.txt: File too large" in sentence(result)
 
 
 def test_full_disk_at_the_export(env, tmp_path):
@@ -880,17 +830,13 @@ def test_full_disk_at_the_export(env, tmp_path):
     result = run([ROOT / "train_gpt.py"], knobs, tmp_path, fresh=True)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
     reason = "cannot write final_model.int6.xz: No space left on device; free space or choose a writable folder"
-    assert (
-        result.returncode == 1 and sentence(result) == f"error: {reason}; the artifact is {spare}"
-    )
-    assert (
-        train_gpt.load_artifact(spare.read_bytes())
-        and "final_int6_sliding_window_exact" in result.stdout
-    )
+    assert result.returncode == 1
+    assert sentence(result) == f"error: {reason}; the artifact is {spare}"
+    assert train_gpt.load_artifact(spare.read_bytes())
+    assert "final_int6_sliding_window_exact" in result.stdout
     assert (tmp_path / "final_model.int6.xz").read_bytes() == b"of an earlier run"
-    assert not list(tmp_path.glob("*.partial")) and "finished" not in events_of(
-        tmp_path / "logs" / "full.jsonl"
-    )
+    assert not list(tmp_path.glob("*.partial"))
+    assert "finished" not in events_of(tmp_path / "logs" / "full.jsonl")
 
 
 @pytest.mark.parametrize("only", [False, True])
@@ -921,13 +867,10 @@ def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypat
         log("step:20 train_loss:3", bar=("training: step 20", 0.25))
         log("a result")
     shown = screen.getvalue()
-    assert ("training: step 20 25% |" in shown) == terminal and (
-        "step:20 train_loss:3\n" in shown
-    ) != terminal
-    assert (
-        "a result\n" in shown
-        and (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
-    )
+    assert ("training: step 20 25% |" in shown) == terminal
+    assert ("step:20 train_loss:3\n" in shown) != terminal
+    assert "a result\n" in shown
+    assert (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
     assert not terminal or shown.endswith("\r"), "the bar is removed"
 
 

@@ -247,13 +247,11 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
     ]
     assert refused.startswith("machine install ") and made == "venv --system-site-packages .venv"
     (command,) = rest
-    assert (
-        command.startswith(".venv install ") and "torch" not in command and "numpy" not in command
-    )
+    assert command.startswith(".venv install ") and "torch" not in command
+    assert "numpy" not in command
     machine.installed.unlink()
-    assert machine.run().returncode == 0 and machine.installations() == [], (
-        "the next run takes .venv at once"
-    )
+    # The next run takes .venv at once
+    assert machine.run().returncode == 0 and machine.installations() == []
 
 
 def test_a_virtual_environment_without_pip_gets_it(machine):
@@ -302,9 +300,8 @@ def test_the_venv_is_next(machine):
     result = machine.run()
     assert trained(result), result.stderr
     (command,) = [line for line in machine.installations() if not line.startswith("constraint")]
-    assert command.startswith(".venv install ") and {
-        word for word in command.split() if "==" in word
-    } == {PINS[name] for name in NAMES}
+    assert command.startswith(".venv install ")
+    assert {word for word in command.split() if "==" in word} == {PINS[name] for name in NAMES}
 
 
 def test_an_older_python_is_an_error(machine):
@@ -457,10 +454,8 @@ def test_own_data_are_used_as_they_are(complete):
 
 def test_the_end_says_how_to_go_on(machine):
     """With .venv, also how to activate it, unless it is."""
-    activate, data = (
-        "    source .venv/bin/activate\n",
-        "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model",
-    )
+    activate = "    source .venv/bin/activate\n"
+    data = "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
     evaluate = f"    {data} EVAL_ONLY=logs/demo.int6.xz python train_gpt.py\n"
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site")
@@ -471,10 +466,8 @@ def test_the_end_says_how_to_go_on(machine):
     machine.torch(machine.root / "site")
     machine.has(*NAMES)
     plain = machine.run()
-    assert (
-        activate not in plain.stdout
-        and evaluate.replace("python train", "python3 train") in plain.stdout
-    )
+    assert activate not in plain.stdout
+    assert evaluate.replace("python train", "python3 train") in plain.stdout
 
 
 def test_the_end_names_the_data_that_were_given(complete, tmp_path):

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, refused
 from sample_logs import LATER, LEGAL, PUBLISHED, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 import runs
-from train_gpt import UserError
 
 
 def test_published_logs_are_read(tmp_path):
@@ -37,10 +36,8 @@ def test_a_banded_pass_is_the_score_without_test_time_training(tmp_path, names):
     ]
     text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n" + "\n".join(lines) + "\n"
     found = runs.read_run(written(tmp_path, text))
-    assert (
-        found.score_name == f"final_int6_{names[-1]}"
-        and found.score.bpb == 1 + (len(names) - 1) / 10
-    )
+    assert found.score_name == f"final_int6_{names[-1]}"
+    assert found.score.bpb == 1 + (len(names) - 1) / 10
 
 
 def test_later_published_logs_are_read(tmp_path):
@@ -126,7 +123,7 @@ def test_our_log_is_finished_by_its_last_line(swept, tmp_path):
 def test_a_group_has_one_kind_of_score(tmp_path):
     written(tmp_path, PUBLISHED)
     written(tmp_path, PUBLISHED.replace("seed:42", "seed:1") + LEGAL, "train_seed1.log")
-    with pytest.raises(UserError, match="have the scores legal_ttt and final_int6_sliding_window"):
+    with refused("have the scores legal_ttt and final_int6_sliding_window"):
         runs.read_group(str(tmp_path))
 
 
@@ -152,11 +149,11 @@ def test_what_is_not_a_single_run_is_refused(tmp_path):
         (PUBLISHED + PUBLISHED, "holds several runs"),
         ("hello\n", "neither steps nor scores"),
     ):
-        with pytest.raises(UserError, match=part):
+        with refused(part):
             runs.read_run(written(tmp_path, text))
-    with pytest.raises(UserError, match="did not finish"):
+    with refused("did not finish"):
         _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
     (tmp_path / "x.jsonl").write_text("{}")
     for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
-        with pytest.raises(UserError, match=part):
+        with refused(part):
             runs.read_run(tmp_path / name)

@@ -9,8 +9,8 @@ import sentencepiece
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, weights_of
-from train_gpt import BOS, UserError
+from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, refused, run, weights_of
+from train_gpt import BOS
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
@@ -143,11 +143,9 @@ def artifact(data, tmp_path_factory):
 
 def test_the_program_repeats_itself(artifact, data, tmp_path):
     def said(*options) -> str:
-        environment = {
-            "TOKENIZER_PATH": str(data / "tokenizer.model"),
-            "DEVICE": "cpu",
-            "COMPUTE_DTYPE": "float32",
-        }
+        environment = dict(
+            TOKENIZER_PATH=str(data / "tokenizer.model"), DEVICE="cpu", COMPUTE_DTYPE="float32"
+        )
         result = run(
             [SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options], environment, tmp_path
         )
@@ -200,7 +198,7 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
         monkeypatch.setattr(
             sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
         )
-        with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
+        with refused("the prompt is not UTF-8 text"):
             sample.main()
 
 

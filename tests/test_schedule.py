@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, made, variables
+from conftest import PARTS, made, refused, variables
 from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 
@@ -95,12 +95,9 @@ def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
     """The warm-up compiles one graph for short sequences and one for QAT. Both together would need
     a graph more, which would be compiled during the run."""
     monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", fraction)
-    knobs = {
-        "ITERATIONS": "1000",
-        "MAX_WALLCLOCK_SECONDS": "0",
-        "QAT_THRESHOLD": threshold,
-        "WARMDOWN_FRAC": "1",
-    }
+    knobs = dict(
+        ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", QAT_THRESHOLD=threshold, WARMDOWN_FRAC="1"
+    )
     steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
 
@@ -135,7 +132,7 @@ def test_depth_recurrence_begins_at_its_fraction_of_the_run():
     assert hp.visits(False) == tuple(range(11))
     assert hp.visits() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
     assert Hyperparameters().visits() == tuple(range(11))
-    with pytest.raises(train_gpt.UserError, match="end the loop before lanes"):
+    with refused("end the loop before lanes"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
 

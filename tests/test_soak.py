@@ -22,13 +22,7 @@ import pytest
 from conftest import ROOT, start
 
 KILLS = int(os.environ.get("SOAK_KILLS", 6))
-KNOBS = {
-    "ITERATIONS": 80,
-    "WARMDOWN_ITERS": 20,
-    "TRAIN_LOG_EVERY": 1,
-    "CHECKPOINT_EVERY": 3,
-    "RESUME": "auto",
-}
+KNOBS = dict(ITERATIONS=80, WARMDOWN_ITERS=20, TRAIN_LOG_EVERY=1, CHECKPOINT_EVERY=3, RESUME="auto")
 
 
 def kill_all(pid: int) -> None:

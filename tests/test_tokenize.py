@@ -18,7 +18,7 @@ import sentencepiece
 
 import train_gpt
 import warm_python
-from conftest import ROOT, write_shard
+from conftest import ROOT, refused, write_shard
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -111,7 +111,7 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     if "without" in request.node.callspec.id and text[:1] in (" ", "\u2581"):
         # No prefixed space and none removed: the first space of a document would cost nothing. This
         # is an error.
-        with pytest.raises(UserError, match="but the evaluator would count"):
+        with refused("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
     tokens, (document,) = encoder.encode([Record(name, text)])
@@ -123,9 +123,8 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     assert document.lost == len(text.encode()) - len(decoded.encode())
     assert document.changed == (decoded != text)
     if request.node.callspec.params["model"] in ("identity", "caseops") and "\u2581" not in text:
-        assert decoded == text, (
-            "our tokenizers change nothing but U+2581, which SentencePiece takes for a space"
-        )
+        # Our tokenizers change nothing but U+2581, which SentencePiece takes for a space
+        assert decoded == text
 
 
 def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
@@ -148,7 +147,7 @@ def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
         byte_fallback=False,
         **SPECIAL,
     )
-    with pytest.raises(UserError, match="line 3 has 3 bytes, but the evaluator would count 0"):
+    with refused("line 3 has 3 bytes, but the evaluator would count 0"):
         tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode(
             [Record("line 3", "\u4e2d")]
         )
@@ -159,9 +158,8 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, vocab_size))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
     assert pieces.vocab_size() == vocab_size and (pieces.bos_id(), pieces.eos_id()) == (1, 2)
-    assert {pieces.piece_to_id("\u2581"), pieces.piece_to_id("\n")}.isdisjoint({pieces.unk_id()}), (
-        "pieces of their own"
-    )
+    # Pieces of their own
+    assert {pieces.piece_to_id("\u2581"), pieces.piece_to_id("\n")}.isdisjoint({pieces.unk_id()})
     assert sum(map(pieces.is_byte, range(vocab_size))) == 256
     encoder = tokenize_text.Encoder(str(tmp_path / "t.model"), Reading())
     assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
@@ -327,9 +325,7 @@ def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
     model.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
     encoder = tokenize_text.Encoder(str(model), Reading())
     assert encoder.encode([Record("", "plain Text")]).documents[0].size == 10
-    with pytest.raises(
-        UserError, match="line 7 is not restored by CaseOps|line 7 has 3 bytes, but"
-    ):
+    with refused("line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
         encoder.encode([Record("line 7", "H\u0331")])
 
 
@@ -342,20 +338,15 @@ def test_shards_with_caseops(sources, tmp_path, capsys):
     assert tally.splits["train"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[5:])
     assert inspect_shards.inspect(out, None, 1) == []
     printed = capsys.readouterr().out
-    assert (
-        f"{tally.splits['train']['bytes']:,} bytes" in printed
-        and f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
-    )
+    assert f"{tally.splits['train']['bytes']:,} bytes" in printed
+    assert f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
     build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
     for name in manifest["files"]:
-        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes(), (
-            "recognised by its operators"
-        )
+        # Recognised by its operators
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
     build(sources, out, force=True)
-    assert (
-        shards.read_manifest(out)["tokenizer"]["caseops"] is False
-        and decoded(out, "val") == DOCUMENTS[:5]
-    )
+    assert shards.read_manifest(out)["tokenizer"]["caseops"] is False
+    assert decoded(out, "val") == DOCUMENTS[:5]
 
 
 def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path, env, capsys):
@@ -369,9 +360,7 @@ def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path,
     assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5]) and not note
     # As beside the published shards, whose tokenizer has the same operators
     (out / "manifest.json").unlink()
-    with pytest.raises(
-        UserError, match="has CaseOps operators, but .* so the bytes are unknown: get one of them"
-    ):
+    with refused("has CaseOps operators, but .* so the bytes are unknown: get one of them"):
         train_gpt.count_bytes(hp, tokens)
     shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
     assert (train_gpt.count_bytes(hp, tokens)[0] == 3).all()
@@ -450,21 +439,16 @@ def decoded(folder: Path, split: str) -> list[str]:
 
 def test_shards_hold_the_documents(sources, tmp_path):
     tally = build(sources, tmp_path / "out", shard_tokens=1000)
-    assert (
-        decoded(tmp_path / "out", "val") == DOCUMENTS[:5]
-        and decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
-    )
+    assert decoded(tmp_path / "out", "val") == DOCUMENTS[:5]
+    assert decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
     manifest = shards.read_manifest(tmp_path / "out")
     assert manifest["splits"] == tally.splits
     assert tally.splits["val"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:5])
     counts = [
         entry["tokens"] for name, entry in sorted(manifest["files"].items()) if "train" in name
     ]
-    assert (
-        len(counts) > 3
-        and set(counts[:-1]) == {1000}
-        and sum(counts) == tally.splits["train"]["tokens"]
-    )
+    assert len(counts) > 3 and set(counts[:-1]) == {1000}
+    assert sum(counts) == tally.splits["train"]["tokens"]
     assert shards.problems(tmp_path / "out", manifest) == []
     name = next(iter(manifest["files"]))
     manifest["files"][name]["sha256"] = "0" * 64
@@ -529,20 +513,17 @@ def test_a_sample_has_about_the_requested_size(tmp_path):
     for wanted in (5_000, 20_000, 10**9):
         sample = tokenize_text.sample_texts([path], Reading(), "identity", Split(0, 0.0), wanted)
         sizes[wanted] = sum(map(len, sample))
-    assert (
-        sizes[10**9] == sum(map(len, texts))
-        and 3_000 < sizes[5_000] < 7_000
-        and 15_000 < sizes[20_000] < 25_000
-    )
+    assert sizes[10**9] == sum(map(len, texts)) and 3_000 < sizes[5_000] < 7_000
+    assert 15_000 < sizes[20_000] < 25_000
 
 
 def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path, monkeypatch):
     out = tmp_path / "made" / "out"
     build(sources, out, shard_tokens=1000)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(UserError, match="exists already.*--force"):
+    with refused("exists already.*--force"):
         build(sources, out)
-    with pytest.raises(UserError, match="no document was left for train"):
+    with refused("no document was left for train"):
         build(sources, out, val_docs=10_000, tokenizer=out / "tokenizer.model", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -576,9 +557,8 @@ def test_standard_input_and_what_is_printed(tmp_path):
         "VOCAB_SIZE=400",
         str(ROOT / "run.sh") if Path.cwd() != ROOT else "./run.sh",
     ]
-    assert [path.name for path in tmp_path.iterdir()] == ["my out"], (
-        "the copy of standard input is gone"
-    )
+    # The copy of standard input is gone
+    assert [path.name for path in tmp_path.iterdir()] == ["my out"]
 
 
 @pytest.mark.parametrize(
@@ -607,7 +587,7 @@ def test_standard_input_and_what_is_printed(tmp_path):
 def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=part):
+    with refused(part):
         files = tokenize_text.find_files([tmp_path / name])
         options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
         tokenize_text.build(files, tmp_path / "out", options, Reading())
@@ -640,7 +620,7 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
 )
 def test_wrong_files_and_vocabularies_are_named(sources, tmp_path, call, part):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=part):
+    with refused(part):
         call(tmp_path)
 
 
@@ -685,13 +665,13 @@ def die(*arguments):
 
 def test_a_worker_that_dies_is_named(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_text, "encode_chunk", die)
-    with pytest.raises(UserError, match="a worker process died"):
+    with refused("a worker process died"):
         build(sources, tmp_path / "out")
 
 
 def test_foreign_tokenizers(sources, tmp_path):
     (tmp_path / "noise.model").write_bytes(b"noise")
-    with pytest.raises(UserError, match="noise.model is not a SentencePiece model"):
+    with refused("noise.model is not a SentencePiece model"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "noise.model")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -703,7 +683,7 @@ def test_foreign_tokenizers(sources, tmp_path):
         eos_id=1,
         minloglevel=2,
     )
-    with pytest.raises(UserError, match="token 2 as BOS, but .* starts with token 1"):
+    with refused("token 2 as BOS, but .* starts with token 1"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model")
 
 
@@ -716,7 +696,7 @@ def test_force_replaces_no_input_and_no_file(sources, tmp_path, monkeypatch, pla
         monkeypatch.chdir(tmp_path / "in")
     out = {"here": Path("."), "input": tmp_path / "in", "file": inside}[place]
     files = sources["jsonl"] if place != "input" else [inside]
-    with pytest.raises(UserError, match="--out .* (would be replaced, but .* is in it|is a file)"):
+    with refused("--out .* (would be replaced, but .* is in it|is a file)"):
         tokenize_text.build(files, out, Options(vocab_size=400, val_docs=5), Reading(), force=True)
     assert inside.read_text() == "one"
 
@@ -762,11 +742,7 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     out = tmp_path / "out"
     build(sources, out)
     val = out / "fineweb_val_000000.bin"
-    files = {
-        "train": out / "fineweb_train_000000.bin",
-        "val": val,
-        "model": out / "tokenizer.model",
-    }
+    files = dict(train=out / "fineweb_train_000000.bin", val=val, model=out / "tokenizer.model")
     good = {kind: path.read_bytes() for kind, path in files.items()}
 
     def wrong_after(**changes) -> str:
@@ -836,5 +812,5 @@ def first_document(path: Path) -> list[int]:
 )
 def test_wrong_manifests_are_named(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    with pytest.raises(UserError, match="manifest.json cannot be read as a manifest"):
+    with refused("manifest.json cannot be read as a manifest"):
         shards.read_manifest(tmp_path)

@@ -84,12 +84,7 @@ def preload() -> None:
     import gc
     from importlib import import_module
 
-    for module in (
-        "constriction",
-        "sentencepiece",
-        "torch._dynamo",
-        "torch.distributed.run",
-    ):
+    for module in ["constriction", "sentencepiece", "torch._dynamo", "torch.distributed.run"]:
         import_module(module)
     del sys.modules["torch.distributed.run"]  # -m imports it again, and would warn
     assert len(os.listdir("/proc/self/task")) == 1, "the server has threads"
@@ -204,11 +199,9 @@ def become(request: tuple, streams: list[int]) -> None:
         code = compile(arguments[1], "<string>", "exec")
     else:
         path = os.path.join(folder, arguments[0])
-        sys.argv, sys.path[0], main.__file__ = (
-            arguments,
-            os.path.dirname(os.path.realpath(path)),
-            path,
-        )
+        sys.argv = arguments
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+        main.__file__ = path
         code = compiled(path, os.stat(path).st_mtime_ns)
     exec(code, vars(main))
 

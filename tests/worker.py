@@ -148,18 +148,15 @@ def main() -> None:
     }[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
-        log, val = (
-            train_gpt.Log(hp, runtime.comm, folder),
-            train_gpt.read_validation(hp, runtime.device),
-        )
+        log = train_gpt.Log(hp, runtime.comm, folder)
+        val = train_gpt.read_validation(hp, runtime.device)
         run = train_gpt.Run(hp, runtime, log, val)
         with contextlib.closing(run.loader):
             act(run, folder)
     # None on systems without /proc
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-    assert not any("gloo" in name for name in threads), (
-        "threads of the process group remain and may abort the process"
-    )
+    # Threads of the process group remain and may abort the process
+    assert not any("gloo" in name for name in threads)
 
 
 main()
