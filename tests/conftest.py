@@ -64,7 +64,7 @@ def evaluate(*arguments) -> train_gpt.Score:
     return evaluator(*arguments).score_all()
 
 
-def refused(sentence: str):
+def user_error(sentence: str):
     """The block must raise a UserError whose sentence has this pattern."""
     return pytest.raises(train_gpt.UserError, match=sentence)
 
@@ -214,6 +214,12 @@ def run(
         process.kill()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def script_after(code: str) -> list[str]:
+    """Arguments of a Python that runs train_gpt.py after this code."""
+    path = str(ROOT / "train_gpt.py")
+    return ["-c", f"import runpy; {code}; runpy.run_path({path!r}, run_name='__main__')"]
 
 
 def processes_in(folder: Path) -> list[str]:

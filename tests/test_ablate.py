@@ -14,7 +14,7 @@ import scipy.stats
 import torch
 
 import train_gpt
-from conftest import ROOT, refused, run, start
+from conftest import ROOT, run, start, user_error
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -159,7 +159,7 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
     variants = dict(
         base=ablate.Variant({}), x=ablate.Variant({"SEED": "2"}), y=ablate.Variant({"SEED": "3"})
     )
-    with refused("base_seed1 failed: error: stopped by SIGTERM"):
+    with user_error("base_seed1 failed: error: stopped by SIGTERM"):
         ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
     assert started[0] == "base_seed1" and "y_seed1" not in started
     assert Path("work/base_seed1/checkpoints").is_dir()

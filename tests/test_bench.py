@@ -15,7 +15,7 @@ from torch._inductor.dependencies import MemoryDep
 from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 
 import train_gpt
-from conftest import ROOT, TINY, refused, run
+from conftest import ROOT, TINY, run, user_error
 from train_gpt import Hyperparameters
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -166,7 +166,7 @@ def test_ranks_that_cannot_share_a_batch(data):
         runtime = types.SimpleNamespace(
             comm=train_gpt.Comm(0, ranks), device=torch.device("cpu"), attention="flash"
         )
-        with refused(f"so {ranks} ranks cannot share its sequences evenly"):
+        with user_error(f"so {ranks} ranks cannot share its sequences evenly"):
             train_gpt.TrainingLoader(hp, runtime)
 
 
@@ -308,5 +308,5 @@ def test_costs_of_a_log():
 
 
 def test_the_model_of_a_gpu_refuses_what_is_no_knob():
-    with refused("'LAYERS' is not KNOB=VALUE"):
+    with user_error("'LAYERS' is not KNOB=VALUE"):
         h100.parse_knobs(["NUM_LAYERS=3", "LAYERS"])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from conftest import ROOT, refused, run
+from conftest import ROOT, run, user_error
 from sample_logs import LATER, LEGAL, PUBLISHED, counted, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -352,7 +352,7 @@ def test_make_refuses(made, swept, tmp_path):
         ("name", "author", "github_id", "blurb", "summary", "date", "attribution"), "x"
     )
     for logs, part in cases.items():
-        with refused(part):
+        with user_error(part):
             make_record.make(
                 [runs.read_run(path) for path in logs], given, "t", tmp_path, None, None
             )

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from conftest import ROOT, refused, run
+from conftest import ROOT, run, user_error
 from sample_logs import PUBLISHED, copy_of, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -74,21 +74,21 @@ def test_other_tokenizers_are_compared_by_bits(tmp_path):
 def test_groups_that_cannot_be_compared(tmp_path, swept):
     first = logs_of(swept)[0]
     mixed = ",".join(str(logs_of(swept, rate)[0]) for rate in ("0.005", "0.025"))
-    with refused(r"MATRIX_LR=0.005 and 0.025"):
+    with user_error(r"MATRIX_LR=0.005 and 0.025"):
         runs.read_group(mixed)
-    with refused("seed 1 more than once"):
+    with user_error("seed 1 more than once"):
         runs.read_group(f"{first},{first}")
-    with refused("there are no logs in"):
+    with user_error("there are no logs in"):
         runs.read_group(str(tmp_path / "no*"))
     unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
-    with refused("did not finish"):
+    with user_error("did not finish"):
         runs.read_group(str(unfinished))
     other = written(
         tmp_path,
         re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()),
         "other.txt",
     )
-    with refused("were scored on 77 and"):
+    with user_error("were scored on 77 and"):
         compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
 
 
@@ -103,7 +103,7 @@ def test_a_failed_run_is_left_out(tmp_path, capsys):
         f"left out: {failed} has no final score: the run did not finish; run it again or leave it out",
         f"left out: {dead} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log",
     ]
-    with refused("cannot read"):
+    with user_error("cannot read"):
         runs.read_group(f"{tmp_path / 'a'},nothing.log")
 
 
@@ -145,7 +145,7 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
         ("nothing.txt", [Path("nothing.txt")]),
     ):
         assert runs.find_logs(text) == expected
-    with refused("there are no logs in"):
+    with user_error("there are no logs in"):
         runs.find_logs(f"{tmp_path}/x*.txt")
 
 
@@ -202,7 +202,7 @@ def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
         log.read_text(),
     )
     log.write_text(text)
-    with refused(f"has the score {score}: it cannot be compared"):
+    with user_error(f"has the score {score}: it cannot be compared"):
         runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
 
 
@@ -214,5 +214,5 @@ def test_texts_of_different_sizes_are_not_compared(swept, tmp_path):
     for log in logs.glob("t_MATRIX_LR=0.005_seed*.txt"):
         log.write_text(re.sub(r"val_bytes:\d+", "val_bytes:900", log.read_text()))
     other = runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
-    with refused("the logs were scored on .* bytes: score all on the same"):
+    with user_error("the logs were scored on .* bytes: score all on the same"):
         compare.losses(sides[0], other)

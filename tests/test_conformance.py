@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import ROOT, refused, variables
+from conftest import ROOT, user_error, variables
 
 sys.path.insert(0, str(ROOT / "tools"))
 import conformance
@@ -129,7 +129,7 @@ def test_the_program(capsys, monkeypatch):
 
 
 def test_an_unknown_record_is_named():
-    with refused("does not exist: choose one of 1941"):
+    with user_error("does not exist: choose one of 1941"):
         conformance.Golden("77")
 
 

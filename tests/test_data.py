@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 
 import train_gpt
-from conftest import VOCAB, evaluator, made, refused, weights_of, write_shard
+from conftest import VOCAB, evaluator, user_error, write_shard
 from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, read_validation
 
 
@@ -170,7 +170,7 @@ def test_documents_need_starts(one_rank, tmp_path, data, knobs, split):
         write_shard(shard, np.where(tokens == train_gpt.BOS, 5, tokens))
     for changes in ({}, knobs):
         hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **changes)
-        with refused("does not mark where they begin") if changes else contextlib.nullcontext():
+        with user_error("does not mark where they begin") if changes else contextlib.nullcontext():
             read_validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
 
 
@@ -196,14 +196,14 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
         (exact[middle:] + (1 << 15), "32774 bytes for a token are impossible"),
     ):
         write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", rest)
-        with refused(error):
+        with user_error(error):
             read_validation(hp, runtime.device)
 
 
 def test_rows_hold_the_documents_that_begin_anywhere_in_them():
     for last, error in (
         (64, contextlib.nullcontext()),
-        (63, refused("3 documents begin")),
+        (63, user_error("3 documents begin")),
     ):
         with error:
             train_gpt.check_documents(np.array([0, 10, last]), 64, "fa3")
@@ -231,7 +231,7 @@ def test_documents_are_counted_for_flash_attention_3(
     sentence = (
         "3 documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes 2"
     )
-    outcome = refused(sentence) if refused else contextlib.nullcontext()
+    outcome = user_error(sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
         for step in range(loader.blocks // loader.rows + 1):
@@ -276,7 +276,7 @@ def test_token_outside_the_vocabulary_is_named(tmp_path, one_rank):
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path, SHUFFLE_SEED=0)
     loader.batch(0)
-    with refused(f"000000.bin holds token {VOCAB}.*VOCAB_SIZE"):
+    with user_error(f"000000.bin holds token {VOCAB}.*VOCAB_SIZE"):
         loader.batch(1)
 
 
@@ -287,9 +287,9 @@ def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path)
     loader.batch(0)
     os.truncate(path, 2001)
-    with refused("fineweb_train_000000.bin was truncated during the run"):
+    with user_error("fineweb_train_000000.bin was truncated during the run"):
         loader.batch(600)
-    with refused("fineweb_train_000000.bin was truncated during the run"):
+    with user_error("fineweb_train_000000.bin was truncated during the run"):
         loader.stream.read(400, 100)
 
 
@@ -316,34 +316,34 @@ def test_only_data_that_match_their_manifest_are_used(tmp_path, data, one_rank):
     made = "TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards"
     for content, sentence in {other: made, **dict.fromkeys(BROKEN, wrong)}.items():
         (tmp_path / "manifest.json").write_text(content)
-        with refused(sentence):
+        with user_error(sentence):
             read_validation(hp, runtime.device)
 
 
 def test_data_that_give_no_batch_are_named(tmp_path, one_rank):
-    with refused("TRAIN_BATCH_TOKENS=768 is not a multiple of 160, so 5"):
+    with user_error("TRAIN_BATCH_TOKENS=768 is not a multiple of 160, so 5"):
         loaders(one_rank, 5)
     write_shard(tmp_path / "fineweb_train_000000.bin", np.full(32, 5))
-    with refused("TRAIN_SEQ_LEN=32"):
+    with user_error("TRAIN_SEQ_LEN=32"):
         loaders(one_rank, 1, DATA_PATH=tmp_path)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.full(32, 5))
     hp, runtime = one_rank(DATA_PATH=tmp_path)
-    with refused("EVAL_SEQ_LEN=32"):
+    with user_error("EVAL_SEQ_LEN=32"):
         read_validation(hp, runtime.device)
 
 
 def test_tokenizer_errors(tmp_path, data, monkeypatch):
-    with refused("TOKENIZER_PATH=.*nowhere.* not a file"):
+    with user_error("TOKENIZER_PATH=.*nowhere.* not a file"):
         ByteCounter(str(tmp_path / "nowhere"), VOCAB)
-    with refused(f"{VOCAB} pieces, but VOCAB_SIZE=1024"):
+    with user_error(f"{VOCAB} pieces, but VOCAB_SIZE=1024"):
         ByteCounter(str(data / "tokenizer.model"), 1024)
     (tmp_path / "noise.model").write_bytes(b"\x00\x01noise")
-    with refused("not a SentencePiece model"):
+    with user_error("not a SentencePiece model"):
         ByteCounter(str(tmp_path / "noise.model"), VOCAB)
     monkeypatch.setattr(
         sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id()
     )
-    with refused(r"U\+2581"):
+    with user_error(r"U\+2581"):
         ByteCounter(str(data / "tokenizer.model"), VOCAB)
 
 
@@ -355,31 +355,15 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path, one_rank, monkey
     ):
         with open(tmp_path / name, "wb") as file:
             file.truncate(1 << 40)
-        with refused(f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
+        with user_error(f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
             use(tmp_path / name)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
-    with refused("its header promises 2147483647 tokens"):
+    with user_error("its header promises 2147483647 tokens"):
         TokenStream(str(tmp_path), "val", VOCAB)
     hp, runtime = one_rank()
     monkeypatch.setattr(train_gpt, "MAX_VALIDATION", 100)
-    with refused("validation tokens, over the limit of 100"):
+    with user_error("validation tokens, over the limit of 100"):
         read_validation(hp, runtime.device)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"DATA_PATH": "/nowhere"},
-        {"TOKENIZER_PATH": "/nowhere"},
-        {"VOCAB_SIZE": 300},
-        {"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"},
-    ],
-)
-def test_a_start_without_data_leaves_no_log(script, tmp_path, hyperparameters, changes):
-    hp = hyperparameters()
-    (tmp_path / "a.xz").write_bytes(train_gpt.pack_artifact(weights_of(made(hp)), hp))
-    result = script(**changes)
-    assert result.returncode == 1 and not (tmp_path / "logs").exists(), result.stderr
 
 
 def test_the_log_has_the_error_that_ended_the_start(script, tmp_path):

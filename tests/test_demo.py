@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import train_gpt
-from conftest import ROOT, refused, run
+from conftest import ROOT, run, user_error
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
@@ -28,7 +28,7 @@ def test_the_model_fits_the_machine(speed, name, monkeypatch):
             fixed,
             f"the demonstration's model is {fixed}, as DEMO_SIZE says",
         )
-    with refused("DEMO_SIZE=huge is not one of small, large"):
+    with user_error("DEMO_SIZE=huge is not one of small, large"):
         demo.choose_size({"DEMO_SIZE": "huge"}, 2)
 
 
@@ -147,7 +147,7 @@ def test_own_data_bring_their_tokenizer(tmp_path):
         chosen = demo.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
         return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
 
-    with refused("has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"):
+    with user_error("has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"):
         found()
     assert found(TOKENIZER_PATH="t.model", VOCAB_SIZE="9") == [None, None, None]
     entry = {"path": "../t.model", "sha256": "0", "vocab_size": 400}
@@ -192,5 +192,5 @@ def test_a_mistake_is_one_sentence_before_anything_is_measured(
     )
     monkeypatch.setattr(demo, "measure", None)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
-    with refused(f"^{re.escape(sentence)}"):
+    with user_error(f"^{re.escape(sentence)}"):
         demo.main()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from conftest import ROOT, TINY, VOCAB, refused, run, write_shard
+from conftest import ROOT, TINY, VOCAB, run, user_error, write_shard
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
 
@@ -84,7 +84,7 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
     for mine in (tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"):
         mine.write_text("mine")
-        with refused("holds something else than the demonstration's data"):
+        with user_error("holds something else than the demonstration's data"):
             demo_corpus.build(
                 mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000
             )
@@ -134,7 +134,7 @@ def test_report(demonstrated):
         line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores
     )
     events["start"]["hyperparameters"]["eval_mode"] = "banded"
-    with refused("the log has no event final_int6_banded_exact"):
+    with user_error("the log has no event final_int6_banded_exact"):
         report.table(events, *text)
     events["final_int6_banded_exact"] = {"val_bpb": 3.5}
     assert report.table(events, *text)[-1] == ("artifact, banded pass", 3.5, "the score")

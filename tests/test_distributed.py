@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, made, refused, run, start, weights_of
+from conftest import PARTS, ROOT, TINY, made, run, start, user_error, weights_of
 from train_gpt import Hyperparameters
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -220,10 +220,10 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
 
 def test_ranks_that_do_not_fill_the_mesh_are_an_error(hyperparameters):
     wrong = r"SHARD_RANKS=3 \(default: LOCAL_WORLD_SIZE\) does not divide the 8 ranks: set a divisor of 8"
-    with refused(wrong):
+    with user_error(wrong):
         train_gpt.Comm(0, 8).split(3, torch.device("cpu"))
     with (
-        refused("SHARD_RANKS=2 .* 1 ranks: set a divisor of 1"),
+        user_error("SHARD_RANKS=2 .* 1 ranks: set a divisor of 1"),
         train_gpt.Runtime.start(hyperparameters(SHARD_RANKS=2)),
     ):
         pass
@@ -241,5 +241,5 @@ def test_torchrun_fails_when_a_rank_fails(env, tmp_path):
 def test_more_local_ranks_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with refused("LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):
+    with user_error("LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):
         train_gpt.choose_device("auto", 1)

@@ -15,7 +15,7 @@ import pytest
 
 import train_gpt
 import warm_python
-from conftest import ROOT, refused, variables
+from conftest import ROOT, user_error, variables
 from hub import Hub
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -315,7 +315,7 @@ def test_too_little_disk(tmp_path, monkeypatch):
         download_fineweb.shutil, "disk_usage", lambda path: usage._replace(free=1499)
     )
     expected = r"the download has 1,500 bytes, but the disk of .* has 1,499 left.*HF_HOME"
-    with refused(expected):
+    with user_error(expected):
         download_fineweb.check_space(files, tmp_path, tmp_path / "data")
 
 
@@ -323,7 +323,7 @@ def test_a_manifest_of_another_form_is_named():
     remote = download_fineweb.Remote("a/b", "c")
     sentence = "c/manifest.json of a/b has an unknown format"
     for manifest in ({}, {"datasets": [{"name": NAME}], "tokenizers": []}, [], {"datasets": 3}):
-        with refused(sentence):
+        with user_error(sentence):
             download_fineweb.plan(manifest, "sp1024", 1, remote, Path("x"))
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
-from conftest import PARTS, evaluate, evaluator, made, noise, refused, weights_of
+from conftest import PARTS, evaluate, evaluator, made, noise, user_error, weights_of
 from train_gpt import Comm, read_validation
 
 
@@ -373,7 +373,7 @@ def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
     # Three in 128 positions are as many as fit, two in 32 are not
     val.documents = np.array([0, 100, 101])
     fa3 = dataclasses.replace(runtime, attention="fa3")
-    with refused("2 documents begin within 32 positions"):
+    with user_error("2 documents begin within 32 positions"):
         evaluator(None, val, hp, fa3, 128)
     for unused in ({"ttt_enabled": False}, {"ttt_mode": "lora", "ttt_lora_chunk": 8}):
         evaluator(None, val, dataclasses.replace(hp, **unused), fa3, 128)
@@ -386,7 +386,7 @@ def test_losses_that_are_not_finite_are_no_score(setting, number):
     scorer.score(scorer.windows())
     scorer.nats[:number] = math.inf if number == 1 else math.nan
     sentence = f"{number} of 450 validation losses are not finite: the weights are damaged"
-    with refused(sentence):
+    with user_error(sentence):
         scorer.result()
 
 
@@ -892,7 +892,7 @@ def test_each_visit_of_a_layer_has_its_own_change(one_rank):
 
 @pytest.mark.parametrize("wrong", ["k,q,k", "k, v", "", "tok_emb", "k,out,"])
 def test_targets_are_a_list_of_known_names(hyperparameters, wrong):
-    with refused("TTT_LORA_TARGETS=.* of q,k,v,out,mlp,head"):
+    with user_error("TTT_LORA_TARGETS=.* of q,k,v,out,mlp,head"):
         hyperparameters(TTT_LORA_TARGETS=wrong)
 
 

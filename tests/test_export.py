@@ -17,7 +17,7 @@ import torch
 import zstandard
 
 import train_gpt
-from conftest import ROOT, made, noise, quantised, refused, weights_of
+from conftest import ROOT, made, noise, quantised, user_error, weights_of
 from train_gpt import GPT, Hyperparameters, knobs_with
 
 
@@ -107,7 +107,7 @@ def test_an_artifact_that_is_not_finite_is_refused(model, tmp_path, env):
     weights = weights_of(model)
     weights["smear_gate"][3] = math.nan
     (tmp_path / "nan.xz").write_bytes(train_gpt.pack_artifact(weights, model.hp))
-    with refused("nan.xz cannot be used: smear_gate has values that are not finite"):
+    with user_error("nan.xz cannot be used: smear_gate has values that are not finite"):
         train_gpt.evaluate_only(env(), str(tmp_path / "nan.xz"))
 
 
@@ -426,7 +426,7 @@ def test_damaged_artifact_is_refused(model, damage, tmp_path):
     path.write_bytes(act(train_gpt.pack_artifact(weights_of(model), model.hp)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sentence = f"artifact {path} cannot be used: .*{message}.*; if truncated or altered, copy it"
-    with refused(sentence):
+    with user_error(sentence):
         train_gpt.read_artifact(str(path), {})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
 
@@ -516,7 +516,7 @@ def test_contradictory_header_is_refused(model, change):
     message, act = CHANGES[change]
     blob = rewritten(train_gpt.pack_artifact(weights_of(model), model.hp), act)
     sentence = rf"artifact a\.xz cannot be used: .*{message}.*; if truncated or altered"
-    with refused(sentence), train_gpt.reading_artifact("a.xz"):
+    with user_error(sentence), train_gpt.reading_artifact("a.xz"):
         train_gpt.load_artifact(blob)
 
 
@@ -570,13 +570,13 @@ def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
     path.write_bytes(blob)
     assert len(blob) < 4000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with refused("forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
+    with user_error("forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
         train_gpt.read_artifact(str(path), {})
     path.write_bytes(
         rewritten(train_gpt.pack_artifact(small, hp), setter(1 << 17, "evaluation", "eval_seq_len"))
     )
     train_gpt.read_artifact(str(path), {})
-    with refused("rotary factors exceed the limit"):
+    with user_error("rotary factors exceed the limit"):
         train_gpt.read_artifact(str(path), {"EVAL_MODE": "banded"})
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
@@ -586,7 +586,7 @@ def test_artifact_is_decoded_before_the_model_is_made(model, env, tmp_path, monk
     path = tmp_path / "damaged.xz"
     path.write_bytes(replaced(blob, values=np.zeros(9, np.uint8)))
     monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
-    with refused("damaged.xz cannot be used"):
+    with user_error("damaged.xz cannot be used"):
         train_gpt.evaluate_only(env(), str(path))
 
 
@@ -599,7 +599,7 @@ def test_missing_decoder_is_named(model, hyperparameters, tmp_path, monkeypatch)
     path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="lzma")))
     train_gpt.read_artifact(str(path), {})
     path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="ans")))
-    with refused(r"a\.xz needs a package: pip install constriction$"):
+    with user_error(r"a\.xz needs a package: pip install constriction$"):
         train_gpt.read_artifact(str(path), {})
 
 
@@ -617,7 +617,7 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
     path = tmp_path / "huge.xz"
     with open(path, "wb") as file:
         file.truncate(1 << 40)  # a sparse file
-    with refused("has 1099511627776 bytes, over the limit of"):
+    with user_error("has 1099511627776 bytes, over the limit of"):
         train_gpt.read_artifact(str(path), {})
 
 
@@ -650,10 +650,10 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
     stride = hp.eval_stride
     assert stride == model.hp.eval_stride != Hyperparameters().eval_stride
     assert train_gpt.read_artifact(str(path), environ | {"EVAL_STRIDE": "3"})[1].eval_stride == 3
-    with refused(f"MODEL_DIM=64 is set, but EVAL_ONLY={path} was made with 32"):
+    with user_error(f"MODEL_DIM=64 is set, but EVAL_ONLY={path} was made with 32"):
         train_gpt.read_artifact(str(path), environ | {"MODEL_DIM": "64"})
     tokenizer.write_bytes(b"others")
-    with refused(f"is not the tokenizer of EVAL_ONLY={path}"):
+    with user_error(f"is not the tokenizer of EVAL_ONLY={path}"):
         train_gpt.read_artifact(str(path), environ)
 
 
@@ -753,7 +753,7 @@ def test_writing_is_atomic(tmp_path, monkeypatch):
 
     write(b"old")
     monkeypatch.setattr(train_gpt.os, "fsync", full)
-    with refused("cannot write .*final_model.int6.xz: No space left"):
+    with user_error("cannot write .*final_model.int6.xz: No space left"):
         write(b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
@@ -762,13 +762,13 @@ def test_over_the_cap_is_an_error():
     """Fault D3."""
     hp = Hyperparameters()
     train_gpt.check_limits(16_000_000, 600.0, hp)
-    with refused("16000001 bytes, 1 over the limit"):
+    with user_error("16000001 bytes, 1 over the limit"):
         train_gpt.check_limits(16_000_001, 1.0, hp)
-    with refused("training took 600.01 s, over the limit of 600: this run is not a valid subm"):
+    with user_error("training took 600.01 s, over the limit of 600: this run is not a valid subm"):
         train_gpt.check_limits(1, 600.01, hp)
     for asked, allowed, forbidden in ((10, 599, 601), (3600, 3599, 3601), (0, 10**9, None)):
         hp = Hyperparameters(max_wallclock_seconds=float(asked))
         train_gpt.check_limits(1, allowed, hp)
         if forbidden:
-            with refused("over the limit"):
+            with user_error("over the limit"):
                 train_gpt.check_limits(1, forbidden, hp)

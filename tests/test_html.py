@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from conftest import ROOT, refused, run
+from conftest import ROOT, run, user_error
 from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
 from test_published import log_of
 
@@ -254,7 +254,7 @@ def test_runs_that_did_not_finish(swept, tmp_path):
     assert "(and 1 more such logs)" in found.text and "empty2" not in found.text
     names = [trace["name"] for trace in found.curves[0]["step"]["data"]]
     assert names == [second.stem, f"{first.stem}, not finished"]
-    with refused("empty.txt has neither steps nor scores"):
+    with user_error("empty.txt has neither steps nor scores"):
         written_page(tmp_path, empty)
 
 
@@ -291,7 +291,7 @@ def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
     assert line["y"][line["x"].index(200)] == pytest.approx((2.4382 + 2.4143 + 2.4116) / 3)
     assert "train_seed42: on the published track in all" in found.text
     log = written(tmp_path, log_of("399", "42", VOCAB_SIZE=400))
-    with refused("VOCAB_SIZE=400, but #399 has 1024"):
+    with user_error("VOCAB_SIZE=400, but #399 has 1024"):
         written_page(tmp_path, log, record="399")
 
 
@@ -302,7 +302,7 @@ def test_a_failed_write_keeps_the_old_page(swept, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with refused("No space left"):
+    with user_error("No space left"):
         written_page(tmp_path, logs_of(swept)[0])
     assert (tmp_path / "x.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import refused, variables
+from conftest import user_error, variables
 from train_gpt import Hyperparameters, UserError, knobs_with
 
 COMMAND = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA_DECAY=0.997 SWA_ENABLED=0
@@ -166,7 +166,7 @@ def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
 
 
 def test_odd_head_dimension_is_refused():
-    with refused("rotary"):
+    with user_error("rotary"):
         Hyperparameters.from_env(
             {"MODEL_DIM": "24", "NUM_HEADS": "8", "NUM_KV_HEADS": "4", "ROPE_DIMS": "0"}
         )
@@ -257,5 +257,5 @@ def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):
     del before["mlp_gate"]
     same = {"path": Path("step_1.npz"), "metadata": {"hyperparameters": before}}
     train_gpt.require_same_run(hyperparameters(), **same)
-    with refused("is of another run, with MLP_GATE=True instead of False"):
+    with user_error("is of another run, with MLP_GATE=True instead of False"):
         train_gpt.require_same_run(hyperparameters(MLP_GATE=1), **same)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from conftest import refused
+from conftest import user_error
 
 
 # ---- On a CPU ------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_a_kernel_that_raises_anything_is_skipped(hyperparameters, monkeypatch):
 def test_a_kernel_that_was_asked_for_is_not_replaced(hyperparameters):
     sentence = "ATTENTION=fa3: attention fa3 skipped: it needs a Hopper GPU: install one"
     with (
-        refused(sentence),
+        user_error(sentence),
         train_gpt.Runtime.start(hyperparameters(ATTENTION="fa3")),
     ):
         pass
@@ -189,14 +189,14 @@ def test_a_fused_mlp_that_cannot_be_used_is_an_error(fault, gpu):
     """Its output and the gradients of all four inputs are compared."""
     hp, runtime, _ = gpu({"fused": fault}, FUSED_MLP=1)
     sentence = FAULTS.get(fault, "its results differ from the plain form's")
-    with refused(f"^FUSED_MLP=1: {sentence}.*: set FUSED_MLP=0$"):
+    with user_error(f"^FUSED_MLP=1: {sentence}.*: set FUSED_MLP=0$"):
         train_gpt.choose_mlp(hp, runtime)
 
 
 def test_the_fused_mlp_needs_bf16_on_a_gpu(gpu):
     hp, runtime, _ = gpu(FUSED_MLP=1)
     runtime = dataclasses.replace(runtime, dtype=torch.float32)
-    with refused("on a GPU it needs COMPUTE_DTYPE=bfloat16"):
+    with user_error("on a GPU it needs COMPUTE_DTYPE=bfloat16"):
         train_gpt.choose_mlp(hp, runtime)
 
 
@@ -206,7 +206,7 @@ def test_a_kernel_must_work_on_all_ranks(gpu):
     answers = iter(["no fa3 here", "", "no Triton here"])
     chosen = train_gpt.choose_attention(hp, runtime)
     assert chosen.attention == "cudnn" and chosen.notes == ("attention fa3 skipped: no fa3 here",)
-    with refused("^FUSED_MLP=1: no Triton here: set FUSED_MLP=0$"):
+    with user_error("^FUSED_MLP=1: no Triton here: set FUSED_MLP=0$"):
         train_gpt.choose_mlp(hp, runtime)
 
 
@@ -267,7 +267,7 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu
     """A record run on rented GPUs would silently take several times as long."""
     faults = {name: "missing" for name in train_gpt.KERNELS[:-1] if name not in works}
     hp, runtime, _ = gpu(faults, ATTENTION=wanted)
-    with refused(sentence) as raised:
+    with user_error(sentence) as raised:
         train_gpt.choose_attention(hp, runtime)
     assert "ROCM" not in str(raised.value)
     hp, runtime, _ = gpu(faults, ATTENTION="math")
@@ -277,7 +277,7 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu
 def test_rocm_has_a_switch_for_its_kernels(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     hp, runtime, _ = gpu(dict.fromkeys(train_gpt.KERNELS, "missing"))
-    with refused("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"):
+    with user_error("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"):
         train_gpt.choose_attention(hp, runtime)
 
 
@@ -318,5 +318,5 @@ def test_nothing_is_downloaded_for_another_gpu(hopper, monkeypatch, capability, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(train_gpt, "import_fa3", None)
-    with refused("it needs a Hopper GPU"):
+    with user_error("it needs a Hopper GPU"):
         train_gpt.load_fa3()

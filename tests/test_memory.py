@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import refused
+from conftest import user_error
 
 
 def full(*_, **__):
@@ -67,7 +67,7 @@ def test_the_micro_batch_is_halved_until_it_fits(rows, expected, gpu):
 
 def test_a_sequence_that_does_not_fit_is_an_error(gpu):
     tried, _, make = gpu(0)
-    with refused("of 32 tokens does not fit .* TRAIN_SEQ_LEN"):
+    with user_error("of 32 tokens does not fit .* TRAIN_SEQ_LEN"):
         make()
     assert tried == [8, 4, 2, 1]
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from conftest import ROOT, made, matrices_of, noise, quantised, refused, run, weights_of
+from conftest import ROOT, made, matrices_of, noise, quantised, run, user_error, weights_of
 from train_gpt import BOS, GPT, Hyperparameters
 
 
@@ -479,7 +479,7 @@ def test_a_gpu_does_not_compute_eagerly_unasked(found, monkeypatch):
         missing = "triton"
     else:
         missing = "a C compiler"
-    with refused(f"torch.compile needs {missing}: install it, or set COMPILE=0"):
+    with user_error(f"torch.compile needs {missing}: install it, or set COMPILE=0"):
         train_gpt.choose_compile("auto", gpu)
 
 

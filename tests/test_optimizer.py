@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 import train_gpt
-from conftest import made, matrices_of, refused, weights_of
+from conftest import made, matrices_of, user_error, weights_of
 from train_gpt import GPT, Comm, Matrix, ParallelMuon, bank_shape, newton_schulz
 
 # The layout of #399: four banks, the down projections not transposed.
@@ -500,7 +500,7 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
         )
         assert torch.equal(optimizer.whole("qo_bank.momentum", rows), bank)
     for wrong in (torch.zeros(3, 4), None):
-        with refused("qo_bank.momentum with shape .*, not .*: it belongs to another model"):
+        with user_error("qo_bank.momentum with shape .*, not .*: it belongs to another model"):
             ranks[0].distribute("qo_bank.momentum", owned[0], wrong)
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, refused, run
+from conftest import ROOT, run, user_error
 from sample_logs import written
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -123,7 +123,7 @@ def test_a_running_log_is_compared(tmp_path):
     ],
 )
 def test_what_cannot_be_compared_is_an_error(tmp_path, name, text, part):
-    with refused(part):
+    with user_error(part):
         followed(tmp_path, name, text)
 
 

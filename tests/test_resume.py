@@ -16,7 +16,19 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, refused, run, start, variables, write_shard
+from conftest import (
+    PARTS,
+    ROOT,
+    TINY,
+    VOCAB,
+    made,
+    run,
+    script_after,
+    start,
+    user_error,
+    variables,
+    write_shard,
+)
 from train_gpt import Comm, StepSettings, UserError, knobs_with
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -171,7 +183,7 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_
 
     training.train_step = signalled
     sentence = f"stopped by SIGTERM after step 8; set RESUME=auto to continue from {step_file(8)}"
-    with refused(sentence) as stopped:
+    with user_error(sentence) as stopped:
         training.train()
     assert stopped.value.status == 143 and kept(tmp_path) == [8]
 
@@ -335,7 +347,7 @@ def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     needed = "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it"
-    with refused(needed), train_gpt.Runtime.start(hyperparameters()):
+    with user_error(needed), train_gpt.Runtime.start(hyperparameters()):
         pass
 
 
@@ -553,7 +565,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
     places = [*range(inside), *range(inside + weight.nbytes - 9, len(blob))]
     for end in range(0, len(blob), 7):
         path.write_bytes(blob[:end])
-        with refused("is truncated, altered or of another version: "):
+        with user_error("is truncated, altered or of another version: "):
             train_gpt.read_checkpoint(path)
     refused = 0
     for place in places:
@@ -613,7 +625,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(kind, undisturbed, knobs, tmp
     part, change = FORGED[kind]
     change(metadata, tensors)
     np.savez(step_file(12), metadata=json.dumps(metadata), **tensors)
-    with refused(part):
+    with user_error(part):
         resume(knobs)
 
 
@@ -642,7 +654,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(name, content, knobs, tmp_path,
     else:
         (folder / name).write_bytes(content)
     refused = f"checkpoints/r/{name} is truncated, altered or of another version: .* to start over"
-    with refused(refused):
+    with user_error(refused):
         resume(knobs)
     assert not Path("executed").exists()
 
@@ -653,9 +665,8 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     limit = max(path.stat().st_size for path in files) + 20_000
     # Checkpoints must be larger than the log
     assert (undisturbed / step_file(12)).stat().st_size > limit
-    limited = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
-    code = f"import resource, runpy; {limited}; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
-    result = run(["-c", code], knobs, tmp_path)
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
+    result = run(script_after(limited), knobs, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("note: there is no checkpoint of step ") == 4
     assert "File too large" in result.stdout

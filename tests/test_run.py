@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, refused, run, write_shard
+from conftest import PARTS, ROOT, TINY, VOCAB, run, script_after, user_error
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
@@ -70,6 +70,9 @@ def test_log_lines_are_those_that_tools_read(finished):
             assert re.search(rf"^{pattern}", text, re.M), pattern
     source = (ROOT / "train_gpt.py").read_text()
     assert log.startswith(source), "the log begins with the source"
+    losses = [float(x) for x in re.findall(r"train_loss:(\S+)", result.stdout)]
+    assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
+    assert losses[-1] < losses[0] - 0.5, "it learns"
     assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log
     assert f"torch {torch.__version__}" in log
 
@@ -87,12 +90,6 @@ def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
     assert error.startswith(
         "error: a GPU's memory is full (OutOfMemoryError: CUDA out of memory. Tried to allocate 6.00 GiB.): set a low"
     )
-
-
-def test_training_learns(finished):
-    losses = [float(x) for x in re.findall(r"train_loss:(\S+)", finished[1].stdout)]
-    assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
-    assert losses[-1] < losses[0] - 0.5
 
 
 def test_log_tells_when_late_qat_acts(finished):
@@ -192,16 +189,8 @@ def test_eval_only_repeats_the_scores_on_two_ranks(finished, env, tmp_path):
 def test_cap_shorter_than_calibration(one_rank, tmp_path):
     run = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=0.001)
     short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
-    with refused(short):
+    with user_error(short):
         run.warm_up()
-
-
-def test_eval_only_refuses_another_tokenizer(finished, env, tmp_path):
-    other = tmp_path / "other.model"
-    other.write_bytes(Path(env()["TOKENIZER_PATH"]).read_bytes() + b" ")
-    knobs = evaluating(env, finished[0] / "final_model.int6.xz", TOKENIZER_PATH=other)
-    refused = run([ROOT / "train_gpt.py"], knobs, tmp_path)
-    assert "is not the tokenizer of EVAL_ONLY=" in sentence(refused)
 
 
 @pytest.mark.parametrize("compiles", ["1", "auto"])
@@ -232,18 +221,16 @@ def test_evaluations_are_timed_without_compiling(
     assert ("compiling, which takes minutes" in capsys.readouterr().out) == (compiles == "1")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path, ranks):
-    """Another training or evaluation with its RUN_ID replaced it."""
+def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path):
+    """Another training or evaluation with its RUN_ID replaced it. Here on two ranks."""
     shutil.copytree(finished[0], tmp_path / "run")
     log, path = tmp_path / "run" / "logs" / "tiny.txt", finished[0] / "final_model.int6.xz"
     before = log.read_bytes()
-    used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt and .jsonl"
+    used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt"
     for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
-        result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks)
+        result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks=2)
         assert result.returncode == 1 and result.stderr.count(used) == 1
-        assert log.read_bytes() == before
-        assert "lost a collective" not in result.stderr
+        assert log.read_bytes() == before and "lost a collective" not in result.stderr
 
 
 def log_of(hyperparameters, folder, *kinds, **changes):
@@ -269,7 +256,7 @@ def log_of(hyperparameters, folder, *kinds, **changes):
 )
 def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
     hp, log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
-    with refused("RUN_ID=r is used") if used else contextlib.nullcontext():
+    with user_error("RUN_ID=r is used") if used else contextlib.nullcontext():
         log.require_unused(hp, train_gpt.Comm())
 
 
@@ -281,7 +268,7 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
     log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     log("second")
     assert capsys.readouterr().out == "first\nsecond\n"
-    with refused("cannot write /dev/full: No space left on device; free space"):
+    with user_error("cannot write /dev/full: No space left on device; free space"):
         log.finish(train_gpt.Comm(), "1.0 bits per byte", 5, "go on")
     assert "finished" not in (tmp_path / "r.jsonl").read_text()
 
@@ -301,7 +288,7 @@ def test_the_space_is_checked_before_the_training(
     disk = shutil._ntuple_diskusage(0, 0, free << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
-    with refused(part) if part else contextlib.nullcontext():
+    with user_error(part) if part else contextlib.nullcontext():
         train_gpt.require_space(hp)
     Path("checkpoints/r").mkdir(parents=True)
     for step in (1, 2):  # what is there needs no more space
@@ -318,14 +305,6 @@ def test_the_artifact_describes_the_run(finished):
     assert made["ranks"] == 1
     assert f"val_bpb:{made['val_bpb']:.8f}" in finished[1].stdout
     assert header["coder"] == "ans" and header["row_range"] == "sdclip"
-
-
-def test_target_bytes(script, tmp_path):
-    limit = 18_000
-    result = script(TARGET_BYTES=(ROOT / "train_gpt.py").stat().st_size + limit)
-    assert result.returncode == 0, result.stderr
-    size = (tmp_path / "final_model.int6.xz").stat().st_size
-    assert "export: steps" in result.stdout and 17_000 < size <= limit
 
 
 def test_a_target_below_the_script_is_refused_before_the_training(script, tmp_path):
@@ -347,14 +326,6 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tm
     assert train_gpt.load_artifact(path.read_bytes())
 
 
-def test_an_evaluation_checks_the_size(finished, env, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 100_000)
-    path = str(finished[0] / "final_model.int6.xz")
-    with refused("over the limit of 100000: not a valid submission"):
-        train_gpt.evaluate_only(env(EVAL_ONLY=path, RUN_ID="again"), path)
-
-
 @pytest.mark.parametrize(
     "package, setting, changes",
     [
@@ -369,7 +340,7 @@ def test_a_missing_package_is_reported_before_training(
     monkeypatch.setattr(
         train_gpt, "find_spec", lambda name: None if name == package else find(name)
     )
-    with refused(f"{setting} needs {package}: pip install {package}"):
+    with user_error(f"{setting} needs {package}: pip install {package}"):
         train_gpt.train_and_score(hyperparameters(**changes))
 
 
@@ -377,34 +348,24 @@ def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparam
     """Its own script would refuse to load what it exports, also without a limit of its bytes."""
     monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
     hp = hyperparameters(MODEL_DIM=2048, NUM_LAYERS=6, TARGET_BYTES=0)
-    with refused("weights and rotary factors exceed the limit of 67108864 of an art"):
+    with user_error("weights and rotary factors exceed the limit of 67108864 of an art"):
         train_gpt.train_and_score(hp)
 
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
-def test_test_time_training_is_the_same_on_two_ranks(finished, env, tmp_path, mode):
-    """Ranks have equal weights (sgd) or share the documents (lora). The other scores stay the
-    same."""
+def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_path, mode):
+    """Ranks have equal weights (sgd) or share the documents (lora)."""
+    (tmp_path / "half").mkdir()
+    shutil.copy(data / "fineweb_val_000000.bin", tmp_path / "half")
     changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 256, "TTT_LORA_CHUNK": 8}
-    knobs = evaluating(env, finished[0] / "final_model.int6.xz", **changes)
+    knobs = evaluating(env, finished[0] / "final_model.int6.xz", **changes, DATA_PATH="half")
     results = [run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks) for ranks in (1, 2)]
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
-    scores = [
-        dict(re.findall(r"^(final_\w+) val_loss:(\S+)", result.stdout, re.M)) for result in results
-    ]
-    names = ("roundtrip", "sliding_window", f"ttt_{mode}")
-    assert list(scores[0]) == [f"final_int6_{name}_exact" for name in names]
-    for name, nats in scores[0].items():
-        assert float(scores[1][name]) == pytest.approx(float(nats), abs=2e-6), name
-    before = re.search(r"final_int6_sliding_window_exact val_loss:(\S+)", finished[1].stdout).group(
-        1
-    )
-    assert float(scores[0]["final_int6_sliding_window_exact"]) == pytest.approx(
-        float(before), abs=1e-7
-    )
-    tokens, nbytes = re.search(r"val_tokens:(\d+) val_bytes:(\d+)", finished[1].stdout).groups()
-    # Part of every final score
-    assert results[0].stdout.count(f"val_tokens:{tokens} val_bytes:{nbytes}") == 3
+    form = r"^final_int6_(\w+)_exact val_loss:(\S+) .* val_tokens:\d+ val_bytes:\d+"
+    one, two = (dict(re.findall(form, result.stdout, re.M)) for result in results)
+    assert list(one) == ["roundtrip", "sliding_window", f"ttt_{mode}"]
+    for name, nats in one.items():
+        assert float(two[name]) == pytest.approx(float(nats), abs=2e-6), name
 
 
 def test_ctrl_c_during_the_last_evaluation(finished, env, tmp_path):
@@ -426,38 +387,26 @@ train_gpt.main()
     assert not re.search(r"(?m)^final_int6_", (tmp_path / "logs" / "cut.txt").read_text())
 
 
-def test_eval_only_contradiction(finished, script):
-    result = script(EVAL_ONLY=finished[0] / "final_model.int6.xz", NUM_LAYERS=4)
-    assert result.returncode == 1
-    assert "NUM_LAYERS=4 is set, but" in sentence(result)
-    assert "was made with 3: unset it" in sentence(result)
-
-
-def test_lzma_run(script, tmp_path):
-    result = script(COMPRESSOR="lzma", WARMUP_STEPS=0, EMA_ENABLED=0, GPTQ_BATCHES=0)
+def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
+    """PROFILE=folder writes a trace that holds the operators of five steps, and changes nothing
+    else."""
+    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
+    result = script(COMPRESSOR="lzma", PROFILE="traces", ITERATIONS=9, **off)
     assert result.returncode == 0, result.stderr
     assert "weights, plain" in result.stdout and "gptq:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
-    assert (tmp_path / "final_model.int6.xz").exists()
     assert "exporting the last weights" in result.stdout
-
-
-def test_profile_writes_a_trace(script, tmp_path):
-    """PROFILE=folder writes a trace that holds the operators of five steps, and changes nothing
-    else."""
-    result = script(PROFILE="traces", ITERATIONS=9)
-    assert result.returncode == 0, result.stderr
+    assert "final_int6_sliding_window_exact" in result.stdout
     (trace,) = (tmp_path / "traces").iterdir()
     events = json.loads(trace.read_text())["traceEvents"]
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
     assert len(steps) == 5 and any(event.get("name") == "aten::linear" for event in events)
-    assert "final_int6_sliding_window_exact" in result.stdout
 
 
 def test_the_cap_ends_a_run(script):
     """Fault B20: the log says that the cap ended the training, and calibration is part of the
     time."""
-    result = script(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=3, TRAIN_LOG_EVERY=1000)
+    result = script(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=2, TRAIN_LOG_EVERY=1000)
     assert result.returncode == 0, result.stderr
     stopped = r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000"
     milliseconds, step = map(int, re.search(stopped, result.stdout, re.M).groups())
@@ -491,7 +440,13 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
         compile = torch.compile
         torch.compile = lambda function, options, **rest: compile(function, backend={backend!r}, **rest)
         runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")"""
-    late = {"LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "VAL_LOSS_EVERY": 5, "NUM_LAYERS": 2}
+    late = {
+        "LATE_QAT": 1,
+        "QAT_THRESHOLD": 0.5,
+        "VAL_LOSS_EVERY": 5,
+        "NUM_LAYERS": 1,
+        "XSA_LAST_N": 1,
+    }
     compiled = {"COMPUTE_DTYPE": "bfloat16", "COMPILE": 1, "TORCH_LOGS": "recompiles"}
     result = run(["-c", code], env(**compiled, **late), tmp_path)
     assert result.returncode == 0, result.stderr
@@ -655,32 +610,6 @@ def test_peak_memory(monkeypatch):
     assert line == "peak memory allocated: 5 MiB reserved: 7 MiB"
 
 
-@pytest.fixture
-def one_gpu(tmp_path, monkeypatch):
-    """A machine with one GPU, as far as `gpu_facts` asks; a function that writes its nvidia-smi."""
-    properties = type("Properties", (), {"uuid": "12ab-34"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    def write(script: str) -> str:
-        path = tmp_path / "nvidia-smi"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        return train_gpt.gpu_facts(torch.device("cuda", 0))
-
-    return write
-
-
-def test_facts_of_a_gpu(one_gpu):
-    facts = one_gpu(
-        """case "$*" in *--id=GPU-12ab-34*) echo "570.86.10, 700.00 W, 1980 MHz";; esac"""
-    )
-    assert facts == "570.86.10, 700.00 W, 1980 MHz, cudnn 91002, nccl 2.27.5"
-
-
 def test_versions_of_installed_packages(monkeypatch):
     def version(name: str) -> str:
         if name == "flash_attn_3":
@@ -691,26 +620,34 @@ def test_versions_of_installed_packages(monkeypatch):
     assert train_gpt.package_versions() == "flash_attn_3 3.0.0"
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo; exit 0", "sleep 0; echo"])
-def test_facts_that_nvidia_smi_does_not_tell(one_gpu, script):
-    assert one_gpu(script) == "unknown, cudnn 91002, nccl 2.27.5"
+@pytest.mark.parametrize(
+    "script, known",
+    [
+        ('case "$*" in *--id=GPU-12ab-34*) echo "570.86, 700 W, 1980 MHz";; esac', True),
+        ("exit 9", False),
+        ("echo; exit 0", False),
+    ],
+)
+def test_facts_of_a_gpu(script, known, tmp_path, monkeypatch):
+    """Those that nvidia-smi tells of the card that torch uses, and versions."""
+    properties = type("Properties", (), {"uuid": "12ab-34"})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    facts = train_gpt.gpu_facts(torch.device("cuda", 0))
+    told = "570.86, 700 W, 1980 MHz" if known else "unknown"
+    assert facts == f"{told}, cudnn 91002, nccl 2.27.5"
 
 
-def test_supported_torch_versions_have_what_is_used():
-    """The script asks for what differs between torch 2.9 and 2.13 before it uses it. The rest is in
-    every version."""
-    assert callable(torch._foreach_lerp_) and callable(torch._foreach_copy_)
-    assert hasattr(torch.distributed, "reduce_scatter_tensor")
-    assert hasattr(torch.distributed, "all_gather_into_tensor")
-    for name in tuple(
-        ["enable_cudnn_sdp", "enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp"]
-    ):
-        assert hasattr(torch.backends.cuda, name)
+def test_what_only_newer_versions_of_torch_have_is_asked_for():
+    """The script supports torch 2.9 to 2.13."""
     source = (ROOT / "train_gpt.py").read_text()
     for newer in ("mix_order_reduction", "reduce_scatter_single", "all_gather_single"):
-        assert re.search(rf'(has|get)attr\([^)]*"{newer}"', source), (
-            f"{newer} is not in every version"
-        )
+        assert re.search(rf'(has|get)attr\([^)]*"{newer}"', source), newer
 
 
 # Errors: the last line of stderr is one sentence, the exit status is not 0, and there is no
@@ -727,28 +664,23 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        (
-            {"DATA_PATH": "/nowhere"},
-            "DATA_PATH=/nowhere does not exist: set the folder of your shards, or run da",
-        ),
+        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist: set the folder of your sh"),
         ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
-        ({"NUM_HEADS": 5}, "MODEL_DIM=32 is not a multiple of NUM_HEADS=5"),
-        ({"EVAL_SEQ_LEN": 1000000}, "too few for EVAL_SEQ_LEN=1000000: lower it"),
-        ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
-        ({"TIE_EMBEDDINGS": 0}, "TIE_EMBEDDINGS=0 is not supported"),
-        (
-            {"DEVICE": "cuda"},
-            "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu",
-        ),
+        ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist"),
+        ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
+        ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set"),
     ],
 )
-def test_mistakes_end_with_one_sentence(script, changes, part):
+def test_mistakes_end_with_one_sentence(script, finished, tmp_path, changes, part):
+    """A start without data leaves no log."""
     if changes.get("DEVICE") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
+    shutil.copy(finished[0] / "final_model.int6.xz", tmp_path / "a.xz")
     result = script(**changes)
     assert result.returncode == 1 and part in sentence(result)
+    assert (tmp_path / "logs").exists() == ("SCALAR_LR" in changes)
 
 
 @pytest.mark.parametrize(
@@ -793,16 +725,6 @@ def test_empty_data_folder(script, tmp_path):
     assert "/empty has no fineweb_val_NNNNNN.bin" in sentence(script(DATA_PATH=tmp_path / "empty"))
 
 
-def test_bad_token_found_in_the_background_ends_the_run(script, tmp_path, data):
-    tokens = train_gpt.read_shard(data / "fineweb_train_000000.bin").copy()
-    tokens[900] = VOCAB + 7
-    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    shutil.copy(data / "fineweb_val_000000.bin", tmp_path)
-    result = script(DATA_PATH=tmp_path, WARMUP_STEPS=0, SHUFFLE_SEED=0)
-    assert result.returncode == 1
-    assert f"fineweb_train_000000.bin holds token {VOCAB + 7}" in sentence(result)
-
-
 def test_folder_that_cannot_be_written(script, tmp_path):
     (tmp_path / "logs").write_text("a file where the folder should be")
     assert re.search(
@@ -812,9 +734,8 @@ def test_folder_that_cannot_be_written(script, tmp_path):
 
 def test_full_disk(env, tmp_path):
     """A limit on the size of files makes the operating system refuse the write of the log."""
-    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
-    code = f"import resource, runpy; {limit}; runpy.run_path({str(ROOT / 'train_gpt.py')!r}, run_name='__main__')"
-    result = run(["-c", code], env(RUN_ID="full"), tmp_path)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+    result = run(script_after(limit), env(RUN_ID="full"), tmp_path)
     assert result.returncode == 1
     assert "cannot write logs/full.txt: File too large" in sentence(result)
 
@@ -826,8 +747,8 @@ def test_full_disk_at_the_export(env, tmp_path):
     (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
     (tmp_path / "spare").mkdir()
     knobs = env(RUN_ID="full", TMPDIR=tmp_path / "spare")
-    # A fork would keep another TMPDIR
-    result = run([ROOT / "train_gpt.py"], knobs, tmp_path, fresh=True)
+    # A fork keeps another TMPDIR
+    result = run(script_after("import tempfile; tempfile.tempdir = None"), knobs, tmp_path)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
     reason = "cannot write final_model.int6.xz: No space left on device; free space or choose a writable folder"
     assert result.returncode == 1

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, refused
+from conftest import ROOT, user_error
 from sample_logs import LATER, LEGAL, PUBLISHED, logs_of, written
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -123,7 +123,7 @@ def test_our_log_is_finished_by_its_last_line(swept, tmp_path):
 def test_a_group_has_one_kind_of_score(tmp_path):
     written(tmp_path, PUBLISHED)
     written(tmp_path, PUBLISHED.replace("seed:42", "seed:1") + LEGAL, "train_seed1.log")
-    with refused("have the scores legal_ttt and final_int6_sliding_window"):
+    with user_error("have the scores legal_ttt and final_int6_sliding_window"):
         runs.read_group(str(tmp_path))
 
 
@@ -149,11 +149,11 @@ def test_what_is_not_a_single_run_is_refused(tmp_path):
         (PUBLISHED + PUBLISHED, "holds several runs"),
         ("hello\n", "neither steps nor scores"),
     ):
-        with refused(part):
+        with user_error(part):
             runs.read_run(written(tmp_path, text))
-    with refused("did not finish"):
+    with user_error("did not finish"):
         _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
     (tmp_path / "x.jsonl").write_text("{}")
     for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
-        with refused(part):
+        with user_error(part):
             runs.read_run(tmp_path / name)

@@ -9,7 +9,7 @@ import sentencepiece
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, refused, run, weights_of
+from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, user_error, weights_of
 from train_gpt import BOS
 
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
@@ -198,7 +198,7 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
         monkeypatch.setattr(
             sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
         )
-        with refused("the prompt is not UTF-8 text"):
+        with user_error("the prompt is not UTF-8 text"):
             sample.main()
 
 

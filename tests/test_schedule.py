@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, made, refused, variables
+from conftest import PARTS, made, user_error, variables
 from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 
@@ -132,7 +132,7 @@ def test_depth_recurrence_begins_at_its_fraction_of_the_run():
     assert hp.visits(False) == tuple(range(11))
     assert hp.visits() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
     assert Hyperparameters().visits() == tuple(range(11))
-    with refused("end the loop before lanes"):
+    with user_error("end the loop before lanes"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from conftest import ROOT, refused, run, start
+from conftest import ROOT, run, start, user_error
 from sample_logs import SWEEP, copy_of, counted, logs_of
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -170,5 +170,5 @@ def test_a_signal_ends_a_sweep_with_what_is_there(number, swept, sweep_knobs, tm
     ],
 )
 def test_sweep_errors(env, variables, part):
-    with refused(re.escape(part)):
+    with user_error(re.escape(part)):
         sweep.plan({**env(), **variables})

@@ -18,7 +18,7 @@ import sentencepiece
 
 import train_gpt
 import warm_python
-from conftest import ROOT, refused, write_shard
+from conftest import ROOT, user_error, write_shard
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -111,7 +111,7 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     if "without" in request.node.callspec.id and text[:1] in (" ", "\u2581"):
         # No prefixed space and none removed: the first space of a document would cost nothing. This
         # is an error.
-        with refused("but the evaluator would count"):
+        with user_error("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
     tokens, (document,) = encoder.encode([Record(name, text)])
@@ -147,7 +147,7 @@ def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
         byte_fallback=False,
         **SPECIAL,
     )
-    with refused("line 3 has 3 bytes, but the evaluator would count 0"):
+    with user_error("line 3 has 3 bytes, but the evaluator would count 0"):
         tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode(
             [Record("line 3", "\u4e2d")]
         )
@@ -325,7 +325,7 @@ def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
     model.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
     encoder = tokenize_text.Encoder(str(model), Reading())
     assert encoder.encode([Record("", "plain Text")]).documents[0].size == 10
-    with refused("line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
+    with user_error("line 7 is not restored by CaseOps|line 7 has 3 bytes, but"):
         encoder.encode([Record("line 7", "H\u0331")])
 
 
@@ -360,7 +360,7 @@ def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path,
     assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5]) and not note
     # As beside the published shards, whose tokenizer has the same operators
     (out / "manifest.json").unlink()
-    with refused("has CaseOps operators, but .* so the bytes are unknown: get one of them"):
+    with user_error("has CaseOps operators, but .* so the bytes are unknown: get one of them"):
         train_gpt.count_bytes(hp, tokens)
     shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
     assert (train_gpt.count_bytes(hp, tokens)[0] == 3).all()
@@ -521,9 +521,9 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
     out = tmp_path / "made" / "out"
     build(sources, out, shard_tokens=1000)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with refused("exists already.*--force"):
+    with user_error("exists already.*--force"):
         build(sources, out)
-    with refused("no document was left for train"):
+    with user_error("no document was left for train"):
         build(sources, out, val_docs=10_000, tokenizer=out / "tokenizer.model", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in out.parent.iterdir()] == ["out"]
@@ -587,7 +587,7 @@ def test_standard_input_and_what_is_printed(tmp_path):
 def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
-    with refused(part):
+    with user_error(part):
         files = tokenize_text.find_files([tmp_path / name])
         options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
         tokenize_text.build(files, tmp_path / "out", options, Reading())
@@ -620,7 +620,7 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
 )
 def test_wrong_files_and_vocabularies_are_named(sources, tmp_path, call, part):
     (tmp_path / "empty").mkdir()
-    with refused(part):
+    with user_error(part):
         call(tmp_path)
 
 
@@ -665,13 +665,13 @@ def die(*arguments):
 
 def test_a_worker_that_dies_is_named(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_text, "encode_chunk", die)
-    with refused("a worker process died"):
+    with user_error("a worker process died"):
         build(sources, tmp_path / "out")
 
 
 def test_foreign_tokenizers(sources, tmp_path):
     (tmp_path / "noise.model").write_bytes(b"noise")
-    with refused("noise.model is not a SentencePiece model"):
+    with user_error("noise.model is not a SentencePiece model"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "noise.model")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),
@@ -683,7 +683,7 @@ def test_foreign_tokenizers(sources, tmp_path):
         eos_id=1,
         minloglevel=2,
     )
-    with refused("token 2 as BOS, but .* starts with token 1"):
+    with user_error("token 2 as BOS, but .* starts with token 1"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model")
 
 
@@ -696,7 +696,7 @@ def test_force_replaces_no_input_and_no_file(sources, tmp_path, monkeypatch, pla
         monkeypatch.chdir(tmp_path / "in")
     out = {"here": Path("."), "input": tmp_path / "in", "file": inside}[place]
     files = sources["jsonl"] if place != "input" else [inside]
-    with refused("--out .* (would be replaced, but .* is in it|is a file)"):
+    with user_error("--out .* (would be replaced, but .* is in it|is a file)"):
         tokenize_text.build(files, out, Options(vocab_size=400, val_docs=5), Reading(), force=True)
     assert inside.read_text() == "one"
 
@@ -812,5 +812,5 @@ def first_document(path: Path) -> list[int]:
 )
 def test_wrong_manifests_are_named(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    with refused("manifest.json cannot be read as a manifest"):
+    with user_error("manifest.json cannot be read as a manifest"):
         shards.read_manifest(tmp_path)

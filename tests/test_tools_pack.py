@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train_gpt
-from conftest import ROOT, made, refused, run, weights_of
+from conftest import ROOT, made, run, user_error, weights_of
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -199,7 +199,7 @@ def test_what_is_removed(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_removed_is_an_error(name):
     source, part = REFUSED[name]
-    with refused(f"{part}.* --comments"):
+    with user_error(f"{part}.* --comments"):
         pack_code.without_comments(source.encode())
 
 
@@ -210,7 +210,7 @@ def test_another_program_is_refused(monkeypatch):
         monkeypatch.setattr(
             pack_code, "cut", lambda text, tree, old=old, new=new: cut(text, tree).replace(old, new)
         )
-        with refused("another program"):
+        with user_error("another program"):
             pack_code.without_comments(b"'''Doc.'''\nx = 1  # a\ny = '#'\n")
 
 
@@ -275,7 +275,7 @@ def test_a_small_file_cannot_fill_the_memory():
 
 def test_a_large_file_cannot_take_long(monkeypatch):
     monkeypatch.setattr(pack_code, "MAX_DIGITS", 1000)
-    with refused("the compressed script exceeds"):
+    with user_error("the compressed script exceeds"):
         pack_code.pack(random.Random(0).randbytes(pack_code.MAX_DIGITS))
     code = pack_code.pack(b"x = 1")
     with pytest.raises(ValueError, match="more than"):
