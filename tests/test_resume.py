@@ -29,7 +29,11 @@ from conftest import (
     variables,
     write_shard,
 )
-from train_gpt import Comm, StepSettings, UserError, knobs_with
+from train_gpt import Comm, StepSettings, UserError
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import runs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
@@ -97,22 +101,35 @@ def knobs(data):
     return {name: str(value) for name, value in values.items()}
 
 
+SECRETS = {"HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret"}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(knobs, tmp_path_factory):
-    """The folder of a run without a fault."""
+    """The folder of a run without a fault. Only knobs are logged: no file has the other
+    variables."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    result = faulty("none", 0, knobs, folder)
+    result = faulty("none", 0, knobs | SECRETS, folder)
     assert result.returncode == 0, result.stderr
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) == 6 and not any(b"verysecret" in path.read_bytes() for path in files)
+    assert "verysecret" not in result.stdout + result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed(knobs, tmp_path_factory):
+    """The folder of a run that was killed in its eighth step, with the checkpoints of steps 3 and
+    6."""
+    folder = tmp_path_factory.mktemp("killed")
+    assert faulty("kill", 7, knobs, folder).returncode == -signal.SIGKILL
     return folder
 
 
 @pytest.fixture
-def stopped(knobs, tmp_path):
-    """A folder in which a run was killed in its eighth step. It holds the checkpoints of steps 3
-    and 6."""
-    result = faulty("kill", 7, knobs, tmp_path)
-    assert result.returncode == -signal.SIGKILL
-    return tmp_path
+def stopped(killed, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
 
 
 # Resuming
@@ -136,22 +153,17 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
         name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
         advice = f"set RESUME=auto to continue from {step_file(8)}"
         assert last_line(first) == f"error: stopped by {name} after step 8; {advice}"
+    (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"resumed: step:{6 if fault == 'kill' else 8} " in again.stdout
     assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
     log = (tmp_path / "logs" / "r.txt").read_text()
     assert log.startswith((ROOT / "train_gpt.py").read_text()), "the resumed run appends to its log"
-    assert not list(tmp_path.rglob("*.partial")) and len(kept(tmp_path)) == 2
-
-
-def test_unfinished_files_of_a_killed_run_are_removed(stopped, knobs):
-    folder = stopped / "checkpoints" / "r"
-    (folder / "step_00000005.npz.partial").write_bytes(b"half")
-    assert faulty("none", 0, knobs, stopped).returncode == 0
-    assert sorted(path.name for path in folder.iterdir()) == [
-        Path(step_file(n)).name for n in (9, 12)
-    ]
+    assert kept(tmp_path) == [9, 12], "and no unfinished file"
+    found = runs.read_run(tmp_path / "logs" / "r.txt")
+    assert [point.step for point in found.train] == list(range(1, 13)) and found.steps == 12
+    assert found.score and found.resumed == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -188,15 +200,12 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_
     assert stopped.value.status == 143 and kept(tmp_path) == [8]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("fault, status", [("term", 143), ("int", 130)])
-def test_a_signal_without_checkpoints_ends_the_run_with_a_sentence(
-    ranks, fault, status, knobs, tmp_path
-):
+@pytest.mark.parametrize("ranks, fault", [(1, "term"), (2, "int")])
+def test_a_signal_without_checkpoints_ends_the_run_with_a_sentence(ranks, fault, knobs, tmp_path):
     """Ctrl-C was a traceback on the other ranks, and SIGTERM said nothing."""
     plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": ""}
     result = faulty(fault, 7, plain, tmp_path, ranks, rank=ranks - 1)
-    assert result.returncode == (status if ranks == 1 else 1)
+    assert result.returncode == (143 if ranks == 1 else 1)
     assert not list(tmp_path.rglob("checkpoints"))
     name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
     advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
@@ -263,15 +272,12 @@ def test_other_numbers_of_ranks_resume(undisturbed, knobs, tmp_path):
 WORKER = Path(__file__).with_name("worker.py")
 
 
-@pytest.mark.parametrize("writers, node", [(2, 2), (4, 2)])
-def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, env, tmp_path):
-    """Two ranks, or two nodes of two ranks, write one file of whole banks without padding. 1, 2 and
-    4 ranks, on nodes of 1, 2 and 4, restore it bit for bit. 5 layers make banks of 10 rows, which a
-    node of 4 ranks pads."""
+def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
+    """Two nodes of two ranks write one file of whole banks without padding. 1 and 4 ranks, on nodes
+    of 1, 2 and 4, restore it bit for bit. 5 layers make banks of 10 rows, which a node of 4 ranks
+    pads."""
     changes = {"NUM_LAYERS": 5, "CHECKPOINT_EVERY": 100, "RUN_ID": "r"}
-    written = run(
-        [WORKER, "checkpoint", tmp_path], env(**changes, SHARD_RANKS=node), tmp_path, writers
-    )
+    written = run([WORKER, "checkpoint", tmp_path], env(**changes, SHARD_RANKS=2), tmp_path, 4)
     assert written.returncode == 0, written.stderr
     assert kept(tmp_path) == [2]
     metadata, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
@@ -291,7 +297,7 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, 
     assert not tensors, "nothing else is stored"
     _, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
     digests = set()
-    for ranks, node in ((1, 1), (2, 2), (4, 4), (4, 2), (4, 1)):
+    for ranks, node in ((1, 1), (4, 4), (4, 1)):
         environment = env(**changes, RESUME="auto", SHARD_RANKS=node)
         restored = run([WORKER, "restore", tmp_path], environment, tmp_path, ranks)
         assert restored.returncode == 0, restored.stderr
@@ -301,7 +307,7 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(writers, node, 
             assert all(torch.equal(found[name], tensors[name]) for name in tensors), (ranks, rank)
             digests.add((tmp_path / f"digest{rank}-of-{ranks}").read_text())
     assert len(digests) == 1, "the weights that the forward reads are equal on all ranks"
-    for rank in range(writers):
+    for rank in range(4):
         saved = torch.load(tmp_path / f"saved{rank}.pt")
         # The state when it was saved
         assert all(torch.equal(saved[name], tensors[name]) for name in tensors)
@@ -435,16 +441,6 @@ def test_the_wall_clock_includes_the_time_before_the_stop(knobs, tmp_path):
     assert all(b[1] > a[1] for a, b in pairs if b[0] > a[0]), "the time continues across the stop"
 
 
-def test_tools_read_the_log_of_a_resumed_run(stopped, knobs):
-    sys.path.insert(0, str(ROOT / "tools"))
-    import runs
-
-    assert faulty("none", 0, knobs, stopped).returncode == 0
-    found = runs.read_run(stopped / "logs" / "r.txt")
-    assert [point.step for point in found.train] == list(range(1, 13)) and found.steps == 12
-    assert found.score and found.resumed == 1
-
-
 # Checkpoints of another run
 
 
@@ -458,13 +454,6 @@ def test_a_changed_experiment_is_refused(stopped, knobs):
     free = {"VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}
     allowed = faulty("none", 0, {**knobs, **free}, stopped)
     assert allowed.returncode == 0 and "step:14/14 train_loss" in allowed.stdout, allowed.stderr
-
-
-def test_what_may_change_on_resume_leaves_the_model_alone():
-    fixed = set(
-        ["seed", "matrix_lr", "train_seq_len", "train_batch_tokens", "shuffle_seed", "ema_decay"]
-    )
-    assert not set(knobs_with("evaluation", "run")) & ({*knobs_with("model")} | fixed)
 
 
 def test_an_earlier_run_is_not_overwritten(stopped, knobs):
@@ -498,22 +487,6 @@ def test_two_runs_of_one_name(knobs, tmp_path):
         first.communicate()
 
 
-@pytest.mark.parametrize(
-    "changes, part",
-    [
-        (
-            {"CHECKPOINT_EVERY": "5m"},
-            "CHECKPOINT_EVERY='5m' is neither steps (500) nor seconds (60s)",
-        ),
-        ({"CHECKPOINT_EVERY": "0"}, "is neither steps"),
-        ({"RUN_ID": ""}, "need a RUN_ID"),
-        ({"RESUME": step_file(1)}, f"RESUME={step_file(1)} is not auto: set RESUME=auto; it con"),
-    ],
-)
-def test_mistakes(changes, part, knobs, tmp_path):
-    assert part in last_line(faulty("none", 0, {**knobs, **changes}, tmp_path))
-
-
 # Damage
 
 
@@ -535,15 +508,7 @@ def test_a_damaged_checkpoint_is_skipped(stopped, undisturbed, knobs):
     assert losses(stopped) == losses(undisturbed) and exact(stopped) == exact(undisturbed)
 
 
-def test_without_a_usable_checkpoint_the_run_ends(stopped, knobs):
-    for step in (3, 6):
-        damage(stopped, step)
-    result = faulty("none", 0, knobs, stopped)
-    assert result.returncode == 1 and "delete checkpoints/r to start over" in last_line(result)
-    assert step_file(3) in last_line(result) and step_file(6) in last_line(result)
-
-
-def test_a_run_deletes_the_damaged_checkpoints_that_it_skips(
+def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_one(
     undisturbed, knobs, tmp_path, monkeypatch
 ):
     """They would count as the newest."""
@@ -552,6 +517,9 @@ def test_a_run_deletes_the_damaged_checkpoints_that_it_skips(
     damage(tmp_path, 12)
     resume(knobs)
     assert kept(tmp_path) == [9]
+    damage(tmp_path, 9)
+    with user_error(f"{step_file(9)} .* delete checkpoints/r to start over"):
+        resume(knobs)
 
 
 def test_no_flipped_byte_and_no_cut_passes(tmp_path):
@@ -569,7 +537,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
             train_gpt.read_checkpoint(path)
     refused = 0
     for place in places:
-        for flipped in (1, 6, 128):
+        for flipped in (6, 1 << place % 8):
             byte = bytes([blob[place] ^ flipped])
             path.write_bytes(blob[:place] + byte + blob[place + 1 :])
             try:
@@ -580,7 +548,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
             assert again[0] == metadata
             for name, tensor in again[1].items():
                 assert torch.equal(tensor, tensors[name]) and tensor.dtype == torch.float32
-    assert refused > 2 * len(places)
+    assert refused > 1.3 * len(places)
 
 
 def with_tensor(name: str, tensor):
@@ -910,17 +878,3 @@ def test_compiled_runs_on_two_threads_are_equal_bit_for_bit(env, tmp_path):
 
 
 # What a log must not hold, and what must not remain
-
-
-def test_logs_hold_no_secrets(knobs, tmp_path):
-    """Only knobs are logged."""
-    secrets = {"HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret"}
-    result = faulty("none", 0, {**knobs, **secrets}, tmp_path)
-    assert result.returncode == 0
-    files = [
-        *(tmp_path / "logs").iterdir(),
-        *tmp_path.glob("checkpoints/r/*"),
-        tmp_path / "final_model.int6.xz",
-    ]
-    assert len(files) == 6 and not any(b"verysecret" in path.read_bytes() for path in files)
-    assert "verysecret" not in result.stdout + result.stderr

@@ -186,6 +186,15 @@ def test_eval_only_repeats_the_scores_on_two_ranks(finished, env, tmp_path):
     assert "train_loss" not in only.stdout and [p.name for p in tmp_path.iterdir()] == ["logs"]
 
 
+def test_a_banded_evaluation(finished, env, tmp_path):
+    """Its score replaces that of sliding windows; the artifact has no mode."""
+    path = finished[0] / "final_model.int6.xz"
+    knobs = evaluating(env, path, EVAL_MODE="banded", ATTENTION="math")
+    result = run([ROOT / "train_gpt.py"], knobs, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "final_int6_banded_exact" in result.stdout and "sliding_window" not in result.stdout
+
+
 def test_cap_shorter_than_calibration(one_rank, tmp_path):
     run = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=0.001)
     short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
