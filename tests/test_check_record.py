@@ -21,22 +21,20 @@ import make_record
 import pack_code
 import runs
 
-CHECK, MAKE = (ROOT / "tools" / f"{name}_record.py" for name in ("check", "make"))
+CHECK = ROOT / "tools" / "check_record.py"
 
 
 @pytest.fixture
-def made(swept, tmp_path):
+def made(swept, tmp_path, monkeypatch):
     """A function: a submission folder made from the sweep's logs, with its README filled in."""
+    monkeypatch.setattr(make_record, "ROOT", tmp_path)
 
-    def make(*options: str, track: str = "non_record_16mb", change=lambda text: text) -> Path:
-        logs = [
+    def make(track: str = "non_record_16mb", change=lambda text: text) -> Path:
+        for path in logs_of(swept):
             written(tmp_path / "logs", change(path.read_text()), path.name)
-            for path in logs_of(swept)
-        ]
-        about = ["--name", "A tiny, first one", "--author", "Ada", "--blurb", "Small."]
-        about += ["--track", track, "--root", tmp_path / "records", *options]
-        result = run([MAKE, *about, logs[0].parent / "*.txt"], {}, tmp_path)
-        assert result.returncode == 0, result.stderr
+        about = ["--name", "A tiny, first one", "--author", "Ada", "--track", track]
+        monkeypatch.setattr(sys, "argv", ["make_record.py", *about, f"{tmp_path}/logs/*.txt"])
+        make_record.main()
         folder = next((tmp_path / "records" / f"track_{track}").iterdir())
         readme = folder / "README.md"
         readme.write_text(re.sub(r"\(to fill: .*\)", "none", readme.read_text()))
@@ -59,12 +57,6 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
 
 FILES = ["README.md", "requirements.txt", "submission.json", "train_gpt.py"]
 FILES += ["train_seed1.log", "train_seed2.log"]
-
-
-def rescored(swept, data: Path) -> list:
-    """The options that score an artifact of the sweep again."""
-    artifact = swept[0] / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
-    return ["--artifact", artifact, "--data-path", data, "--tokenizer", data / "tokenizer.model"]
 
 
 def test_a_folder_has_everything_from_the_logs(made, swept):
@@ -99,21 +91,18 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in pins
 
 
-def test_a_good_folder_passes(made, swept, data):
+def test_a_good_folder_passes(made):
     folder = made()
-    status, lines = checked(folder, "--legality", *rescored(swept, data))
+    status, lines = checked(folder, "--legality")
     assert status == 0 and not lines["FAIL"], lines
     assert len(lines["n/a"]) == 2
     assert any("8xH100" in line and "a non-record" in line for line in lines["n/a"])
     assert any("C1 causal" in line for line in lines["ok"])
-    assert any("gives the score again" in line for line in lines["ok"])
     assert sorted(p.name for p in folder.iterdir()) == FILES, "the check leaves nothing behind"
 
 
-@pytest.mark.parametrize("comments", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_packed_script_that_ran_is_submitted(made, comments):
-    source = (ROOT / "train_gpt.py").read_bytes()
-    source = source if comments else pack_code.without_comments(source)
+def test_the_packed_script_that_ran_is_submitted(made):
+    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
     packed = pack_code.pack(source)
     folder = made(change=counted(len(packed), source))
     assert (folder / "train_gpt.py").read_bytes() == packed
@@ -127,7 +116,7 @@ def test_the_packed_script_that_ran_is_submitted(made, comments):
     )
 
 
-def test_a_packed_script_and_its_source_belong_together(made, tmp_path, monkeypatch):
+def test_a_packed_script_and_its_source_belong_together(made, monkeypatch):
     source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
     packed = pack_code.pack(source)
     folder = made(change=counted(len(packed), source))
@@ -144,16 +133,12 @@ def test_a_packed_script_and_its_source_belong_together(made, tmp_path, monkeypa
     assert check_record.same_script(check_record.Folder(folder)).status == "ok"
     shutil.rmtree(folder)
     # Another compressor gives another size.
-    monkeypatch.delitem(pack_code.COMPRESS, "bz2")
-    other = pack_code.pack(source)
+    with monkeypatch.context() as patch:
+        patch.delitem(pack_code.COMPRESS, "bz2")
+        other = pack_code.pack(source)
     assert len(other) != len(packed)
-    (tmp_path / "other.py").write_bytes(other)
-    with pytest.raises(AssertionError, match="give the file that ran with --script"):
+    with user_error("the script was not packed with tools/pack_code.py"):
         made(change=counted(len(other), source))
-    with pytest.raises(AssertionError, match="other.py is not the script that ran"):
-        made("--script", tmp_path / "other.py", change=counted(len(packed), source))
-    folder = made("--script", tmp_path / "other.py", change=counted(len(other), source))
-    assert (folder / "train_gpt.py").read_bytes() == other
 
 
 def as_record(text: str) -> str:
@@ -166,12 +151,13 @@ def as_record(text: str) -> str:
     )
 
 
-def test_a_record_needs_its_machine_and_its_significance(made, tmp_path):
-    folder = made(track="10min_16mb", change=as_record)
-    status, lines = checked(folder, "--against", folder)
-    assert status == 1 and len(lines["FAIL"]) == 1, lines
-    assert "0.005 nats" in lines["FAIL"][0]
-    assert "n/a   a record" in "".join(checked(folder)[1]["n/a"])
+def test_a_record_needs_its_machine(made):
+    """It is told how to show its significance."""
+    status, lines = checked(made(track="10min_16mb", change=as_record))
+    assert status == 0, lines
+    assert "n/a   a record" in "".join(lines["n/a"]) and "compare.py" in "".join(lines["n/a"])
+    status, lines = checked(made(track="10min_8mb"))
+    assert status == 1 and "they ran on CPU" in "".join(lines["FAIL"])
 
 
 def edit(name: str, old: str, new: str):
@@ -299,37 +285,23 @@ def test_each_breakage_is_found(made, tmp_path, monkeypatch):
         shutil.rmtree(folder)
 
 
-CHEATS = {
-    "import socket; socket.create_connection(('localhost', 9))": "makes a network call",
-    "open('/nowhere/fineweb_train_000000.bin')": "opens training data",
-}
-
-
-@pytest.mark.parametrize("line", CHEATS)
-def test_a_rescore_that_cheats_is_caught(made, swept, data, line):
-    folder = made()
-    change = edit("train_gpt.py", r"^( +)return evaluate_only\(", rf"\1{line}\n\g<0>")
-    change(folder)
-    _, lines = checked(folder, *rescored(swept, data))
-    assert any(CHEATS[line] in text for text in lines["FAIL"])
-
-
-def test_make_warns_and_quotes(swept, tmp_path):
+def test_make_warns_and_quotes(swept, tmp_path, monkeypatch, capsys):
     """Seeds that differ in their steps, and a folder with a space."""
     first, second = logs_of(swept)
     fewer = re.sub(r"(?m)^step:1[12]/12 .*\n", "", second.read_text())
     fewer = re.sub(r"(?m)^stopping_early.*\n", "", fewer)
-    about = ["--track", "t", "--name", "A", "--author", "Me", "--root", tmp_path / "two words"]
-    result = run([MAKE, *about, first, written(tmp_path, fewer)], {}, tmp_path)
-    assert result.returncode == 0 and "warning: these runs have 10 to 12 steps" in result.stderr
-    *_, line = result.stdout.splitlines()
-    *_, folder = shlex.split(line)
-    assert Path(folder).is_dir()
+    monkeypatch.setattr(make_record, "ROOT", tmp_path / "two words")
+    about = ["--track", "t", "--name", "A", "--author", "Me", first, written(tmp_path, fewer)]
+    monkeypatch.setattr(sys, "argv", ["make_record.py", *map(str, about)])
+    make_record.main()
+    printed = capsys.readouterr()
+    assert "warning: these runs have 10 to 12 steps" in printed.err
+    assert Path(shlex.split(printed.out)[-1]).is_dir()
 
 
 def test_make_refuses(made, swept, tmp_path):
     folder = made()
-    with pytest.raises(AssertionError, match="exists already"):
+    with user_error("exists already"):
         made()
     assert folder.is_dir()
     first, second = logs_of(swept)
@@ -348,14 +320,10 @@ def test_make_refuses(made, swept, tmp_path):
         (written(tmp_path, PUBLISHED),): "does not begin with the script",
         (first, died): "did not finish",
     }
-    given = dict.fromkeys(
-        ("name", "author", "github_id", "blurb", "summary", "date", "attribution"), "x"
-    )
+    given = dict.fromkeys(("author", "github_id", "name"), "x")
     for logs, part in cases.items():
         with user_error(part):
-            make_record.make(
-                [runs.read_run(path) for path in logs], given, "t", tmp_path, None, None
-            )
+            make_record.make([runs.read_run(path) for path in logs], given, "t")
 
 
 AGREES = "ok    submission.json says what the logs say"
@@ -411,12 +379,11 @@ def test_our_own_records_hold():
         assert not failures(path), (path, failures(path))
 
 
-@pytest.mark.parametrize("mode", ["sgd", "lora"])
-def test_the_probes_know_the_scripts_that_they_fit(mode):
+def test_the_probes_know_the_scripts_that_they_fit():
     """Ours of today; our records have older ones."""
     for path in sorted((ROOT / "records").glob("*/*/submission.json")):
         folder = check_record.Folder(path.parent)
-        folder.runs[0].settings.update(TTT_ENABLED="True", TTT_MODE=mode)
+        folder.runs[0].settings.update(TTT_ENABLED="True", TTT_MODE="lora")
         fits = b"def lora_update" in folder.source
         (probed,) = check_record.probes(folder)
         assert probed.status == ("ok" if fits else "n/a"), (path, probed)

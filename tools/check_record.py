@@ -3,13 +3,12 @@
 is broken.
 
     python tools/check_record.py records/track_10min_16mb/2026-11-21_mine
-    python tools/check_record.py FOLDER --against RECORD_TO_BEAT --legality
-    python tools/check_record.py FOLDER --artifact final_model.int6.xz --data-path DATA --tokenizer MODEL   # rescore
+    python tools/check_record.py FOLDER --legality
 
 ok    the rule is kept, as far as the folder shows FAIL  the rule is broken n/a   the rule does not
 apply (a non-record need not run on 8 x H100) or could not be checked, with the reason
 
-The program runs the folder's train_gpt.py (--help, and more with the options), so check a
+The program runs the folder's train_gpt.py (--help, and its evaluation with --legality), so check a
 stranger's folder in a container. Published folders can be checked too; what their logs do not
 contain is reported as such.
 """
@@ -22,14 +21,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import compare
 import legality
 import make_record
 import pack_code
@@ -325,19 +322,17 @@ def same_script(folder: Folder) -> Verdict:
     )
 
 
-def limits(folder: Folder, artifact: Path | None) -> Iterator[Verdict]:
+def limits(folder: Folder) -> Iterator[Verdict]:
     """Bytes, seconds, machine."""
-    yield size_limit(folder, artifact)
+    yield size_limit(folder)
     yield time_limit(folder, "training", {run.seed: run.train_seconds for run in folder.runs})
     yield time_limit(folder, "evaluation", {run.seed: run.score.seconds for run in folder.runs})
     yield machine(folder)
 
 
-def size_limit(folder: Folder, artifact: Path | None) -> Verdict:
+def size_limit(folder: Folder) -> Verdict:
     rule = "code as it lies there and artifact are at most 16,000,000 bytes, decimal"
     sizes = {f"seed {run.seed}": run.model_bytes for run in folder.runs}
-    if artifact is not None:
-        sizes = {artifact.name: artifact.stat().st_size}
     if not sizes or None in sizes.values():
         return Verdict("n/a", rule, "the logs do not contain the artifact's size")
     code = len(folder.code or b"")
@@ -451,7 +446,7 @@ def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
         detail += f"; imported where they are used, and not listed: {optional}"
     yield verdict(LISTED, fault, detail)
     network = ", ".join(sorted(every & NETWORK))
-    detail = "it imports no module for it; --artifact tries it"
+    detail = "it imports no module for it"
     if "kernels" in every:  # in the challenge's own requirements.txt
         detail += "; it may load a kernel from Hugging Face's hub (kernels): do so before the run"
     if "subprocess" in every:
@@ -459,23 +454,14 @@ def packages(folder: Folder, tree: ast.Module) -> Iterator[Verdict]:
     yield verdict(OFFLINE, f"it imports {network}" if network else "", detail)
 
 
-def environment(**variables: object) -> dict[str, str]:
-    """A clean environment for the folder's script, with these variables."""
-    names = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-    kept = {name: os.environ[name] for name in names if name in os.environ}
-    return (
-        kept
-        | {"OMP_WAIT_POLICY": "PASSIVE"}
-        | {name: str(value) for name, value in variables.items()}
-    )
-
-
 def starts(folder: Folder) -> Verdict:
     """Run train_gpt.py --help in the folder."""
     command = [sys.executable, "-B", "train_gpt.py", "--help"]
+    names = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
     try:
         result = subprocess.run(
-            command, cwd=folder.path, env=environment(), capture_output=True, text=True, timeout=120
+            command, cwd=folder.path, env=environment, capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
         return Verdict("FAIL", STARTS, "no answer within 120 s")
@@ -487,22 +473,10 @@ def starts(folder: Folder) -> Verdict:
     )
 
 
-def significance(folder: Folder, against: str) -> Iterator[Verdict]:
-    """Against the record to beat, if one is given."""
+def significance(folder: Folder) -> Verdict:
     rule = 'a record "must beat the existing SOTA by at least 0.005 nats" at p < 0.01'
-    if not against:
-        yield Verdict(
-            "n/a",
-            rule,
-            "a non-record" if folder.non_record else "give the record to beat with --against",
-        )
-        return
-    try:
-        counts, why = compare.verdict(runs.read_group(against), folder.runs)
-    except UserError as error:
-        counts, why = False, str(error)
-    otherwise = "n/a" if folder.non_record else "FAIL"
-    yield Verdict("ok" if counts else otherwise, rule, why)
+    advice = "compare it with the record to beat: tools/compare.py"
+    return Verdict("n/a", rule, "a non-record" if folder.non_record else advice)
 
 
 def probes(folder: Folder) -> Iterator[Verdict]:
@@ -529,79 +503,11 @@ def probes(folder: Folder) -> Iterator[Verdict]:
     yield verdict(rule, fault, "probed on a small model with the run's kinds of evaluation")
 
 
-GUARD = """
-import runpy, sys
-NETWORK = (
-    "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "urllib.Request", "ftplib.connect",
-    "http.client.connect",
-)
-def guard(event, arguments):
-    if event in NETWORK:
-        raise SystemExit(f"error: evaluation makes a network call: {event} {arguments[-1]}")
-    if event == "open" and isinstance(arguments[0], str) and "fineweb_train" in arguments[0]:
-        raise SystemExit(f"error: evaluation opens training data: {arguments[0]}")
-sys.addaudithook(guard)
-sys.argv = ["train_gpt.py"]
-runpy.run_path("train_gpt.py", run_name="__main__")
-"""
-
-
-def rescore(folder: Folder, artifact: Path, data: Path, tokenizer: Path) -> Iterator[Verdict]:
-    """Score the artifact with the folder's script, the validation split and the tokenizer, without
-    a network."""
-    rule = "the artifact alone gives the score again, without network and training data"
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(temporary)
-        (place / "data").mkdir()
-        # A sidecar has the exact bytes; the manifest names the tokenizer.
-        for path in (*data.glob("fineweb_val_*.bin"), *data.glob("manifest.json")):
-            (place / "data" / path.name).symlink_to(path.resolve())
-        (place / "train_gpt.py").write_bytes(folder.code)
-        variables = environment(
-            EVAL_ONLY=artifact.resolve(),
-            DATA_PATH="data",
-            TOKENIZER_PATH=tokenizer.resolve(),
-            RUN_ID="again",
-        )
-        command = [sys.executable, "-B", "-c", GUARD]
-        result = subprocess.run(command, cwd=place, env=variables, capture_output=True, text=True)
-        if result.returncode:
-            yield Verdict(
-                "FAIL", rule, (result.stderr.strip().splitlines() or ["no output"])[-1][:300]
-            )
-            return
-        again = runs.read_run(place / "logs" / "again.txt").score
-    nearest = min(folder.runs, key=lambda run: abs(run.score.bpb - again.bpb))
-    off = again.bpb - nearest.score.bpb
-    # The order of sums differs between machines and batches; a wrong artifact or split is off by
-    # far more.
-    text = f"{again.bpb:.5f} bits per byte in {again.seconds:.0f} s, {off:+.6f} from the log of seed {nearest.seed}"
-    yield verdict(rule, text if abs(off) > 1e-3 else "", text)
-
-
-def check(
-    folder: Folder,
-    against: str = "",
-    legality_probes: bool = False,
-    artifact: Path | None = None,
-    data: Path | None = None,
-    tokenizer: Path | None = None,
-) -> list[Verdict]:
+def check(folder: Folder, legality_probes: bool = False) -> list[Verdict]:
     """All verdicts."""
-    parts: list[Callable[[], Iterator[Verdict]]] = [
-        lambda: files(folder),
-        lambda: same_figures(folder),
-        lambda: claims(folder),
-        lambda: one_configuration(folder),
-        lambda: limits(folder, artifact),
-        lambda: script(folder),
-        lambda: significance(folder, against),
-    ]
-    if legality_probes:
-        parts.append(lambda: probes(folder))
-    if artifact and data and tokenizer:
-        parts.append(lambda: rescore(folder, artifact, data, tokenizer))
-    return [line for part in parts for line in part()]
+    parts = [files, same_figures, claims, one_configuration, limits, script]
+    found = [line for part in parts for line in part(folder)] + [significance(folder)]
+    return found + (list(probes(folder)) if legality_probes else [])
 
 
 def main() -> None:
@@ -609,26 +515,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--against", default="", help="logs or folder of the record to beat")
     parser.add_argument(
         "--legality",
         action="store_true",
         help="probe the evaluation for the four conditions (30 s)",
     )
-    parser.add_argument(
-        "--artifact", type=Path, help="count this file; with the next two options, score it again"
-    )
-    parser.add_argument("--data-path", type=Path, help="folder with the validation shards")
-    parser.add_argument("--tokenizer", type=Path, help="SentencePiece model of the shards")
     arguments = parser.parse_args()
-    found = check(
-        Folder(arguments.folder),
-        arguments.against,
-        arguments.legality,
-        arguments.artifact,
-        arguments.data_path,
-        arguments.tokenizer,
-    )
+    found = check(Folder(arguments.folder), arguments.legality)
     for status, rule, detail in found:
         print(f"{status:5} {rule}{': ' if detail else ''}{detail}")
     broken, other = (sum(line.status == status for line in found) for status in ("FAIL", "n/a"))

@@ -11,7 +11,7 @@ with tools/check_record.py.
 
 The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the
 folder gets it as train_gpt.py, packed again from the source in the logs, and that source as
-train_gpt.readable.py. Give the file that ran with --script if packing here gives another size.
+train_gpt.readable.py.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import compare
 import pack_code
 import runs
 import train_gpt
@@ -48,10 +47,10 @@ def source_of(members: list[Run]) -> bytes:
     return members[0].source
 
 
-def code_of(members: list[Run], script: Path | None) -> bytes:
-    """The script file that ran: `script` if given, else the source in the logs, readable or packed.
+def code_of(members: list[Run]) -> bytes:
+    """The script file that ran: the source in the logs, readable or packed.
 
-    Raises UserError if the file does not have the source and the size in the logs.
+    Raises UserError if neither has the size in the logs.
     """
     source = source_of(members)
     sizes = {run.code_bytes for run in members}
@@ -59,25 +58,15 @@ def code_of(members: list[Run], script: Path | None) -> bytes:
         raise UserError(
             f"the logs have code sizes {sorted(map(str, sizes))}: all seeds must run the same script file"
         )
-    (size,) = sizes
-    if script is None:
-        for code in (source, pack_code.pack(source)):
-            if len(code) == size:
-                return code
-        raise UserError(
-            f"{members[0].path} counts {size} bytes of code, but the script in it has {len(source)}: "
-            "give the file that ran with --script, or the log was altered"
-        )
-    try:
-        code = script.read_bytes()
-        same = pack_code.readable_source(code) == source
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read --script {script}: {error}") from error
-    if not same or len(code) != size:
-        raise UserError(
-            f"--script {script} is not the script that ran: its source or its size is not the logs'"
-        )
-    return code
+    if len(source) in sizes:
+        return source
+    code = pack_code.pack(source)
+    if len(code) in sizes:
+        return code
+    raise UserError(
+        f"{members[0].path} counts {sizes.pop()} bytes of code, but the script in it has {len(source)}: "
+        "the log was altered, or the script was not packed with tools/pack_code.py"
+    )
 
 
 def total_bytes(run: Run, code_bytes: int) -> int:
@@ -206,7 +195,7 @@ def results_table(facts: dict) -> str:
     return "\n".join(lines)
 
 
-def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: str) -> str:
+def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
     """README.md: the figures from the logs, and three sections for the author to write."""
     first = members[0]
     n = len(members)
@@ -223,7 +212,6 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: 
         f"# {given['name']}",
         f"**val_bpb {facts['val_bpb']:.5f}** (mean of {seeds}{spread}; `{facts['eval_method']}`), "
         f"{facts['bytes_total']:,} of {CAP:,} bytes, on {facts['hardware']}.",
-        given["blurb"],
     ]
     if not facts["compliance"]["hardware_8xh100"]:
         parts.append(
@@ -231,8 +219,6 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: 
             "Times and scores are those of this machine."
         )
     parts += ["## Results", results_table(facts)]
-    if against:
-        parts += ["## Significance", f"```\n{against}\n```"]
     versions = [f"- {name} {version}" for name, version in first.versions.items()]
     script = f"packed; `{READABLE}` is its readable source" if packed else "byte for byte"
     parts += [
@@ -252,7 +238,7 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool, against: 
         f"`train_gpt.py` is the script that ran, {script}. `train_seed<N>.log` are the complete logs, "
         "`submission.json` their figures, `requirements.txt` the packages that ran.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def requirements(run: Run) -> str:
@@ -272,19 +258,12 @@ def about(given: dict, track: str, date: str, run: Run) -> dict:
     changed = " ".join(
         f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere
     )
-    found = {key: given[key] for key in ("author", "github_id", "name", "blurb")}
+    found = {key: given[key] for key in ("author", "github_id", "name")}
     found |= {"date": date, "track": track, "attribution": ATTRIBUTION}
     return found | {"technique_summary": f"train_gpt.py with {changed or 'its defaults'}"}
 
 
-def make(
-    members: list[Run],
-    given: dict,
-    track: str,
-    root: Path,
-    script: Path | None,
-    against: list[Run] | None,
-) -> Path:
+def make(members: list[Run], given: dict, track: str) -> Path:
     """Write the folder and return its path. Raises UserError if it exists or the logs do not belong
     together."""
     if difference := runs.differences(members):
@@ -297,25 +276,21 @@ def make(
     for run in members:
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
-    code, source = code_of(members, script), source_of(members)
+    code, source = code_of(members), source_of(members)
     date = members[0].started[:10]
     facts = summary(members, len(code))
     submission = about(given, track, date, members[0]) | facts
-    text = compare.report(against, members)[1] if against else ""
     files = {
         "train_gpt.py": code,
         "submission.json": (json.dumps(submission, indent=2, ensure_ascii=False) + "\n").encode(),
-        "README.md": readme(given, members, facts, code != source, text).encode(),
+        "README.md": readme(given, members, facts, code != source).encode(),
         "requirements.txt": requirements(members[0]).encode(),
     }
     if code != source:
         files[READABLE] = source
     files |= {f"train_seed{run.seed}.log": run.path.read_bytes() for run in members}
-    folder = (
-        root
-        / f"track_{track}"
-        / f"{date}_{re.sub('[^A-Za-z0-9.]+', '_', given['name']).strip('_')}"
-    )
+    slug = re.sub("[^A-Za-z0-9.]+", "_", given["name"]).strip("_")
+    folder = ROOT / "records" / f"track_{track}" / f"{date}_{slug}"
     write_folder(folder, files)
     return folder
 
@@ -346,22 +321,11 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
     parser.add_argument("--github-id", default="", help="default: the author")
-    parser.add_argument("--blurb", default="", help="a description in one or two sentences")
-    parser.add_argument(
-        "--against", default="", help="logs of the record to beat; adds the significance"
-    )
-    parser.add_argument(
-        "--script", type=Path, help="the script file that ran, if it was packed elsewhere"
-    )
-    parser.add_argument(
-        "--root", type=Path, default=ROOT / "records", help="folder of the tracks; default: records"
-    )
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
     track = arguments.track.removeprefix("track_")
-    against = runs.read_group(arguments.against) if arguments.against else None
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
-    folder = make(members, given, track, arguments.root, arguments.script, against)
+    folder = make(members, given, track)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
     check = f"python tools/check_record.py {shlex.quote(str(folder))}"
