@@ -36,7 +36,7 @@ def main() -> None:
 
     def slow_backward(trainer, *arguments):
         backward(trainer, *arguments)
-        time.sleep(1.0 if rank == 1 else 0.0)
+        time.sleep(0.2 if rank == 1 else 0.0)
 
     def faulty_step(run, *arguments):
         if fault == "memory":

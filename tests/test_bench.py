@@ -45,20 +45,6 @@ def test_flops_of_a_window(visits):
     assert saved == 2 * len(hp.visits()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
 
 
-def test_flops_of_depth_recurrence():
-    """Each visit costs what a layer costs: 3 layers visited three times instead of once add 6 of
-    11."""
-    once, thrice = (
-        flops.flops_per_token(Hyperparameters(loop_visits=visits), 2048) for visits in (1, 3)
-    )
-    head = 6 * (1024 * 512 + 512 * 128)
-    assert (thrice - head) / (once - head) == pytest.approx(17 / 11)
-
-
-def test_peak_of_a_cpu_is_unknown():
-    assert flops.peak_flops(torch.device("cpu")) is None
-
-
 def test_the_model_of_a_step():
     """One rank does not communicate, and the update of W ranks has 1 / W of the work where W
     divides the rows."""
@@ -140,19 +126,6 @@ def test_bytes_of_ddp():
     step = scaling.count(Hyperparameters(), 16, 1)
     assert totals(step) == {("all_reduce", "all"): SMALL + 2 * 22 * MATRICES}
     assert all(rows == 22 for rows, *_ in step.owned)
-
-
-def test_weak_scaling_reaches_its_aim():
-    """Modelled: 1,024 ranks keep 0.95 of one rank's speed if nodes share the rows, but not as one
-    shard group."""
-    hp = Hyperparameters()
-    alone = scaling.count(hp, 1, 1)
-    steps = [scaling.count(hp, 1024, shard_ranks) for shard_ranks in (8, 1024)]
-    hybrid, flat = (
-        scaling.sum_up(step, alone, scaling.H100, scaling.SHARE, scaling.SHARE)["speed"]
-        for step in steps
-    )
-    assert flat < scaling.AIM < hybrid < 1
 
 
 def test_ranks_that_cannot_share_a_batch(data):

@@ -101,9 +101,15 @@ def test_a_good_folder_passes(made):
     assert sorted(p.name for p in folder.iterdir()) == FILES, "the check leaves nothing behind"
 
 
-def test_the_packed_script_that_ran_is_submitted(made):
+@pytest.fixture(scope="module")
+def packing():
+    """(the script without comments, packed)."""
     source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
-    packed = pack_code.pack(source)
+    return source, pack_code.pack(source)
+
+
+def test_the_packed_script_that_ran_is_submitted(made, packing):
+    source, packed = packing
     folder = made(change=counted(len(packed), source))
     assert (folder / "train_gpt.py").read_bytes() == packed
     assert (folder / "train_gpt.readable.py").read_bytes() == source
@@ -116,14 +122,13 @@ def test_the_packed_script_that_ran_is_submitted(made):
     )
 
 
-def test_a_packed_script_and_its_source_belong_together(made, monkeypatch):
-    source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
-    packed = pack_code.pack(source)
+def test_a_packed_script_and_its_source_belong_together(made, packing, monkeypatch):
+    source, packed = packing
     folder = made(change=counted(len(packed), source))
     for name, content, part in (
         ("train_gpt.readable.py", source + b"x", "train_gpt.readable.py is not its source"),
         ("train_gpt.py", source, f"it has {len(source)} bytes, the code that ran {len(packed)}"),
-        ("train_gpt.py", pack_code.pack(source + b"#"), "begins with another one"),
+        ("train_gpt.py", pack_code.pack(b"x = 1"), "begins with another one"),
     ):
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
@@ -379,8 +384,9 @@ def test_our_own_records_hold():
         assert not failures(path), (path, failures(path))
 
 
-def test_the_probes_know_the_scripts_that_they_fit():
-    """Ours of today; our records have older ones."""
+def test_the_probes_know_the_scripts_that_they_fit(monkeypatch):
+    """Ours of today; our records have older ones. A good folder is probed above."""
+    monkeypatch.setattr(check_record.legality, "suite", lambda *_: "")
     for path in sorted((ROOT / "records").glob("*/*/submission.json")):
         folder = check_record.Folder(path.parent)
         folder.runs[0].settings.update(TTT_ENABLED="True", TTT_MODE="lora")

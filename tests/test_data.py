@@ -44,21 +44,15 @@ def published_batches(tokens: np.ndarray, ranks: int, rows: int, seq_len: int, s
         yield np.stack(batch)
 
 
-def test_without_a_shuffle_batches_are_those_of_399(one_rank):
-    """24 rows a step, so each of its 8 ranks has 3; the stream begins again within these steps."""
-    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0)
+@pytest.mark.parametrize("changes, ranks", [({}, 8), ({"TRAIN_BATCH_TOKENS": 192}, 2)])
+def test_without_a_shuffle_batches_are_those_of_399(one_rank, changes, ranks):
+    """24 rows a step, so each of its 8 ranks has 3; or 6 rows, which are 2 parts of 3, the most of
+    8 that divide them. The stream begins again within these steps."""
+    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0, **changes)
     tokens = whole_stream(hp)
     steps = 3 * len(tokens) // hp.train_batch_tokens
-    assert loader.step_rows == 24 and steps * hp.train_batch_tokens > 2 * len(tokens)
-    for step, expected in enumerate(published_batches(tokens, 8, 3, hp.train_seq_len, steps)):
-        found = loader.batch(step).numpy().astype(np.int64)
-        assert (found == expected).all(), f"step {step}"
-
-
-def test_a_step_of_few_rows_without_a_shuffle(one_rank):
-    """6 rows are 2 parts of 3: the most of 8 that divide them."""
-    hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0, TRAIN_BATCH_TOKENS=192)
-    batches = published_batches(whole_stream(hp), 2, 3, hp.train_seq_len, 5)
+    assert loader.step_rows == 3 * ranks and steps * hp.train_batch_tokens > 2 * len(tokens)
+    batches = published_batches(tokens, ranks, 3, hp.train_seq_len, steps)
     for step, expected in enumerate(batches):
         assert (loader.batch(step).numpy() == expected).all(), f"step {step}"
 
@@ -252,10 +246,7 @@ TOKENS = np.arange(4, 300)
         (lambda path: write_shard(path, TOKENS, count=297), "promises 297"),
         (lambda path: write_shard(path, TOKENS[:0]), "promises 0"),
         (lambda path: path.write_bytes(b""), "has 0 bytes, less than a header: download it again"),
-        (
-            lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-            "has 1617 bytes, but its header promises 296 tokens in 1616: download it again",
-        ),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has 1617 bytes, but its"),
         # A loop, which even root cannot read
         (lambda path: path.unlink() or path.symlink_to(path), "cannot read shard"),
         (lambda path: path.unlink() or path.mkdir(), "Is a directory"),

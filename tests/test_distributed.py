@@ -37,7 +37,7 @@ def one_rank_found(tmp_path_factory, data):
     return torch.load(folder / "found1.pt")
 
 
-@pytest.mark.parametrize("ranks, node", [(2, 2), (3, 3), (4, 4), (2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize("ranks, node", [(2, 2), (3, 3), (4, 2), (4, 1)])
 def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
     """Faults B4, B17, on one node of all ranks and on several smaller ones. After 5 fp32 steps,
     sums in another order differ by about 1e-5 of the update. A clip by each rank's own gradient
@@ -179,7 +179,7 @@ def test_death_of_a_rank_ends_both_nodes(victim, env, tmp_path):
     assert "lost a collective operation: another rank has died" in agents[1 - victim // 2][2]
 
 
-@pytest.mark.parametrize("size, node, victim", [(2, 2, 1), (4, 2, 0), (4, 2, 1), (4, 2, 3)])
+@pytest.mark.parametrize("size, node, victim", [(2, 2, 1), (4, 2, 0), (4, 2, 3)])
 def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env, tmp_path):
     """Without a launcher that would end the others: every rank of every node notices within a
     minute, reports it and stops, whether the dead rank was of the first node or of the last. Rank 0

@@ -364,10 +364,7 @@ DAMAGES = {
     "foreign": ("it is not an artifact", lambda blob: b"hello"),
     "empty": ("it is not an artifact", lambda blob: b""),
     "only magic": ("BadZipFile", lambda blob: b"PK"),
-    "version 10": (
-        "before version 11: use the script that made",
-        lambda blob: b"PGOLF\r\n\x1a\n\0",
-    ),
+    "version 10": ("before version 11: use the script that", lambda blob: b"PGOLF\r\n\x1a\n\0"),
     "another archive": ("KeyError: .*header.npy", lambda blob: saved(weights=np.ones(3))),
     "compressed": (
         "its header are compressed",
@@ -491,15 +488,15 @@ CHANGES = {
     "an unknown range": ("ROW_RANGE='wide' is not one of", setter("wide", "row_range")),
     "a huge model": ("", setter(1 << 50, "model", "model_dim")),
     "a large model": (
-        "weights .* the limit of 67108864 of an artifact: lower MODEL_DIM",
+        "the limit of 67108864 of an artifact",
         setter(1 << 15, "model", "model_dim"),
     ),
     "a model of many layers": (
-        "NUM_LAYERS=1000000000 is not at most",
+        "NUM_LAYERS=.* is not at most",
         setter(10**9, "model", "num_layers"),
     ),
     "a huge window": (
-        "EVAL_SEQ_LEN=1000000000000 is not at most",
+        "EVAL_SEQ_LEN=.* is not at most",
         setter(10**12, "evaluation", "eval_seq_len"),
     ),
     "a list for a number": ("is not a whole number", setter([4], "model", "num_heads")),
@@ -616,7 +613,7 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
         train_gpt.read_artifact(str(path), {})
 
 
-@pytest.mark.parametrize("files", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("files", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutations_are_refused_with_a_sentence(files):
     """Damaged and forged files, most with a correct checksum: no crash, no hang, no large
     allocation."""
@@ -655,8 +652,9 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
 # Size
 
 
-@pytest.mark.parametrize("changes", [{}, {"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}])
-@pytest.mark.parametrize("gptq", [False, True])
+@pytest.mark.parametrize(
+    "changes, gptq", [({}, True), ({"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}, False)]
+)
 def test_target_is_met(changes, gptq, hyperparameters):
     """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the
     tables of the coder are a large part of the bytes and shrink with wider steps."""
@@ -674,7 +672,7 @@ def test_target_is_met(changes, gptq, hyperparameters):
         blob = train_gpt.fit_artifact(weights, hp, hessians, {}, enough, lines.append)
         assert len(blob) == free and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0
         assert not lines
-    for max_bytes in (free - 1, free * 3 // 4, free * 3 // 5):
+    for max_bytes in (free - 1, free * 3 // 5):
         blob = train_gpt.fit_artifact(weights, hp, hessians, {}, max_bytes, lines.append)
         assert max_bytes * 0.99 < len(blob) <= max_bytes
         assert train_gpt.open_artifact(blob)[0]["step_scale"] > 1

@@ -1,7 +1,6 @@
 """tools/report.py --html: the page, read with a parser. No browser runs here."""
 
 import json
-import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -293,18 +292,6 @@ def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
     log = written(tmp_path, log_of("399", "42", VOCAB_SIZE=400))
     with user_error("VOCAB_SIZE=400, but #399 has 1024"):
         written_page(tmp_path, log, record="399")
-
-
-def test_a_failed_write_keeps_the_old_page(swept, tmp_path, monkeypatch):
-    (tmp_path / "x.html").write_text("old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with user_error("No space left"):
-        written_page(tmp_path, logs_of(swept)[0])
-    assert (tmp_path / "x.html").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

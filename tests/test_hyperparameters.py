@@ -133,17 +133,6 @@ def test_impossible_values_name_the_variable(variable, value, part):
     assert variable in str(error.value) and part in str(error.value)
 
 
-def test_every_knob_has_a_role():
-    """The role decides what the artifact stores and what may change on resume, so each knob has
-    exactly one."""
-    found = {knob.name: knob.metadata["role"] for knob in train_gpt.KNOBS}
-    assert set(found.values()) == set(train_gpt.ROLES)
-    assert knobs_with(*train_gpt.ROLES) == tuple(found)
-    assert sorted(name for role in train_gpt.ROLES for name in knobs_with(role)) == sorted(found)
-    with pytest.raises(AssertionError):
-        train_gpt.knob(1, "a knob of an unknown role", "decoration")
-
-
 def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
     """A knob that does without having the role "model" would make artifacts that cannot be
     loaded."""

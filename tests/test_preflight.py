@@ -81,10 +81,7 @@ def test_low_rank_training_is_timed_on_some_documents(check):
     [
         ("disk", "disk of rank 0: the disk has 1 MiB of free space, but the run may need"),
         ("nan", "training of rank 0: the mean training loss is nan: lower the learning rates"),
-        (
-            "memory",
-            "CUDA out of memory. Tried to allocate 20.00 GiB; set a lower MICRO_BATCH_TOKENS",
-        ),
+        ("memory", "Tried to allocate 20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
     ],
 )
 def test_a_run_that_would_fail_is_an_error(fault, sentence, check):
@@ -104,10 +101,7 @@ def test_memory_that_is_full_on_several_ranks_has_its_remedy(check):
 @pytest.mark.parametrize(
     "knobs, sentence",
     [
-        (
-            {"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4},
-            "MAX_WALLCLOCK_SECONDS=0.001 is less than the",
-        ),
+        ({"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4}, "=0.001 is less than the"),
         ({"ranks": 2, "TRAIN_BATCH_TOKENS": 800}, "TRAIN_BATCH_TOKENS=800 is not a multiple of"),
         ({"COMPRESSOR": "ans"}, "COMPRESSOR=ans needs constriction: pip install constriction"),
     ],
@@ -275,12 +269,7 @@ def change(report: dict, value: object, *path: str, ranks=range(8)) -> None:
         (600e12, ["products"], range(8), "large products reach 600 TFLOP/s; 791 is usual"),
         (2.2e12, ["copies"], range(8), "copies reach 2,200 GB/s; 3,015 is usual"),
         (78_000, ["training", "memory_mib", "reserved"], [6], "training reserves 78,000 of 81,090"),
-        (
-            13.0,
-            ["collectives", "all-gather", "ms"],
-            range(8),
-            "collectives take 13.5 ms, over 15 %",
-        ),
+        (13.0, ["collectives", "all-gather", "ms"], range(8), "collectives take 13.5 ms, over"),
         (81.0, ["training", "read_ms"], [3], "reading a batch takes 81 ms, longer than a step"),
         (700.0, ["evaluation", "sliding_window"], [4], "evaluation takes 703 s, over"),
     ],
@@ -397,11 +386,7 @@ def test_a_looping_run_is_compared_as_it_is_before_its_loop(report):
     [
         ({}, 10**9, "the run reads the data 6"),
         ({"MAX_WALLCLOCK_SECONDS": 300}, 8 * 10**9, "#399's warmdown is 0.41 of its run"),
-        (
-            {"ITERATIONS": 6000},
-            8 * 10**9,
-            "ITERATIONS=6000 ends the run after 461 of 600 s: set more",
-        ),
+        ({"ITERATIONS": 6000}, 8 * 10**9, "ITERATIONS=6000 ends the run after 461 of 600 s: set"),
         ({"ITERATIONS": 6000, "MAX_WALLCLOCK_SECONDS": 0}, 8 * 10**9, ""),
         ({"MAX_WALLCLOCK_SECONDS": 300, "WARMDOWN_FRAC": 0.41}, 8 * 10**9, ""),
     ],
@@ -418,11 +403,6 @@ def test_an_error_of_any_rank_means_that_a_run_would_not_work(report):
     report["errors"] = []
     del report["ranks"][2]["evaluation"]
     assert not judge(report)["works"] and "expected" not in judge(report)
-
-
-def test_ranks_that_differ_are_shown_from_the_lowest_to_the_highest():
-    assert preflight.spread([700.0, 712.0, 690.0]) == "690 to 712"
-    assert preflight.spread([700.0, 703.0]) == "703"
 
 
 # ---- Measurements --------------------------------------------------------------------------------

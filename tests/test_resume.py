@@ -567,10 +567,7 @@ FORGED = {
     "a tensor less": (OTHER_MODEL.format("tok_emb"), with_tensor("tok_emb.weight", None)),
     "a small table": (OTHER_MODEL.format("tok_emb"), with_tensor("tok_emb.weight", torch.ones(3))),
     "a small bank": (OTHER_MODEL.format("qo_bank"), with_tensor("qo_bank.weight", torch.ones(3))),
-    "no knobs": (
-        "is of another run, with ",
-        lambda metadata, _: metadata.update(hyperparameters={}),
-    ),
+    "no knobs": ("is of another run,", lambda metadata, _: metadata.update(hyperparameters={})),
 }
 
 

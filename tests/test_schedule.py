@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, made, user_error, variables
+from conftest import PARTS, made, user_error
 from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 
@@ -50,27 +50,6 @@ def test_warmdown_fraction_is_the_same_on_any_machine():
         for seconds, expected in ((0, 1.0), (359, 1.0), (420, 0.75), (480, 0.5), (600, 0.0)):
             settings = schedule(hp, int(seconds / step_seconds), seconds, 600.0)
             assert settings.lr_scale == pytest.approx(expected, abs=0.01)
-
-
-@pytest.mark.parametrize("cap, step_seconds", [(600, 0.0589), (600, 0.0683), (3600, 0.4)])
-def test_one_gpu_has_the_schedule_of_the_record_run(cap, step_seconds):
-    """records/one_gpu.env has #399's 7,330 steps or a few more, each with an eighth of its tokens:
-    by the estimated step of an H100, with short sequences and whole ones, and 9,000 steps in an
-    hour."""
-    limit = {"MAX_WALLCLOCK_SECONDS": str(cap)}
-    one, record = Hyperparameters.from_env(variables("one_gpu") | limit), Hyperparameters()
-    steps = int(cap / step_seconds)
-    assert 7330 < steps < 1.4 * 7330
-    assert one.iterations > 1.5 * steps, "the clock has to end the run, so that slow steps cost"
-    assert 8 * one.train_batch_tokens == record.train_batch_tokens
-    for place in range(101):
-        ours = schedule(one, steps * place // 100, cap * place / 100, cap)
-        theirs = schedule(record, 7330 * place // 100, 6.0 * place, 600)
-        assert ours.lr_scale == pytest.approx(theirs.lr_scale, abs=0.002)
-        assert (ours.qat, ours.seq_len) == (theirs.qat, theirs.seq_len)
-    for step in (0, 500, 1500, 3000):
-        ours = schedule(one, step, step * step_seconds, cap)
-        assert ours.momentum == schedule(record, step, step * 0.08187, 600).momentum
 
 
 def test_short_sequences_come_first():

@@ -153,7 +153,7 @@ def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
         )
 
 
-@pytest.mark.parametrize("vocab_size", [262, 263, 300, 512, 2000])
+@pytest.mark.parametrize("vocab_size", [262, 263, 2000])
 def test_tokenizers_of_any_size(vocab_size, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, vocab_size))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
@@ -237,13 +237,6 @@ def test_caseops_of_every_character():
                 ("", "AB"),
             ):
                 check_caseops(before + character + after)
-
-
-def test_caseops_of_random_text():
-    generator = random.Random(1)
-    odd = f"aB {CASE_OPERATORS}{LITERALS}\u2581\t.'1\u0301\u200d{UNEVEN}\u041c\u0391\u03c2\uff21"
-    for _ in range(10_000):
-        check_caseops("".join(generator.choices(odd, k=generator.randrange(30))))
 
 
 def test_an_operator_that_applies_to_nothing_is_removed():
@@ -564,16 +557,8 @@ def test_standard_input_and_what_is_printed(tmp_path):
 @pytest.mark.parametrize(
     "name, content, part",
     [
-        (
-            "a.jsonl",
-            b'{"text": "x"}\n{"txt": "y"}\n',
-            "a.jsonl, line 2 has no text in a field 'text': set --field to one of txt",
-        ),
-        (
-            "a.jsonl",
-            b'{"text": 3}\n',
-            "line 1 has no text in a field 'text': fix or remove that line",
-        ),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2 has no text in a field 'text': set"),
+        ("a.jsonl", b'{"text": 3}\n', "line 1 has no text in a field 'text': fix or remove that"),
         ("a.jsonl", b"[1]\n", "line 1 has no text"),
         ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
@@ -598,10 +583,7 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
     "call, part",
     [
         (lambda folder: tokenize_text.find_files([folder / "nowhere"]), "nowhere does not exist"),
-        (
-            lambda folder: tokenize_text.find_files([folder / "empty"]),
-            "has no file that ends in .txt, .jsonl, .parquet",
-        ),
+        (lambda folder: tokenize_text.find_files([folder / "empty"]), "no file that ends in .txt"),
         (
             lambda folder: documents_of([folder / "docs.parquet"], Reading(field="body")),
             "no column 'body': set --field to one of id, text",
@@ -642,10 +624,7 @@ NO_VAL = "left for val, as all 3 are in the other split: set --val-docs or a hig
         ([*SMALL, "--val-docs", 100_000], NO_TRAIN),
         ([*TOKENIZER, "--val-fraction", 1e-12], NO_VAL),
         ([*SMALL, "--val-fraction", 1e-12], NO_VAL),
-        (
-            [*SMALL, "--val-fraction", 0.1, "--sample-bytes", 1],
-            "the sample of --sample-bytes 1 has",
-        ),
+        ([*SMALL, "--val-fraction", 0.1, "--sample-bytes", 1], "the sample of --sample-bytes 1"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, part, tmp_path, monkeypatch, capsys):
