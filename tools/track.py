@@ -7,10 +7,10 @@
 
 It waits for a log that does not exist yet, sends the log from its first line, follows it and ends
 with the run's last event. A run that dies has no such event, because it may be resumed: Ctrl-C or
-SIGTERM ends the following. --once sends what is there and ends. A run that replaces the log becomes
-another run of the tracker. Where a resumed run repeats steps, TensorBoard shows the new values,
-trackio and wandb keep the first ones. A log that is sent again continues wandb's run and replaces
-TensorBoard's; trackio makes another one. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
+SIGTERM ends the following. A run that replaces the log becomes another run of the tracker. Where a
+resumed run repeats steps, TensorBoard shows the new values, trackio and wandb keep the first ones.
+A log that is sent again continues wandb's run and replaces TensorBoard's; trackio makes another
+one. Their own variables apply (TRACKIO_SPACE_ID, WANDB_MODE).
 """
 
 import argparse
@@ -32,6 +32,7 @@ from train_gpt import explaining, require, run_program, writing
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 POLL = 1.0  # seconds between two looks at the log
+PROJECT = "parameter-golf"  # of trackio and wandb
 FINAL = re.compile(r"final_(?:int6_)?(\w+?)(?:_exact)?")
 METRICS = {  # names of what is sent, by event and field; "score": all that FINAL matches
     "train": {"train_loss": "train/loss", "train_seconds": "train_seconds"}
@@ -83,8 +84,8 @@ def parse(line: bytes) -> dict:
     return {"event": "damaged"}
 
 
-def follow(path: Path, once: bool) -> Iterator[dict | None]:
-    """The events of a log up to "finished" or, with `once`, those that are there."""
+def follow(path: Path) -> Iterator[dict | None]:
+    """The events of a log up to "finished"."""
     tail, waits = Tail(path), False
     while True:
         try:
@@ -93,14 +94,9 @@ def follow(path: Path, once: bool) -> Iterator[dict | None]:
                 if event and event["event"] == "finished":
                     return
         except FileNotFoundError:
-            if once:
-                raise
             if not waits:
                 print(f"waiting for {path}; Ctrl-C ends", flush=True)
             waits = True
-        if once:
-            require(tail.first, f"{path} is empty: the run has not begun")
-            return
         time.sleep(POLL)
 
 
@@ -142,14 +138,14 @@ class Service:
 
     def __init__(self, module: ModuleType, arguments: argparse.Namespace, name: str, config: dict):
         self.module = module
-        self.place = f"project {arguments.project}"
+        self.place = f"project {PROJECT}"
         self.step = 0
         options = {}
         if arguments.to == "wandb":
             # The same log, sent again, continues the same run.
             key = re.sub(r"[^\w.=-]", "-", f"{name}-{config['started']}")
             options = {"id": key, "resume": "allow", "dir": arguments.dir}
-        self.run = module.init(project=arguments.project, name=name, config=config, **options)
+        self.run = module.init(project=PROJECT, name=name, config=config, **options)
         self.last: dict[str, float] = {}
 
     def log(self, values: dict[str, float], step: int, when: float) -> None:
@@ -229,17 +225,13 @@ def main() -> None:
     )
     parser.add_argument("log", type=Path, help="logs/<RUN_ID>.jsonl")
     parser.add_argument("--to", choices=MODULES, required=True)
-    parser.add_argument("--once", action="store_true", help="send what is there and end")
-    parser.add_argument(
-        "--project", default="parameter-golf", help="of trackio and wandb; default: %(default)s"
-    )
     arguments = parser.parse_args()
     wrong = f"{arguments.log} does not end in .jsonl: give the logs/<RUN_ID>.jsonl of a run"
     require(arguments.log.suffix == ".jsonl", wrong)
     arguments.dir = arguments.log.parent  # of TensorBoard's and wandb's files
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with contextlib.closing(Sender(arguments)) as sender:
-        for event in follow(arguments.log, arguments.once):
+        for event in follow(arguments.log):
             if event is None:
                 sender.close()
             else:
