@@ -4,7 +4,6 @@ import argparse
 import collections
 import importlib.util
 import json
-import math
 import sys
 import types
 
@@ -43,17 +42,6 @@ def test_flops_of_a_window(visits):
     # A triangle of scores and of weighted values
     saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
     assert saved == 2 * len(hp.visits()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
-
-
-def test_the_model_of_a_step():
-    """One rank does not communicate, and the update of W ranks has 1 / W of the work where W
-    divides the rows."""
-    hp = Hyperparameters(num_layers=8)  # 16 rows per bank
-    machine = scaling.Machine(1e-6, 1e12, 0.0, 8, (0.0, 0.0), (math.inf, math.inf), tree=True)
-    one, sixteen = (scaling.count(hp, ranks, ranks).modelled(machine, 1000) for ranks in (1, 16))
-    assert one["communication"] == 0
-    assert one["passes"] == pytest.approx(1e-3)
-    assert sixteen["update"] == pytest.approx(one["update"] / 16)
 
 
 def test_the_model_of_a_collective():
@@ -234,15 +222,6 @@ def test_a_slice_counts_as_a_slice(tracer):
     assert tracer.footprint([head, third], 96_000) == 32_000 + 32_000
     # Not affine: the whole buffer
     assert tracer.footprint([read(sympy.Mod(row, 7), 1000, 96)], 96_000) == 96_000
-
-
-def test_keys_in_a_document(tracer, monkeypatch):
-    """Sequences cut documents; of equal documents the mean is known."""
-    assert 0.8 * 256 < tracer.keys_in_document(512) < 256
-    assert tracer.keys_in_document(2048) < 0.7 * 1024
-    monkeypatch.setattr(tracer, "SPREAD", 0.0)
-    monkeypatch.setattr(tracer, "CHALLENGE_TOKENS", 101 * tracer.CHALLENGE_DOCUMENTS)
-    assert tracer.keys_in_document(1 << 30) == 51
 
 
 def test_costs_of_a_log():

@@ -115,24 +115,6 @@ def test_scores_are_those_of_compare(sweep, swept):
     assert (compare.RECORD, compare.LATER.level) == ((0.005, 0.01), 0.25)
 
 
-def test_a_gain_for_the_later_board_alone(tmp_path):
-    """0.012 nats: the sentences say what is missing for the challenge."""
-    score = r"(final_int6_sliding_window_exact) .*"
-    for name, losses in {"a": (1.900, 1.904, 1.908), "b": (1.888, 1.892, 1.896)}.items():
-        for seed, loss in enumerate(losses):
-            text = re.sub(score, rf"\1 val_loss:{loss} val_bpb:{loss / 1.7:.8f}", PUBLISHED)
-            text = text.replace("seed:42", f"seed:{seed}")
-            text = text.replace("iterations:9000", f"iterations:900{'ab'.index(name)}")
-            written(tmp_path, text, f"{name}_seed{seed}.log")
-    found = written_page(tmp_path, tmp_path)
-    a, b = (runs.read_group(str(tmp_path / f"{name}_seed*.log")) for name in "ab")
-    assert found.row("b (3 seeds)")[-2:] == ["not reached", "reached"]
-    for level, rule in zip(page.LEVELS, (compare.RECORD, compare.LATER), strict=True):
-        assert f"b (3 seeds): {level}: {compare.verdict(a, b, rule)[1]}." in found.text
-    assert "seeds of each would be needed" in found.text
-    assert "The gain reaches the later board's level." in found.text
-
-
 def test_runs_are_those_of_the_text_table(sweep, swept):
     members = [runs.read_run(path) for path in logs_of(swept)]
     head, *lines = runs.table(members).splitlines()
@@ -166,15 +148,6 @@ def test_curves_are_over_steps_and_time(sweep, swept):
     speed = page.read_curve(members[0], "speed", "step")
     assert speed[0].tolist() == step.tolist()
     assert speed[1] == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
-
-
-def test_the_first_steps_are_outside_the_axis_but_in_the_data():
-    trace = page.go.Scatter(x=list(range(101)), y=[9.0, *[2 - i / 100 for i in range(1, 101)]])
-    low, high = page.late_range([trace], "train_loss")
-    assert low == pytest.approx(1 - 0.0475) and high == pytest.approx(1.95 + 0.0475)
-    assert page.late_range([trace], "speed")[0] == 0
-    assert page.late_range([trace], "lr_scale") is None
-    assert page.late_range([page.go.Scatter(x=[1], y=[float("nan")])], "val_bpb") is None
 
 
 def test_bytes_and_seconds_add_up(sweep, swept):

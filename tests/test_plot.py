@@ -1,6 +1,5 @@
 """tools/plot.py: curves, scaling, bytes."""
 
-import subprocess
 import sys
 
 import numpy as np
@@ -78,18 +77,6 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
         assert len(x) == points
         for values, (low, high) in ((x, axis.get_xlim()), (y, axis.get_ylim())):
             assert low <= values.min() and values.max() <= high
-
-
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git repository")
-def test_plots_at_the_top_are_ignored_by_git():
-    """And those of the documents are not."""
-    for name, status in (("runs.png", 0), ("bench/scaling.png", 1)):
-        assert (
-            subprocess.run(
-                ["git", "check-ignore", "--quiet", "--no-index", name], cwd=ROOT
-            ).returncode
-            == status
-        )
 
 
 def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):

@@ -694,18 +694,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
 # ------------------------------------------------------------------------------------------------ inspection
 
 
-def test_inspection_of_good_shards(sources, tmp_path, capsys):
-    tally = build(sources, tmp_path / "out", shard_tokens=1000)
-    assert inspect_shards.inspect(tmp_path / "out", None, 2) == []
-    text = capsys.readouterr().out
-    for split, counts in tally.splits.items():
-        assert f"{counts['tokens']:,} tokens, {counts['documents']:,} documents" in text, split
-        assert f", {counts['bytes']:,} bytes" in text, split
-    assert "sha256 right" in text
-    assert "documents of train that are also in val: 0" in text
-    assert f"{DOCUMENTS[0][:20]!r}"[1:-1] in text
-
-
 @pytest.mark.parametrize("cut", [1, 7, 10, 11, 19])
 def test_documents_may_continue_in_the_next_shard(tmp_path, cut):
     documents = [[5, 6, 7], [], [8], [9] * 12]
