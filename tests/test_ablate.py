@@ -65,8 +65,7 @@ def small_arguments(**changes):
 
 @pytest.mark.parametrize("width", [32, 48, 64, 96])
 def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
-    """Only size and batch differ from the record; weight decay, average and warm-ups act over the
-    same steps."""
+    """Only size and batch differ from the record; decay, average and warm-ups act as there."""
     for name in runs.KNOBS:
         monkeypatch.delenv(name, raising=False)
     environ = ablate.environment(
@@ -102,8 +101,7 @@ def test_an_artifact_at_the_records_steps_has_its_size():
 
 
 def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, capsys):
-    """Two runs of the record in small side by side; the variant costs twice as much, so it does
-    half of the steps."""
+    """The variant costs twice as much, so it does half of the steps."""
     for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE", "DEVICE", "COMPILE"):
         monkeypatch.setenv(name, sweep_knobs[name])
     monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
@@ -143,8 +141,7 @@ def test_the_speed_of_a_run_counts_the_operations_of_its_lengths(parts):
 
 
 def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
-    """The next call finds checkpoints where the interrupted run left them. Other runs of the pool
-    do not start."""
+    """The next call finds its checkpoints. Other runs of the pool do not start."""
     monkeypatch.chdir(tmp_path)
     started = []
 

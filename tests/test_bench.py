@@ -32,8 +32,7 @@ def test_flops_of_the_record():
 
 @pytest.mark.parametrize("visits", [1, 3])
 def test_flops_of_a_window(visits):
-    """A window whose positions are all scored costs the forward of its tokens; fewer scored
-    positions cost less."""
+    """Of which all positions are scored, or some, or with a band."""
     hp = Hyperparameters(loop_visits=visits)
     whole = flops.window_flops(hp, 2048, 2048)
     assert whole == pytest.approx(2048 * flops.flops_per_token(hp, 2048) / 3)
@@ -45,8 +44,7 @@ def test_flops_of_a_window(visits):
 
 
 def test_the_model_of_a_collective():
-    """A ring, and trees within a node, over nodes with all ranks of each, and over nodes with one
-    rank of each."""
+    """A ring, and trees within a node and over nodes with all ranks of each or one."""
     machine = scaling.Machine(0.0, 1.0, 0.0, 8, (2.0, 5.0), (20.0, 4.0), tree=True)
     ring = machine._replace(tree=False)
     assert scaling.Call("all_reduce", "all", tuple(range(4)), 40).seconds(ring) == 2 * (
@@ -109,8 +107,7 @@ def test_bytes_of_hybrid_sharding(ranks, rank):
 
 
 def test_bytes_of_ddp():
-    """With SHARD_RANKS=1 every rank gets the sum of all gradients, without padding, and updates all
-    rows."""
+    """Every rank gets the sum of all gradients, without padding, and updates all rows."""
     step = scaling.count(Hyperparameters(), 16, 1)
     assert totals(step) == {("all_reduce", "all"): SMALL + 2 * 22 * MATRICES}
     assert all(rows == 22 for rows, *_ in step.owned)
@@ -205,8 +202,7 @@ def tracer():
 
 
 def test_a_slice_counts_as_a_slice(tracer):
-    """Reads of a buffer of 1,000 rows of 96: a third of each row, overlapping parts, everything,
-    all by one row."""
+    """Reads of 1,000 rows of 96: a third of each, overlapping parts, all, all by one row."""
     row, column = sympy.symbols("row column", integer=True)
 
     def read(index, *sizes):

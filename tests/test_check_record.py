@@ -351,8 +351,7 @@ SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
     ],
 )
 def test_published_folders_get_sane_messages(tmp_path, log, given, parts):
-    """Like merged folders: fewer fields, no requirements.txt, another script, logs without
-    source."""
+    """Fewer fields, no requirements.txt, another script, logs without source."""
     folder = tmp_path / "track_10min_16mb" / "2026-03-23_Someone"
     written(folder, log)
     code = runs.read_run(folder / "train_seed42.log").code_bytes

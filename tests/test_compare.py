@@ -160,8 +160,7 @@ def made(losses: list[float]) -> list[runs.Run]:
 
 
 def test_how_many_more_seeds_would_be_needed():
-    """The count is the first at which Welch's test with these means and deviations is
-    significant."""
+    """The count is the first at which Welch's test would be significant."""
     a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
     rule = compare.RECORD
     counts, why = compare.verdict(a, b)

@@ -60,8 +60,7 @@ def test_without_a_shuffle_batches_are_those_of_399(one_rank, changes, ranks):
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
-    """The data of a step do not depend on the number of ranks (in #399 they do: each span loses a
-    token)."""
+    """In #399 the data of a step depend on the number of ranks: each span loses a token."""
     _, (alone,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
     _, several = loaders(one_rank, size, SHUFFLE_SEED=seed)
     for step in (0, 1, 40):
@@ -70,8 +69,7 @@ def test_ranks_share_the_batch_that_one_rank_has(one_rank, size, seed):
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_loader_is_repeatable(one_rank, seed):
-    """A batch is the same whenever it is asked for, by a new loader too, also behind the end of the
-    first epoch."""
+    """A batch is the same whenever it is asked for, by a new loader too, in any epoch."""
     _, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
     late = [loader.batch(step).clone() for step in range(loader.blocks // loader.step_rows + 2)]
     _, (new,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
@@ -89,8 +87,7 @@ def order(loader, epoch: int) -> list[int]:
 
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
-    """Fault D4: #399's seeds did not change the order of the data, so they did not show how much it
-    matters."""
+    """Fault D4: #399's seeds did not change the order of the data."""
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=5)
     epochs = [order(loader, epoch) for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
@@ -122,8 +119,7 @@ def test_batches_are_ready_ahead(one_rank):
 
 
 def test_bytes_by_the_rule_equal_the_text(data):
-    """A document has the bytes of its text. A leading space after BOS does not count (fault
-    B29)."""
+    """Also fault B29: a leading space after BOS does not count."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
     for text in ("x", "two  spaces", "caf\u00e9 \u4e2d\u6587 \U0001f600", "tab\there", "f(1.5)"):
@@ -209,8 +205,7 @@ def test_rows_hold_the_documents_that_begin_anywhere_in_them():
 def test_documents_are_counted_for_flash_attention_3(
     one_rank, tmp_path, data, attention, starts, refused
 ):
-    """On a GPU more documents than its bounds have room for would be an error of indexing that
-    kills the run."""
+    """On a GPU, too many would be an error of indexing that kills the run."""
     shutil.copytree(data, tmp_path / "data")
     tokens = np.full(1000, 5)
     tokens[500 : 500 + starts] = train_gpt.BOS

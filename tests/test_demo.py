@@ -63,8 +63,7 @@ def test_candidates_divide_the_eight_sequences_and_use_all_cores(cores, fixed, p
     ],
 )
 def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
-    """CPUs 0 and 4 are hyperthreads of one core, 1 and 5 of another; of the last, only one may be
-    used."""
+    """CPUs 0 and 4 are one core, 1 and 5 another; of the last, one may be used."""
     for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2,6"}.items():
         path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         path.parent.mkdir(parents=True)
@@ -94,8 +93,7 @@ def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch)
 
 
 def test_real_steps_are_timed_by_several_ranks(env):
-    """A pair that cannot run, as 5 ranks cannot share 24 sequences, has speed 0 and does not
-    hang."""
+    """5 ranks cannot share 24 sequences: their speed is 0, and nothing hangs."""
     code = "import demo, os; print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
     result = run(
         ["-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); {code}"],

@@ -63,8 +63,7 @@ def test_corpus_is_exact_and_split_by_document(built, library):
 
 
 def test_spaces_within_a_piece_are_bytes_each(built):
-    """Fault B29: a run of spaces is one piece of U+2581s, and each U+2581 is 1 byte of text, not
-    3."""
+    """Fault B29: each U+2581 of a piece is 1 byte of text, not 3."""
     import sentencepiece
 
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(built[0] / "tokenizer.model"))
@@ -157,8 +156,7 @@ def test_loss_curve():
 
 
 def test_report_of_own_data(data, env, tmp_path):
-    """All validation shards and the log's tokenizer are used; the sample begins as the validation
-    text does."""
+    """All validation shards are used; the sample begins as the validation text does."""
     assert (
         run([ROOT / "train_gpt.py"], env(RUN_ID="own", VAL_LOSS_EVERY=4), tmp_path).returncode == 0
     )

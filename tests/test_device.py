@@ -87,8 +87,7 @@ def test_export(elsewhere):
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:
-    """An evaluator without progress lines. On a slow machine one could be due, and its figures need
-    values."""
+    """An evaluator without progress lines, whose figures need values."""
     scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     scorer.reported = math.inf
     return scorer
@@ -127,8 +126,7 @@ class Transfers(TorchDispatchMode):
 
 
 def test_evaluation_copies_one_table_for_each_shape(elsewhere):
-    """Not one or more for each batch, and none that the host waits for. Values cannot be read on
-    this device at all."""
+    """Not one or more for each batch, and none that the host waits for."""
     run = elsewhere()
     scorer = silent_evaluator(run)
     calls = []

@@ -59,8 +59,7 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
 
 
 def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
-    """Each node updates its own copy of a row. Replicas that started from other weights would never
-    agree again."""
+    """Each node updates its own copy of a row. Others would never agree again."""
     ranks_run("rounding", tmp_path, env(**SHAPE, SHARD_RANKS=2), 4)
     assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(4)}) == 1
 
@@ -75,8 +74,7 @@ def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
     ],
 )
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
-    """Fault B5: in #399 each rank takes the learning rate from its own clock, and replicas drift
-    apart."""
+    """Fault B5: in #399 each rank takes the learning rate from its own clock."""
     changes = dict(
         ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=7, WARMDOWN_FRAC=1.0, COMPUTE_DTYPE=dtype
     )
@@ -156,8 +154,7 @@ def two_nodes(command, local, environment, folder, timeout):
 
 @pytest.mark.parametrize("local", [1, 2])
 def test_two_nodes(local, env, tmp_path):
-    """Both succeed; only the first has a log and an artifact. The ranks of a node share the rows of
-    the banks."""
+    """Only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
     first, second = two_nodes(
         [ROOT / "train_gpt.py"], local, env(RUN_ID="nodes"), tmp_path, timeout=600
     )

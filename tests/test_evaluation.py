@@ -56,8 +56,7 @@ def test_every_target_is_scored_once(setting, window, stride, size, targets):
 
 
 class OneRank(Comm):
-    """One of several ranks, alone in this process. Its sum is raised as an exception instead of
-    being shared."""
+    """One of several ranks, alone in this process. Its sum is raised as an exception."""
 
     class Caught(Exception):
         pass
@@ -252,8 +251,7 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
 
 
 def banded(setting, **changes):
-    """(hyperparameters, runtime, blocks of validation text with several documents, random
-    model)."""
+    """(hyperparameters, runtime, validation text with several documents, random model)."""
     hp, runtime, val, model = several_documents(
         setting, **{"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes
     )
@@ -292,8 +290,7 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     "changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {**PARTS, "DOC_ATTENTION": 0}]
 )
 def test_how_far_a_band_reaches(setting, changes):
-    """Each visit of a layer by the band - 1, the embeddings by 2, and a block reads at least that
-    much first."""
+    """A visit of a layer by the band - 1, the embeddings by 2. A block reads that much first."""
     hp, _, val, model = banded(setting, **changes)
     hp = dataclasses.replace(hp, eval_seq_len=4, eval_stride=4)
     embed, streams = model.embed, []
@@ -478,8 +475,7 @@ def test_a_kernel_without_a_mask_is_skipped(one_rank, monkeypatch, changes):
 
 @pytest.mark.parametrize("stride", [32, 8, 0])
 def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, stride):
-    """A sequence holds parts of several documents, and their beginnings have the same losses as
-    alone."""
+    """The beginnings of documents in a sequence have the same losses as alone."""
     hp, runtime, val, model = several_documents(
         setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32
     )
@@ -501,8 +497,7 @@ def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, str
 
 
 def noting_shapes(model) -> set:
-    """The set that gets everything that a compiled graph of this model depends on, whenever it is
-    called."""
+    """The set that gets all that a compiled graph of this model depends on, at each call."""
     shapes, forward = set(), model.forward
 
     def noted(ids, targets, reduction="mean", how=None, adapter=None):
@@ -523,8 +518,7 @@ WARM = [("", 0, 1), ("", 0, 2), ("sgd", 0, 1), ("sgd", 1, 2), ("lora", 0, 1), ("
 def test_the_warm_up_compiles_the_shapes_of_a_run(
     setting, blocks, monkeypatch, training, mode, limit, size
 ):
-    """And no others, apart from what the time limit avoids. Nothing compiles after the limit, on
-    any rank."""
+    """And no others, apart from what the time limit avoids; on any rank."""
     knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
     knobs |= {"EVAL_MODE": mode, "EVAL_MAX_SECONDS": limit}
     hp, runtime, val, model = banded(
@@ -578,8 +572,7 @@ TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
 
 def learner(setting, mode="sgd", targets=0, **changes):
-    """(model, evaluator, lines that it logs) for test-time training on the whole text or its first
-    targets."""
+    """(model, evaluator, lines that it logs) for the whole text or its first targets."""
     hp, runtime, val, model = several_documents(
         setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes
     )
@@ -621,8 +614,7 @@ def test_sgd_by_the_published_recipe(setting):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
-    """Before it is clipped. Three sequences are two and one on two ranks, and a fourth rank has
-    none."""
+    """Before it is clipped. Of three sequences, a fourth rank has none."""
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
     x = scorer.val.tokens[64:161].long()
     model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
@@ -656,8 +648,7 @@ def test_the_rate_of_sgd_is_a_cosine_over_the_chunks(setting, monkeypatch):
 
 
 def test_chunks_are_slices_of_the_windows(setting):
-    """The windows are in the order of what they score. A search among all windows for each chunk
-    took minutes."""
+    """A search among all windows for each chunk took minutes."""
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64, EVAL_MAX_SECONDS=1e-9)
     windows, parts = scorer.windows(), []
     scorer.windows, scorer.score = lambda: windows, parts.append
@@ -692,8 +683,7 @@ def test_sgd_compiles_two_shapes(setting):
 def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
     setting, monkeypatch, mode, steps
 ):
-    """It is asked for before each step. What was scored until then stays, and the rest is scored
-    once."""
+    """What was scored until then stays, and the rest is scored once."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (128, 128))  # so each step is one forward
     learnt, asked = [], itertools.count()
     over = lambda *_: next(asked) >= steps  # noqa: E731
@@ -974,8 +964,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
 
 @pytest.mark.parametrize("limit, sizes", [(48, {8, 24, 48}), (10, {8, 10}), (5, {5})])
 def test_chunks_follow_from_the_position(hyperparameters, limit, sizes):
-    """Short ones at the start of a document, whatever its length. TTT_LORA_CHUNK limits all
-    chunks."""
+    """Short ones at the start of a document, at most TTT_LORA_CHUNK, whatever its length."""
     hp = hyperparameters(TTT_LORA_CHUNK=limit, EVAL_SEQ_LEN=64)
     whole = train_gpt.lora_chunks(hp, 5000)
     # One behind the other
@@ -989,8 +978,7 @@ def test_chunks_follow_from_the_position(hyperparameters, limit, sizes):
 
 
 def test_the_row_of_a_document_follows_from_those_before_it(setting, monkeypatch):
-    """Those that still go on move up, so a document's place does not depend on later ones. It may
-    round differently."""
+    """Those that go on move up: a document's place does not depend on later ones."""
     _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
     groups, step = [], train_gpt.lora_step
     noted = lambda scorer, state, group, *rest: groups.append(group.tolist())  # noqa: E731
@@ -1006,8 +994,7 @@ def test_the_row_of_a_document_follows_from_those_before_it(setting, monkeypatch
 
 
 def test_low_rank_training_leaves_the_model_as_it_was(setting):
-    """Its weights, and that they have gradients, which a forward switches off: after an error,
-    too."""
+    """Its weights, and that they have gradients, also after an error."""
     model, scorer, _ = learner(setting, "lora", 200)
     before = weights_of(model)
     train_gpt.ttt_lora(model, scorer)

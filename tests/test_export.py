@@ -52,8 +52,7 @@ def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.05, 0.2, 30.0])
 def test_precision_does_not_depend_on_the_size_of_the_weights(size):
-    """Faults B13, B14: #399's floor under the scale leaves 7 levels for a row of deviation 0.05: 37
-    times the error."""
+    """Faults B13, B14: #399's floor under the scale leaves 7 levels at a deviation of 0.05."""
     rows = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
     for bits, clip in ((6, 7.0), (7, 10.0), (8, 6.0)):
         codes, scale = quantised(rows * size, bits, clip)
@@ -64,8 +63,7 @@ def test_precision_does_not_depend_on_the_size_of_the_weights(size):
 
 
 def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
-    """With the deviation about the mean instead, a constant row would get the scale 0 and be
-    lost."""
+    """The deviation about the mean would be 0 for a constant row."""
     rows = torch.zeros(2, 3, 8)
     rows[1, 1], rows[1, 2] = 0.5, torch.linspace(0.4999, 0.5001, 8)
     codes, scale = quantised(rows, 7, 10.0)
@@ -74,8 +72,7 @@ def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
 
 
 def test_published_range():
-    """ROW_RANGE=published keeps #399's rule (fault B13): the largest weight / 31, at least 1 /
-    31."""
+    """#399's rule (fault B13): the largest weight / 31, at least 1 / 31."""
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
     codes, scale = quantised(rows, 6, None)
     assert scale.flatten().tolist() == [
@@ -100,8 +97,7 @@ def test_an_artifact_that_is_not_finite_is_refused(model, tmp_path, env):
 
 
 def correlated(width, count, seed) -> torch.Tensor:
-    """Activations (count, width): correlated coordinates of different sizes, one of them always
-    zero."""
+    """Activations (count, width): correlated, of different sizes, one always zero."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, width, generator=generator) @ torch.randn(
         width, width, generator=generator
@@ -113,8 +109,7 @@ def correlated(width, count, seed) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [4, 7, 128])
 def test_gptq_is_the_greedy_solution(block):
-    """Against the definition in float64: round a column, then let all open columns compensate its
-    error optimally."""
+    """In float64: round a column, then let all open ones compensate its error optimally."""
     weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
     hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
     scale = train_gpt.row_scales(weights, 5, 6.0)
@@ -154,8 +149,7 @@ def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
-    """For every matrix of the tables, calibration sees the activations that the matrix
-    multiplies."""
+    """Calibration sees the activations that each matrix multiplies."""
     hp, runtime = one_rank()
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
     noise(run.trainer.model, seed=3, size=0.05)
@@ -231,8 +225,7 @@ def entropy_bits(codes) -> float:
 
 
 def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
-    """0.5 % above the entropy for codes without structure; below that of a matrix if sizes depend
-    on the column."""
+    """0.5 % above that of codes without structure; below it if sizes depend on the column."""
     draw = np.random.default_rng(1)
     plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int16)
     columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
@@ -259,8 +252,7 @@ GOLDEN = (
 
 
 def test_stream_written_elsewhere_is_read_alike():
-    """Bytes that constriction 0.5.0 wrote on x86-64. Every later version and machine must read the
-    same codes."""
+    """By constriction 0.5.0 on x86-64. Later versions and other machines must read the same."""
     number = np.arange(2 * 12 * 20)
     codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (
         1 + (number % 20 > 12)
@@ -500,8 +492,7 @@ def test_contradictory_header_is_refused(model, change):
 
 
 def test_tables_of_another_total_are_refused(monkeypatch):
-    """The coder's weights are exact, and equal on every machine, only if the total is a power of
-    two."""
+    """The coder's weights are equal on every machine only for a power of two."""
     codes = some_codes()["products"]
     monkeypatch.setattr(train_gpt, "ANS_TOTAL", 30_000)
     blob = train_gpt.encode_ans(codes)
@@ -533,8 +524,7 @@ def test_large_model_is_refused_before_it_is_made(model, monkeypatch):
 
 
 def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
-    """A few kilobytes whose windows and one wide head would need gigabytes. Nothing is made for
-    them."""
+    """A few kilobytes whose windows and one wide head would need gigabytes."""
     changes = dict(
         NUM_LAYERS=1, NUM_HEADS=1, NUM_KV_HEADS=1, MODEL_DIM=512, MLP_MULT=0.1, XSA_LAST_N=0
     )
@@ -602,8 +592,7 @@ def test_file_larger_than_any_artifact_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("files", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutations_are_refused_with_a_sentence(files):
-    """Damaged and forged files, most with a correct checksum: no crash, no hang, no large
-    allocation."""
+    """Damaged and forged files: no crash, no hang, no large allocation."""
     command = [sys.executable, ROOT / "tests" / "fuzz_artifact.py", str(files)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -616,8 +605,7 @@ def test_mutations_are_refused_with_a_sentence(files):
 
 
 def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp_path):
-    """A score is repeated without any variable. Other windows may be set, another model or
-    tokenizer may not."""
+    """Other windows may be set, another model or tokenizer may not."""
     tokenizer = tmp_path / "t.model"
     tokenizer.write_bytes(b"pieces")
     metadata = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}

@@ -70,8 +70,7 @@ def test_the_kernel_equals_the_plain_form(packed, tmp_path):
 
 
 def test_only_plain_forwards_are_fused(hyperparameters):
-    """Calibration needs the inputs of every matrix, and low-rank changes their outputs: both take
-    the plain form."""
+    """Calibration needs the inputs of every matrix, and low-rank changes their outputs."""
     hp = hyperparameters(NUM_LAYERS=2)
     model = noise(made(hp, train_gpt.load_attention("math")))
     ids = torch.randint(3, hp.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -109,8 +108,7 @@ def test_a_kernel_that_agrees_is_used(hyperparameters, monkeypatch):
 )
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_kernel_compiles_for_an_h100(version, tmp_path):
-    """One graph, tensor cores (wgmma) and TMA, no spilled register; forward, forward alone, and
-    backward."""
+    """One graph, tensor cores (wgmma) and TMA, no spilled register."""
     python, driver = h100.environment(h100.HOME, version)
     log = tmp_path / "log"
     folders = dict(

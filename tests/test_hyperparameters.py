@@ -134,8 +134,7 @@ def test_impossible_values_name_the_variable(variable, value, part):
 
 
 def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
-    """A knob that does without having the role "model" would make artifacts that cannot be
-    loaded."""
+    """Without the role "model" it would make artifacts that cannot be loaded."""
 
     def shapes(hp):
         with torch.device("meta"):
@@ -201,8 +200,7 @@ def test_ordinary_variables_are_not_misspelt_knobs():
     ],
 )
 def test_a_misspelt_knob_is_an_error(wrong, right):
-    """Also if the right one is set. The sentence has a way out, but not the value, which may be a
-    secret."""
+    """Also if the right one is set. The value, which may be a secret, is not shown."""
     expected = f"{wrong} is set but is not a knob; did you mean {right}? If it is not for this program, unset it"
     for others in ({}, {right: "9"}):
         with pytest.raises(UserError) as error:

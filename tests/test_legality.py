@@ -159,8 +159,7 @@ def test_learning_before_scoring_is_caught(setting):
 
 
 def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
-    """Low-rank training hands A on in the order of the stream. Backwards, a document would know a
-    later one."""
+    """A goes on in the order of the stream. Backwards, a document would know a later one."""
     evaluate, tokens, hp = setting("lora")
     real = train_gpt.ttt_lora
 
@@ -192,8 +191,7 @@ def test_chunks_by_the_length_of_a_document_are_caught(setting, monkeypatch, tog
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
-    """What the probes above see with one document at a time also holds for batches, queues and
-    forwards of several."""
+    """As for one document at a time above."""
     sizes = dict(LORA_BATCH=4, LORA_CHUNKS=((16, 3), (30, 5)), LORA_ROWS=(rows, 2))
     for name, value in sizes.items():
         monkeypatch.setattr(train_gpt, name, value)

@@ -33,8 +33,7 @@ def test_a_python_without_packages_is_one_sentence(path, tmp_path):
 
 @pytest.mark.parametrize("path", [ROOT / "train_gpt.py", *PROGRAMS], ids=lambda path: path.stem)
 def test_waiting_openmp_threads_sleep(path, tmp_path):
-    """On a busy machine a sample came at 4 tokens per second, instead of 150. OpenMP reads the
-    variable when torch is loaded."""
+    """On a busy machine spinning ones made a sample slow. OpenMP reads it with torch."""
     for name in ("numpy", "sentencepiece"):
         (tmp_path / f"{name}.py").touch()
     code = "import os, sys; sys.exit(f\"policy {os.environ.get('OMP_WAIT_POLICY')}\")"

@@ -29,8 +29,7 @@ def norm(x):
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """The forward in float64, position by position where that is clearer, without folding or
-    fusing."""
+    """The forward in float64, position by position, without folding or fusing."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
     rows = matrices_of(p)
     batch, time = ids.shape
@@ -208,8 +207,7 @@ def test_initialisation(hyperparameters):
 
 
 def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
-    """Fault B9: bf16 embeddings lose most of their late updates. The optimizer has the fp32 weights
-    of the banks."""
+    """Fault B9: bf16 embeddings lose most of their late updates."""
     model = random_model(hyperparameters(), torch.bfloat16)
     assert {p.dtype for name, p in model.named_parameters() if name not in train_gpt.BANKS} == {
         torch.float32
@@ -279,8 +277,7 @@ def test_a_value_of_zero_leaves_attention_as_it_is():
 
 
 def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
-    """Their sums are fp32, for which a GPU uses its tensor cores if TF32 is allowed. All else stays
-    as it was."""
+    """Their fp32 sums use TF32 on a GPU. All else stays as it was."""
     hp = hyperparameters()
     model = made(hp, train_gpt.load_attention("math"))
     matmul, linear = torch.backends.cuda.matmul, train_gpt.F.linear
@@ -375,8 +372,7 @@ def test_exactly_one_of_torchs_kernels_is_enabled(name):
 
 
 def test_efficient_attention_gets_heads_without_groups(monkeypatch):
-    """torch's kernel for fp32 on a GPU has no grouped-query form. Without a GPU only its inputs can
-    be checked."""
+    """torch's kernel for fp32 on a GPU has no grouped-query form."""
     given = []
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, k, v, **how: given.append((q, k, v, how)) or v
@@ -406,8 +402,7 @@ REPEATED = """if True:
 
 
 def test_compiled_gradients_of_an_embedding_repeat_bit_for_bit(tmp_path):
-    """Two threads that add to one row in the order in which they arrive gave 6 results in 10
-    repetitions."""
+    """Threads that add to one row as they arrive gave 6 results in 10 repetitions."""
     result = run(
         ["-c", REPEATED.format(root=str(ROOT))],
         {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
@@ -466,8 +461,7 @@ def test_a_gpu_does_not_compute_eagerly_unasked(found, monkeypatch):
 
 
 def test_compiling_needs_a_compiler(monkeypatch):
-    """Without a C++ compiler a CPU computes eagerly and the log says why. COMPILE=0 and 1 are
-    obeyed."""
+    """Without one a CPU computes eagerly and the log says why. 0 and 1 are obeyed."""
     cpu = torch.device("cpu")
     assert train_gpt.choose_compile("0", cpu) == (False, ())
     assert train_gpt.choose_compile("1", cpu) == (True, ())

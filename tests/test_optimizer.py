@@ -50,8 +50,7 @@ BAND = {"quintic": (0.6, 1.3), "polar-express": (0.85, 1.15)}
     "shape", [(3, 64, 64), (2, 64, 192), (2, 192, 64), (2, 8, 3), (1, 1, 7), (1, 5, 1), (1, 1, 1)]
 )
 def test_newton_schulz_brings_singular_values_near_one(shape, coefficients):
-    """Against the same iteration in float64, and within the band in which the polynomials leave
-    singular values."""
+    """As in float64, and within the band in which the polynomials leave singular values."""
     g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     out = newton_schulz(g, torch.float32, 5, coefficients)
     assert out.shape == g.shape
@@ -117,8 +116,7 @@ def reference_steps(hp, weights, gradients, settings):
 
 
 def trained(hyperparameters, gradients, settings, **changes):
-    """(hyperparameters, weights before, weights after) by matrix, of updates from gradients given
-    by matrix."""
+    """(hyperparameters, weights before, weights after), by matrix, for gradients by matrix."""
     hp, model, optimizer = prepared(hyperparameters, **changes)
     before = matrices_of(optimizer.weights())
     for gradient, setting in zip(gradients, settings, strict=True):
@@ -179,8 +177,7 @@ def test_the_published_layout_gives_the_same_updates(hyperparameters, gradients,
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_the_compiled_update_is_the_update(hyperparameters, backend, changes, monkeypatch):
-    """Compiled and eager updates agree in fp32, and settings that change every step do not compile
-    another graph."""
+    """Settings that change every step do not compile another graph."""
     hp, model, eager = prepared(hyperparameters, **changes)
     twin = made(hp)
     compile = torch.compile
@@ -213,8 +210,7 @@ def test_small_gradients_are_not_clipped(hyperparameters):
 
 
 def test_every_parameter_has_one_owner(hyperparameters):
-    """Fault B12: in #399 two parameters belonged to no optimizer and only inflated the clip
-    norm."""
+    """Fault B12: in #399 two parameters belonged to no optimizer."""
     hp, model, optimizer = prepared(hyperparameters)
     owned = [id(getattr(model, name)) for name in optimizer.banks]
     owned += [id(p) for group in optimizer.adam.param_groups for p in group["params"]]
@@ -232,8 +228,7 @@ def test_every_parameter_has_one_owner(hyperparameters):
 
 
 def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
-    """Faults B9 and B10: in bf16, moments, momentum and weights lose updates below 1/256 of their
-    value."""
+    """Faults B9, B10: in bf16, state loses updates below 1/256 of its value."""
     _, model, optimizer = prepared(hyperparameters, torch.bfloat16)
     set_gradients(model, 1)
     advance(optimizer, 1.0, 0.9)
@@ -255,8 +250,7 @@ def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
-    """In bf16, 1 + 1/512 + 1/512 + 1/512 would still be 1. A single micro-batch needs no second
-    buffer."""
+    """In bf16, 1 + 1/512 + 1/512 + 1/512 would still be 1. A single one needs no second buffer."""
     hp = hyperparameters()
     model = made(hp, None, torch.bfloat16)
     optimizer = ParallelMuon(model, weights_of(model), hp, Comm(0, 2), accumulation > 1)
@@ -274,8 +268,7 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
 
 
 def test_collectives_need_no_copy(hyperparameters, monkeypatch):
-    """On several ranks the gradients are sent from the buffer that backward fills, and rows are
-    gathered in place."""
+    """Gradients are sent from the buffer that backward fills; rows are gathered in place."""
     hp = hyperparameters()
     model = made(hp)
     optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
@@ -345,8 +338,7 @@ def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
 
 
 def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
-    """Fault B17: any W works. Each row has one owner; there are fewer padding rows than ranks, and
-    they stay zero."""
+    """Fault B17. Each row has one owner; padding rows stay zero, fewer than ranks."""
     hp = hyperparameters()
     for size in (1, 2, 3, 4, 5, 6, 8, 16, 64):
         models = [made(hp) for _ in range(size)]

@@ -55,8 +55,7 @@ def test_plots_are_drawn(swept, tmp_path):
 
 @pytest.mark.parametrize("validations", [2, 3, 21])
 def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
-    """A short curve is drawn whole; the first 5 % of a long one, which would flatten the rest, are
-    not drawn."""
+    """Of a long curve the first 5 %, which would flatten the rest, are not drawn."""
     steps = range(101)
     lines = [
         f"step:{step}/100 train_loss:{7 - step / 100} train_time:{step}00ms" for step in steps[1:]

@@ -60,8 +60,7 @@ def faulty(fault, step, environment, folder, ranks=1, rank=0):
 
 
 def losses(folder) -> dict[int, str]:
-    """The training losses in the log of run r, by step. If a step was run twice, the last one
-    counts."""
+    """The training losses in the log of run r, by step; of a repeated step the last one."""
     text = (folder / "logs" / "r.txt").read_text().split("=" * 100)[1]
     return {
         int(step): loss
@@ -106,8 +105,7 @@ SECRETS = {"HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret"}
 
 @pytest.fixture(scope="module")
 def undisturbed(knobs, tmp_path_factory):
-    """The folder of a run without a fault. Only knobs are logged: no file has the other
-    variables."""
+    """The folder of a run without a fault. Only knobs are logged, in any file."""
     folder = tmp_path_factory.mktemp("undisturbed")
     result = faulty("none", 0, knobs | SECRETS, folder)
     assert result.returncode == 0, result.stderr
@@ -119,8 +117,7 @@ def undisturbed(knobs, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(knobs, tmp_path_factory):
-    """The folder of a run that was killed in its eighth step, with the checkpoints of steps 3 and
-    6."""
+    """The folder of a run killed in its eighth step, with the checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("killed")
     assert faulty("kill", 7, knobs, folder).returncode == -signal.SIGKILL
     return folder
@@ -327,8 +324,7 @@ def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
 
 
 def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
-    """One of two ranks is killed. torchrun --max-restarts starts both again, and they resume bit
-    for bit."""
+    """One of two ranks is killed. torchrun --max-restarts starts both again."""
     (tmp_path / "calm").mkdir()
     assert faulty("none", 0, knobs, tmp_path / "calm", ranks=2).returncode == 0
     launcher = [
@@ -375,8 +371,7 @@ def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs)
 def test_a_run_that_its_cap_has_ended_takes_no_other_step(
     in_flight, one_rank, tmp_path, monkeypatch
 ):
-    """The time for GPTQ was measured again, and the pace of the last steps was known only when the
-    run resumed."""
+    """The time for GPTQ was measured again, and the pace was known only when it resumed."""
     monkeypatch.chdir(tmp_path)
     now, taken = [0.0], []
 
@@ -652,8 +647,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(knobs, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_kept(knobs, tmp_path):
-    """The step before the checkpoint makes the weights nan. A run that was resumed names its
-    checkpoint, too."""
+    """Not those of the step before a checkpoint. A resumed run names its checkpoint, too."""
     for step in (5, 3):
         assert f"the last good checkpoint is {step_file(3)}" in last_line(
             faulty("nan", step, knobs, tmp_path)
@@ -673,8 +667,7 @@ def test_the_last_step_is_not_finite(ranks, knobs, tmp_path):
 
 
 def test_a_clock_that_jumps_ends_the_run_cleanly(knobs, tmp_path):
-    """After a machine has slept, the time counts: the run stops at once, has all scores, and is no
-    valid submission."""
+    """After a machine has slept, the time counts: all scores, but no valid submission."""
     result = faulty(
         "jump", 7, {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}, tmp_path
     )
@@ -819,8 +812,7 @@ def test_both_forms_of_attention_train_alike(one_rank, tmp_path, monkeypatch):
 
 
 def test_equal_runs_are_equal_bit_for_bit(one_rank, tmp_path):
-    """Fault D4: seeds change the initial weights and the order of the data, and nothing else
-    changes a run on a CPU."""
+    """Fault D4: seeds change the initial weights and the order of the data."""
     knobs = {"a": {}, "b": {}, "c": {"SEED": 7}, "d": {"SHUFFLE_SEED": 7}}
     a, b, other, order = (
         trace(one_rank, tmp_path / name, **changes) for name, changes in knobs.items()
@@ -831,8 +823,7 @@ def test_equal_runs_are_equal_bit_for_bit(one_rank, tmp_path):
 
 @pytest.mark.slow
 def test_compiled_runs_on_two_threads_are_equal_bit_for_bit(env, tmp_path):
-    """README promises it, and the other tests of repeating runs have one thread or compile
-    nothing."""
+    """README promises it; the other tests have one thread or compile nothing."""
     knobs = env(
         COMPILE="train",
         OMP_NUM_THREADS=2,

@@ -45,8 +45,7 @@ def finished(tmp_path_factory, data):
 
 
 def evaluating(env, path, **changes) -> dict[str, str]:
-    """The environment that scores the artifact at `path`. The shape of the model comes from the
-    file."""
+    """The environment that scores the artifact at `path`, which has the model's shape."""
     knobs = env(EVAL_ONLY=path, **changes)
     return {
         name: value
@@ -150,8 +149,7 @@ def scores(result) -> list[float]:
 
 
 def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tmp_path):
-    """The command works as it is printed: the model and its windows come from the file. An
-    evaluation ends in the same way."""
+    """The command works as it is printed. An evaluation ends in the same way."""
     folder, result = finished
     end, files, following = result.stdout.splitlines()[-3:]
     score = float(re.findall(r"final_int6_sliding_window_exact .* val_bpb:(\S+)", result.stdout)[0])
@@ -269,8 +267,7 @@ def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation
 
 
 def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp_path, capsys):
-    """The console has it, and the run ends with the reason and without the event of a finished
-    run."""
+    """The console has it. The run ends with the reason, not as finished."""
     hp, log = log_of(hyperparameters, tmp_path)
     log("first")
     log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
@@ -396,8 +393,7 @@ train_gpt.main()
 
 
 def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
-    """PROFILE=folder writes a trace that holds the operators of five steps, and changes nothing
-    else."""
+    """PROFILE=folder writes a trace of five steps, and changes nothing else."""
     off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
     result = script(COMPRESSOR="lzma", PROFILE="traces", ITERATIONS=9, **off)
     assert result.returncode == 0, result.stderr
@@ -412,8 +408,7 @@ def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
 
 
 def test_the_cap_ends_a_run(script):
-    """Fault B20: the log says that the cap ended the training, and calibration is part of the
-    time."""
+    """Fault B20: the log says so, and calibration is part of the time."""
     result = script(ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=2, TRAIN_LOG_EVERY=1000)
     assert result.returncode == 0, result.stderr
     stopped = r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000"
@@ -425,8 +420,7 @@ def test_the_cap_ends_a_run(script):
 
 
 def test_time_for_calibration_is_reserved(one_rank, tmp_path, monkeypatch):
-    """Training has the cap less a tenth more than what the warm-up measured for all batches of the
-    calibration."""
+    """A tenth more than what the warm-up measured for all its batches."""
     monkeypatch.setattr(train_gpt.Run, "calibrate", lambda self, batches: ({}, 0.25 * len(batches)))
     training = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
     before = training.clock.end(0)
@@ -561,8 +555,7 @@ def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, mo
 
 
 def test_the_average_is_what_is_scored_and_exported(script):
-    """With EMA_DECAY=1 the average never moves, so all final scores are those of the initial
-    model."""
+    """With EMA_DECAY=1 all final scores are those of the initial model."""
     result = script(EMA_DECAY=1, ITERATIONS=6, VAL_LOSS_EVERY=6)
     names = ("step:0/6", "step:6/6", "final_average_exact", "final_int6_roundtrip_exact")
     found = [re.search(rf"^{name} val_loss:(\S+)", result.stdout, re.M).group(1) for name in names]
@@ -572,8 +565,7 @@ def test_the_average_is_what_is_scored_and_exported(script):
 
 
 def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
-    """Fault B17: accumulation follows from batch, ranks and micro-batch. It only changes the order
-    of sums."""
+    """Fault B17: accumulation follows from batch, ranks and micro-batch."""
     tokens = (768, 96, 50, 1)
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=n, RUN_ID=str(n)) for n in tokens]
     assert [one.trainer.accumulation for one in runs] == [1, 8, 24, 24]
@@ -701,8 +693,7 @@ def test_a_failed_import_is_one_sentence(content, status, expected, script, tmp_
 
 
 def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
-    """All ranks of a node read the same knobs. A launcher ends the others as soon as the first has
-    printed."""
+    """A launcher ends the others as soon as the first has printed."""
     waited = []
     monkeypatch.setattr(
         train_gpt.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err))
@@ -739,8 +730,7 @@ def test_full_disk(env, tmp_path):
 
 
 def test_full_disk_at_the_export(env, tmp_path):
-    """The artifact goes to the temporary folder, the scores follow, and the last line says where it
-    is."""
+    """The artifact goes to the temporary folder, as the last line says; the scores follow."""
     (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
     (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
     (tmp_path / "spare").mkdir()
@@ -760,8 +750,7 @@ def test_full_disk_at_the_export(env, tmp_path):
 
 @pytest.mark.parametrize("only", [False, True])
 def test_over_the_cap_fails_after_the_scores(only, finished, env, tmp_path, monkeypatch, capsys):
-    """Fault D3: the run, or the evaluation of an artifact, is finished and scored, then it
-    fails."""
+    """Fault D3: the run, or the evaluation of an artifact, is scored, then it fails."""
     monkeypatch.chdir(tmp_path)
     knobs = evaluating(env, finished[0] / "final_model.int6.xz") if only else env()
     for name, value in knobs.items():

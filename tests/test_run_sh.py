@@ -178,8 +178,7 @@ def trained(result):
 
 
 def test_only_what_is_missing_is_installed(machine):
-    """Into the machine's Python, as pinned; torch and what is there stay, whatever their
-    version."""
+    """As pinned; torch and what is there stay, whatever their version."""
     machine.torch(machine.root / "site")
     machine.has("numpy", version="1.26.4")
     machine.has("torch", version="2.9.1+cu128")
@@ -196,8 +195,7 @@ def test_only_what_is_missing_is_installed(machine):
 
 
 def test_the_tests_need_more_packages(machine):
-    """What is there is recognised by its package's name, as pytest-xdist has no module of that
-    name."""
+    """pytest-xdist, which is there, is recognised by its package's name."""
     machine.torch(machine.root / "site")
     machine.has(*NAMES, "pytest-xdist")
     (machine.root / "site" / "pytest-xdist.py").unlink()
@@ -209,8 +207,7 @@ def test_the_tests_need_more_packages(machine):
 
 
 def test_the_image_has_the_files_that_setup_reads(machine):
-    """The Dockerfile is short, and `./run.sh setup` in it needs no other file and keeps its
-    torch."""
+    """`./run.sh setup` in it needs no other file and keeps its torch."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     (copied,) = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
     assert len(lines) < 15
@@ -344,8 +341,7 @@ LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)"
     "counted, build, cuda", [("0", "2.9.1+cpu", None), ("8", "2.9.1+cu128", "12.8")]
 )
 def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda):
-    """Not a demonstration on the CPU. With a driver that is too old, torch still counts the
-    GPUs."""
+    """Not a demonstration. With a driver that is too old, torch still counts the GPUs."""
     shutil.rmtree(complete.root / "site" / "torch")
     complete.torch(complete.root / "site", build, cuda)
     complete.nvidia_smi(LISTED)

@@ -162,8 +162,7 @@ def test_the_program_repeats_itself(artifact, data, tmp_path):
 
 
 def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):
-    """Also: standard input that is no terminal is the prompt, and a prompt that is no text is an
-    error."""
+    """Standard input that is no terminal is the prompt, which must be text."""
     seen = []
     monkeypatch.setattr(
         sample.Reader, "continued", lambda reader, *_: seen.append(list(reader.ids)) or iter([])

@@ -34,8 +34,7 @@ def test_published_run_has_the_published_schedule():
 
 @pytest.mark.parametrize("step_seconds", [0.08, 0.65, 2.1, 30.0])
 def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
-    """Fault B7: #399's rule starts at 0.31 for steps of 650 ms, and below the QAT threshold for
-    steps of 2.1 s."""
+    """Fault B7: #399's rule starts at 0.31 for steps of 650 ms."""
     hp = Hyperparameters()
     steps = int(600 / step_seconds)
     scales = [schedule(hp, s, s * step_seconds, 600.0) for s in range(steps)]
@@ -259,8 +258,7 @@ def scoring(note):
 
 @pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])
 def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, band, stride):
-    """A banded pass costs what non-overlapping windows cost; sliding ones are too dear for a
-    validation."""
+    """Banded, or non-overlapping windows: sliding ones are too dear for a validation."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(EVAL_MODE=mode)
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
@@ -273,8 +271,7 @@ def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, b
 
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_flight):
-    """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it, also of
-    those in flight."""
+    """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
@@ -297,8 +294,7 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
 
 
 def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monkeypatch):
-    """Depth recurrence from the fourth of ten steps on. Export and the last score have it in any
-    case."""
+    """Depth recurrence from the fourth of ten steps on; always for export and last score."""
     monkeypatch.chdir(tmp_path)
     hp, runtime = one_rank(
         **{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0

@@ -201,8 +201,7 @@ def test_the_grammar_of_caseops(text, coded):
 
 
 def check_caseops(text: str) -> None:
-    """A round trip, no capital that has a pair, and as many bytes as before without the
-    operators."""
+    """A round trip, no capital that has a pair, and as many bytes without the operators."""
     coded = caseops.encode(text)
     assert caseops.decode(coded) == text
     assert caseops.PAIRS.keys().isdisjoint(coded)
@@ -220,8 +219,7 @@ def test_caseops_of_every_short_text():
 
 
 def test_caseops_of_every_character():
-    """Each code point, lone surrogates included, between and beside letters; those with a case also
-    alone."""
+    """Lone surrogates included, between and beside letters; those with a case also alone."""
     everything = list(map(chr, range(0x110000)))
     check_caseops("".join(everything))
     for template in ("a{}B", "AB{}c"):
@@ -251,8 +249,7 @@ def test_an_operator_that_applies_to_nothing_is_removed():
 
 
 def test_the_pairs_of_letters_never_change():
-    """They are part of the format: with other pairs, shards that exist would be decoded to another
-    text."""
+    """They are part of the format of shards that exist."""
     assert not set(UNEVEN) & {*caseops.PAIRS, *caseops.PAIRS.values()}
     assert len(set(caseops.PAIRS.values())) == len(caseops.PAIRS) == 633
     digest = hashlib.sha256("".join(itertools.chain(*caseops.PAIRS.items())).encode()).hexdigest()
@@ -266,8 +263,7 @@ def cased(tmp_path) -> Path:
 
 
 def test_bytes_of_many_documents_with_caseops(cased):
-    """Sources of Python's library, as one stream: the evaluator charges the bytes of the original
-    files."""
+    """The evaluator charges the bytes of the original files, in one stream."""
     library = Path(os.__file__).parent
     texts = list(demo_corpus.documents(library / "email").values())
     texts += ["x", "X", " x", " X", "  X", f"{TITLE}x"]
@@ -311,8 +307,7 @@ def test_operators_elsewhere_are_text(tmp_path):
 
 
 def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
-    """NFKC after CaseOps would join a lower-case letter and a mark that have no capital in
-    common."""
+    """NFKC would join a letter and a mark that have no capital in common."""
     texts = list(map(caseops.encode, DOCUMENTS))
     model = tmp_path / "t.model"
     model.write_bytes(tokenize_text.train_tokenizer(texts, 400, "nmt_nfkc", CASE_OPERATORS))
@@ -497,8 +492,7 @@ def test_a_tokenizer_is_not_trained_on_validation(sources, tmp_path):
 
 
 def test_a_sample_has_about_the_requested_size(tmp_path):
-    """A thousand documents of about a hundred bytes each. Their checksums choose, so the text must
-    not change."""
+    """The documents' checksums choose, so the text must not change."""
     texts = [f"document {i}: " + "and so on, " * 8 for i in range(1000)]
     path = tmp_path / "docs.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))

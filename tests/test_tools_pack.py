@@ -52,8 +52,7 @@ def figures(log: bytes) -> list[str]:
 
 
 def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path):
-    """The same losses and scores. The log begins with the source that is in the packed file, and
-    counts that file."""
+    """The log begins with the source that is in the packed file, and counts that file."""
     assert packed.stat().st_size < LIMIT
     logs = []
     for script in (ROOT / "train_gpt.py", packed):
