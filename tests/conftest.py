@@ -15,7 +15,7 @@ import sentencepiece
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "data", "bench")]
 
 import train_gpt  # noqa: E402
 import warm_python  # noqa: E402

@@ -2,15 +2,11 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import runs
 import warm_python
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import runs
 
 SWEEP = [ROOT / "tools" / "sweep.py", "--", warm_python.python(), ROOT / "train_gpt.py"]
 

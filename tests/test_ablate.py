@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +12,12 @@ import pytest
 import scipy.stats
 import torch
 
-import train_gpt
-from conftest import ROOT, run, start, user_error
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import ablate
 import flops
 import runs
 import sweep
+import train_gpt
+from conftest import ROOT, run, start, user_error
 
 ABLATE = ROOT / "tools" / "ablate.py"
 

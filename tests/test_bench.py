@@ -13,16 +13,13 @@ import torch
 from torch._inductor.dependencies import MemoryDep
 from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 
-import train_gpt
-from conftest import ROOT, TINY, run, user_error
-from train_gpt import Hyperparameters
-
-sys.path.insert(0, str(ROOT / "bench"))
-
 import common
 import flops
 import h100
 import scaling
+import train_gpt
+from conftest import ROOT, TINY, run, user_error
+from train_gpt import Hyperparameters
 
 
 def test_flops_of_the_record():

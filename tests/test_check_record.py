@@ -10,16 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import train_gpt
-from conftest import ROOT, run, user_error
-from sample_logs import LATER, LEGAL, PUBLISHED, counted, logs_of, written
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import check_record
 import make_record
 import pack_code
 import runs
+import train_gpt
+from conftest import ROOT, run, user_error
+from sample_logs import LATER, LEGAL, PUBLISHED, counted, logs_of, written
 
 CHECK = ROOT / "tools" / "check_record.py"
 

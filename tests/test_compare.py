@@ -2,20 +2,16 @@
 
 import re
 import statistics
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from conftest import ROOT, run, user_error
-from sample_logs import PUBLISHED, copy_of, logs_of, written
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import compare
 import runs
+from conftest import ROOT, run, user_error
+from sample_logs import PUBLISHED, copy_of, logs_of, written
 
 
 def group(folder: Path, values: dict[int, float], rate: float = 1.7) -> list:

@@ -1,16 +1,12 @@
 """Our model, optimizer, schedules and codes against numbers that published scripts compute
 (records/published), and that the comparison notices a fault."""
 
-import sys
-
 import pytest
 import torch
 
-import train_gpt
-from conftest import ROOT, user_error, variables
-
-sys.path.insert(0, str(ROOT / "tools"))
 import conformance
+import train_gpt
+from conftest import user_error, variables
 
 NAMES = conformance.files()
 

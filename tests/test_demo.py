@@ -1,17 +1,13 @@
 """tools/demo.py: the demonstration's settings on imitated machines, with the user's own winning."""
 
 import re
-import sys
 
 import pytest
 
-import train_gpt
-from conftest import ROOT, run, user_error
-
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
-
 import demo
 import shards
+import train_gpt
+from conftest import ROOT, run, user_error
 
 
 @pytest.mark.parametrize(

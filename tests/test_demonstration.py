@@ -2,18 +2,14 @@
 
 import ast
 import re
-import sys
 
 import numpy as np
 import pytest
 
-import train_gpt
-from conftest import ROOT, TINY, VOCAB, run, user_error, write_shard
-
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
-
 import demo_corpus
 import report
+import train_gpt
+from conftest import ROOT, TINY, VOCAB, run, user_error, write_shard
 
 
 @pytest.fixture(scope="module")

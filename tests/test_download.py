@@ -6,22 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import download_fineweb
+import shards
 import train_gpt
 import warm_python
 from conftest import ROOT, user_error, variables
 from hub import Hub
-
-sys.path.insert(0, str(ROOT / "data"))
-
-import download_fineweb
-import shards
 
 REPOSITORY, NAME = "somebody/some-data", "fineweb10B_sp1024"
 

@@ -11,14 +11,10 @@ import sys
 import pytest
 import torch
 
-import train_gpt
-from conftest import ROOT, made, noise
-
-sys.path.insert(0, str(ROOT / "bench"))
-sys.path.insert(0, str(ROOT / "tools"))
-
 import h100
 import pack_code
+import train_gpt
+from conftest import ROOT, made, noise
 
 VERSIONS = [
     version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()

@@ -5,16 +5,12 @@ nothing about numbers or times."""
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-
 import h100
+from conftest import ROOT
 
 VERSIONS = [
     version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()

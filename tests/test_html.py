@@ -2,21 +2,17 @@
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
-
-from conftest import ROOT, run, user_error
-from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
-from test_published import log_of
-
-sys.path.insert(0, str(ROOT / "tools"))
 
 import compare
 import page
 import plot
 import runs
+from conftest import ROOT, run, user_error
+from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
+from test_published import log_of
 
 EMPTY = {"meta", "input", "wbr", "br"}
 HOSTILE = "<img src=x onerror=alert(1)>"

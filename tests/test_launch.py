@@ -8,11 +8,8 @@ import sys
 
 import pytest
 
-from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import launch
+from conftest import ROOT
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 

@@ -3,19 +3,15 @@ evaluators that cheat."""
 
 import dataclasses
 import math
-import sys
 from unittest import mock
 
 import pytest
 import torch
 
-import train_gpt
-from conftest import PARTS, ROOT, made
-from train_gpt import BOS
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import legality
+import train_gpt
+from conftest import PARTS, made
+from train_gpt import BOS
 
 WAYS = {
     "plain": {"EVAL_STRIDE": 32},

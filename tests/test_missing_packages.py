@@ -7,11 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT, run
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import check_record
+from conftest import ROOT, run
 
 PROGRAMS = [
     path

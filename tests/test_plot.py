@@ -1,17 +1,12 @@
 """tools/plot.py: curves, scaling, bytes."""
 
-import sys
-
 import numpy as np
 import pytest
 
-from conftest import ROOT, run
-from sample_logs import PUBLISHED, logs_of, written
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import plot
 import runs
+from conftest import ROOT, run
+from sample_logs import PUBLISHED, logs_of, written
 
 
 def test_runs_of_one_configuration_are_one_curve(swept):

@@ -6,18 +6,14 @@ import dataclasses
 import json
 import math
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from conftest import ROOT, run, variables
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import preflight
 import train_gpt
+from conftest import ROOT, run, variables
 from train_gpt import Hyperparameters
 
 SECTIONS = ["machine", "data", "disk", "products", "copies", "collectives"]

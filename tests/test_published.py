@@ -1,17 +1,13 @@
 """tools/published.py: a run beside the published losses of a record."""
 
 import json
-import sys
 
 import pytest
 
-from conftest import ROOT, run, user_error
-from sample_logs import written
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import published
 import runs
+from conftest import ROOT, run, user_error
+from sample_logs import written
 
 CURVES = json.loads(published.CURVES.read_text())
 FINAL = "final_int6_roundtrip_exact val_loss:1.93000000 val_bpb:1.14300000\n"

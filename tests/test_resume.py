@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import runs
 import train_gpt
 from conftest import (
     PARTS,
@@ -30,10 +30,6 @@ from conftest import (
     write_shard,
 )
 from train_gpt import Comm, StepSettings, UserError
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import runs
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 

@@ -2,16 +2,12 @@
 
 import json
 import re
-import sys
 
 import pytest
 
+import runs
 from conftest import ROOT, user_error
 from sample_logs import LATER, LEGAL, PUBLISHED, logs_of, written
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import runs
 
 
 def test_published_logs_are_read(tmp_path):

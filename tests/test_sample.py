@@ -8,14 +8,11 @@ import pytest
 import sentencepiece
 import torch
 
+import caseops
+import sample
 import train_gpt
 from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, user_error, weights_of
 from train_gpt import BOS
-
-sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "data")]
-
-import caseops
-import sample
 
 SAMPLE = ROOT / "tools" / "sample.py"
 TEXT = torch.randint(4, VOCAB, (70,), generator=torch.Generator().manual_seed(3)).tolist()

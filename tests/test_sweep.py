@@ -8,15 +8,12 @@ import sys
 import numpy as np
 import pytest
 
-from conftest import ROOT, run, start, user_error
-from sample_logs import SWEEP, copy_of, counted, logs_of
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import pack_code
 import runs
 import sweep
 import train_gpt
+from conftest import ROOT, run, start, user_error
+from sample_logs import SWEEP, copy_of, counted, logs_of
 
 
 def test_sweep_runs_every_combination_and_ends_with_a_table(swept):

@@ -16,20 +16,17 @@ import numpy as np
 import pytest
 import sentencepiece
 
-import train_gpt
-import warm_python
-from conftest import ROOT, user_error, write_shard
-from train_gpt import BOS, CASE_OPERATORS, UserError
-
-sys.path.insert(0, str(ROOT / "data"))
-
 import caseops
 import demo_corpus
 import inspect_shards
 import shards
 import tokenize_text
+import train_gpt
+import warm_python
 from caseops import ALLCAPS, CAPNEXT, ESC, LITERALS, TITLE
+from conftest import ROOT, user_error, write_shard
 from tokenize_text import Options, Reading, Record, Split
+from train_gpt import BOS, CASE_OPERATORS, UserError
 
 # Letters without a partner of the same UTF-8 length that a conversion in both directions gives
 # back.

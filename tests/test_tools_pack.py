@@ -11,13 +11,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import train_gpt
-from conftest import ROOT, made, run, user_error, weights_of
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import inspect_artifact
 import pack_code
+import train_gpt
+from conftest import ROOT, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
 LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one

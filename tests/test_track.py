@@ -13,12 +13,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from conftest import ROOT, run, start
-
-sys.path.insert(0, str(ROOT / "tools"))
-
 import track
 import train_gpt
+from conftest import ROOT, run, start
 
 tensorboard = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",
