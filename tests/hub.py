@@ -28,14 +28,10 @@ class Hub:
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_HEAD(self):
-                hub.answer(self)
-
             def do_GET(self):
                 hub.answer(self)
 
-            def do_POST(self):
-                hub.answer(self)
+            do_HEAD = do_POST = do_GET
 
             def log_message(self, *arguments):
                 pass

@@ -5,7 +5,6 @@ import json
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import scipy.stats
 import torch
 
 import ablate
-import flops
 import runs
 import sweep
 import train_gpt
@@ -118,22 +116,6 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
         re.M,
     )
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
-
-
-@pytest.mark.parametrize("parts", [1, 4])
-def test_the_speed_of_a_run_counts_the_operations_of_its_lengths(parts):
-    settings = dict(
-        SHORT_SEQ_PARTS=str(parts), TRAIN_SEQ_LEN="256", TRAIN_BATCH_TOKENS="1024", MODEL_DIM="128"
-    )
-    hp = train_gpt.Hyperparameters.from_env(settings)
-    line = ablate.speed(SimpleNamespace(settings=settings, step_ms=2.0))
-    rate, speed = (
-        float(word.replace(",", ""))
-        for word in re.match(r"(\S+) tokens/s, (\S+) GFLOP/s", line).groups()
-    )
-    whole, short = (flops.flops_per_token(hp, length) for length in (256, 256 // parts))
-    assert rate == 512_000
-    assert 1e9 * speed == pytest.approx(rate * (0.6 * whole + 0.4 * short), rel=1e-2)
 
 
 def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):

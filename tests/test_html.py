@@ -111,19 +111,6 @@ def test_scores_are_those_of_compare(sweep, swept):
     assert (compare.RECORD, compare.LATER.level) == ((0.005, 0.01), 0.25)
 
 
-def test_runs_are_those_of_the_text_table(sweep, swept):
-    members = [runs.read_run(path) for path in logs_of(swept)]
-    head, *lines = runs.table(members).splitlines()
-    titles = [title for title, *_ in runs.COLUMNS]
-    order = [titles.index(name) for name in page.HEADINGS]
-    for line, member in zip(lines, members, strict=False):
-        cells = line.split()[1:]
-        assert sweep.row(member.path.stem) == [cells[i] for i in order]
-    means = [cells[1:] for cells in sweep.rows if cells and cells[0] in ("mean", "std")]
-    for line, cells in zip(lines[2:4], means[2:], strict=True):
-        assert cells == [line.split()[1:][i] for i in order]
-
-
 def test_curves_are_over_steps_and_time(sweep, swept):
     """Each of the four panels, each group with its mean and its band."""
     assert [set(figures) for figures in sweep.curves] == [{"step", "seconds"}] * 4

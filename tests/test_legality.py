@@ -10,7 +10,7 @@ import torch
 
 import legality
 import train_gpt
-from conftest import PARTS, made
+from conftest import PARTS, made, noise
 from train_gpt import BOS
 
 WAYS = {
@@ -33,12 +33,7 @@ def setting(one_rank):
         hp, runtime = one_rank(**{**WAYS[way], **changes})
         # C2 evaluates once for each token of the vocabulary
         hp = dataclasses.replace(hp, vocab_size=64)
-        model = made(hp, runtime.attend, torch.float32, 0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(
-                    0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-                )
+        model = noise(made(hp, runtime.attend))
         evaluate = legality.evaluator_of(train_gpt, hp, runtime, model, together)
         return evaluate, legality.random_stream(TARGETS, hp.vocab_size, BOS), hp
 

@@ -133,6 +133,18 @@ class Machine:
         out, error = process.communicate()
         return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
+    def trains(self, **environment):
+        """The programs of the demonstration run, in this order."""
+        result = self.run(**environment)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.partition("\nnext:\n")[0] == TRAINING
+        return result
+
+    def complete(self):
+        """Nothing is missing."""
+        self.torch(self.root / "site")
+        self.has(*NAMES)
+
     def installations(self):
         text = self.installed.read_text() if self.installed.exists() else ""
         return [line.replace(f"{self.root} ", "machine ") for line in text.splitlines()]
@@ -172,18 +184,12 @@ OPTIONAL = {"triton", "flash_attn_interface", "kernels"}
 TRAINING = "ran tools/demo.py\nran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
 
 
-def trained(result):
-    """The demonstration's programs have run, in this order."""
-    return result.returncode == 0 and result.stdout.partition("\nnext:\n")[0] == TRAINING
-
-
 def test_only_what_is_missing_is_installed(machine):
     """As pinned; torch and what is there stay, whatever their version."""
     machine.torch(machine.root / "site")
     machine.has("numpy", version="1.26.4")
     machine.has("torch", version="2.9.1+cu128")
-    result = machine.run()
-    assert trained(result), result.stderr
+    machine.trains()
     command, *constraints = machine.installations()
     assert command.startswith("machine install ") and not (machine.repository / ".venv").exists()
     assert {word for word in command.split() if "==" in word} == {
@@ -229,8 +235,7 @@ def test_a_managed_python_is_extended_by_a_venv(machine):
     machine.torch(machine.root / "site")
     machine.has("numpy")
     (machine.root / "managed").touch()
-    result = machine.run()
-    assert trained(result), result.stderr
+    machine.trains()
     refused, made, *rest = [
         line for line in machine.installations() if not line.startswith("constraint")
     ]
@@ -249,8 +254,7 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
     machine.has("numpy", "sentencepiece")
     (machine.root / "pyvenv.cfg").touch()
     (machine.root / "no-pip").touch()
-    result = machine.run()
-    assert trained(result), result.stderr
+    machine.trains()
     first, second = [line for line in machine.installations() if not line.startswith("constraint")]
     assert first == "machine ensurepip" and second.startswith("machine install ")
     assert PINS["constriction"] in second
@@ -259,8 +263,7 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
 @pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py", "tools/report.py"])
 def test_ctrl_c_is_one_sentence(machine, name):
     """As in a terminal, all processes of the group get SIGINT. Python would print a traceback."""
-    machine.torch(machine.root / "site")
-    machine.has(*NAMES)
+    machine.complete()
     slow = "import sys, time; print('waits', file=sys.stderr, flush=True); time.sleep(60)"
     (machine.repository / name).write_text(slow)
     process = machine.start(start_new_session=True)
@@ -275,8 +278,7 @@ def test_ctrl_c_is_one_sentence(machine, name):
 def test_without_a_supported_torch_everything_is_installed(machine, version):
     if version:
         machine.torch(machine.root / "site", version)
-    result = machine.run()
-    assert trained(result), result.stderr
+    machine.trains()
     made, command = machine.installations()
     assert made == "venv .venv" and command.startswith(".venv install ")
     assert command.endswith("-r requirements.txt --constraint constraints.txt")
@@ -286,8 +288,7 @@ def test_the_venv_is_next(machine):
     """The machine's Python has no torch, but .venv has."""
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site", "2.10.0a0+git123")
-    result = machine.run()
-    assert trained(result), result.stderr
+    machine.trains()
     (command,) = [line for line in machine.installations() if not line.startswith("constraint")]
     assert command.startswith(".venv install ")
     assert {word for word in command.split() if "==" in word} == {PINS[name] for name in NAMES}
@@ -296,15 +297,14 @@ def test_the_venv_is_next(machine):
 def test_an_older_python_is_an_error(machine):
     """Before pip, which would say ResolutionImpossible. It is not taken even if it has torch."""
     (machine.root / "old").touch()
-    machine.torch(machine.root / "site")
-    machine.has(*NAMES)
+    machine.complete()
     result = machine.run()
     assert result.returncode == 1 and machine.installations() == []
     expected = "error: Python 3.11 or later is needed, and python3 is 3.10.12: install one\n"
     assert result.stderr == expected
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site")
-    assert trained(machine.run()), "by .venv"
+    machine.trains()  # by .venv
 
 
 def test_an_installation_that_fails_is_an_error(machine):
@@ -318,8 +318,7 @@ def test_an_installation_that_fails_is_an_error(machine):
 @pytest.fixture
 def complete(machine):
     """A machine where nothing is missing, with data for the record run."""
-    machine.torch(machine.root / "site")
-    machine.has(*NAMES)
+    machine.complete()
     data = machine.repository / "data" / "datasets" / "fineweb10B_sp1024"
     data.mkdir(parents=True)
     (data / "fineweb_train_000000.bin").touch()
@@ -352,7 +351,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda)
         f"error: nvidia-smi lists GPUs, but torch {build} (CUDA {cuda}) of python3 sees none: install"
     )
     assert "set DEVICE=cpu" in line
-    assert trained(complete.run(GPUS=counted, USABLE="0", DEVICE="cpu"))
+    complete.trains(GPUS=counted, USABLE="0", DEVICE="cpu")
     assert (
         " sees none (CUDA_VISIBLE_DEVICES=9): "
         in complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
@@ -362,10 +361,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda)
 def test_without_gpus_and_for_device_cpu_the_demonstration_runs(complete):
     for status, text in ((0, "No devices were found"), (9, "NVIDIA-SMI has failed because GPU 0")):
         complete.nvidia_smi(text, status)
-        result = complete.run()
-        assert trained(result) and result.stderr == ""
+        assert complete.trains().stderr == ""
     complete.nvidia_smi(LISTED)
-    assert trained(complete.run(GPUS="8", USABLE="1", DEVICE="cpu"))
+    complete.trains(GPUS="8", USABLE="1", DEVICE="cpu")
 
 
 @pytest.mark.parametrize(
@@ -452,8 +450,7 @@ def test_the_end_says_how_to_go_on(machine):
     assert "\nnext:\n" + activate in result.stdout and evaluate in result.stdout
     active = machine.run(VIRTUAL_ENV=str(machine.repository / ".venv"))
     assert activate not in active.stdout and evaluate in active.stdout
-    machine.torch(machine.root / "site")
-    machine.has(*NAMES)
+    machine.complete()
     plain = machine.run()
     assert activate not in plain.stdout
     assert evaluate.replace("python train", "python3 train") in plain.stdout
