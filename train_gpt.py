@@ -112,17 +112,15 @@ with importing("requirements.txt"):
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
-# This script as people read it. A self-extracting copy (tools/pack_code.py) sets the global.
+CODE_BYTES = Path(__file__).stat().st_size  # of the script that runs
+# The readable script: a self-extracting copy (tools/pack_code.py) sets the global.
 SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 
 class UserError(ValueError):
-    """An error the user can fix: the variable or file, what was found, and what to do. `status`:
-    of the process that ends with it."""
+    """An error the user can fix: the variable or file, what was found, and what to do."""
 
-    def __init__(self, sentence: str, status: int = 1):
-        super().__init__(sentence)
-        self.status = status
+    status = 1  # exit status of the process
 
 
 def require(condition: object, sentence: str) -> None:
@@ -173,13 +171,12 @@ def run_program(main: Callable[[], object]) -> None:
 # The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
 # change on resume.
 ROLES = ("training", "model", "evaluation", "run")
-# What a knob must be. The last two name another knob; a divisor is checked before it divides.
+# A bound may name another knob. "low" is checked first, so no divisor is 0.
 LIMITS = {
     "low": ("at least", operator.ge),
     "high": ("at most", operator.le),
     "choices": ("one of", lambda value, choices: value in choices),
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
-    "at_most": ("at most", operator.le),
 }
 COMPILE = ("auto", "0", "1", "train")
 # Of attention, in the order in which ATTENTION=auto tries them.
@@ -189,8 +186,11 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
 def knob(default, text: str, role="training", **limits):
-    """An environment variable. `limits` are those of LIMITS and `section`, a heading of --help."""
+    """An environment variable. `limits` are those of LIMITS and `section`, a heading of --help;
+    numbers are at least 0 unless `low` says otherwise."""
     assert role in ROLES and limits.keys() <= {*LIMITS, "section"}
+    if type(default) in (int, float):  # not bool
+        limits.setdefault("low", 0)
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
@@ -203,100 +203,100 @@ class Hyperparameters:
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
     vocab_size: int = knob(1024, "pieces of the tokenizer", "model", low=4, high=65536)
-    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: the order of #399", low=0)
+    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: the order of #399")
 
     num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
     model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
     num_heads: int = knob(8, "query heads", "model", low=1, multiple_of="num_kv_heads")
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
-    mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", low=0, high=1)
+    mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", high=1)
     skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
     skip_lerp: bool = knob(False, "skips as in #2135: gates between a scaled skip and the stream", "model")
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the token embedding", "model")
     loop_visits: int = knob(1, "visits of the layers of the loop; 1: no depth recurrence", "model", low=1, high=16)
-    loop_first: int = knob(3, "first layer of the loop", "model", low=0)
-    loop_layers: int = knob(3, "layers of the loop", "model", low=0)
-    lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", low=0, at_most="num_layers")
+    loop_first: int = knob(3, "first layer of the loop", "model")
+    loop_layers: int = knob(3, "layers of the loop", "model")
+    lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", high="num_layers")
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
     doc_attention: bool = knob(False, "attention sees only the position's own document", "model")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
-    tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding", low=0)
+    tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
     qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
-    rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model", low=0)
+    rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model")
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", low=0, at_most="num_layers")
-    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model", low=0)
+    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", high="num_layers")
+    bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model")
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
     train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
-    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: what fits, at most 98,304", "run", low=0)
+    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: what fits, at most 98,304", "run")
 
-    iterations: int = knob(20_000, "steps, unless the wall clock ends the run first", "run", low=0, section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training and GPTQ; 0: ITERATIONS decides", "run", low=0)
-    warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run", low=0)
-    warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run", low=0)
-    warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", low=0, high=1)
-    min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", low=0, high=1)
-    loop_start: float = knob(0.35, "fraction of the run after which the loop is visited repeatedly", low=0, high=1)
+    iterations: int = knob(20_000, "steps, unless the wall clock ends the run first", "run", section="Schedule")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training and GPTQ; 0: ITERATIONS decides", "run")
+    warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run")
+    warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
+    warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", high=1)
+    min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", high=1)
+    loop_start: float = knob(0.35, "fraction of the run after which the loop is visited repeatedly", high=1)
 
-    matrix_lr: float = knob(0.025, "Muon learning rate of the banks", low=0, section="Optimizer")
-    scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection", low=0)
-    tied_embed_lr: float = knob(0.035, "Adam learning rate of the token and bigram embeddings", low=0)
-    muon_momentum: float = knob(0.99, "Nesterov momentum", low=0, high=1)
-    muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", low=0, high=1)
-    muon_momentum_warmup_steps: int = knob(1500, "steps until MUON_MOMENTUM; at most half of the run", low=0)
+    matrix_lr: float = knob(0.025, "Muon learning rate of the banks", section="Optimizer")
+    scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection")
+    tied_embed_lr: float = knob(0.035, "Adam learning rate of the token and bigram embeddings")
+    muon_momentum: float = knob(0.99, "Nesterov momentum", high=1)
+    muon_momentum_warmup_start: float = knob(0.92, "momentum at step 0", high=1)
+    muon_momentum_warmup_steps: int = knob(1500, "steps until MUON_MOMENTUM; at most half of the run")
     muon_backend_steps: int = knob(5, "Newton-Schulz iterations", low=1, high=50)
     muon_coeffs: str = knob("quintic", "Newton-Schulz coefficients", choices=("quintic", "polar-express"))
     muon_eq: bool = knob(True, "normalise rows before Newton-Schulz (MuonEq-R); 0: as #399")
-    muon_wd: float = knob(0.04, "decoupled weight decay of the banks", low=0)
-    adam_wd: float = knob(0.04, "decoupled weight decay of embeddings and the bigram projection", low=0)
-    scalar_wd: float = knob(0.0, "decoupled weight decay of gains, gates and scales; #399: 0.04", low=0)
-    beta1: float = knob(0.9, "decay of Adam's first moment", low=0, high=1)
-    beta2: float = knob(0.95, "decay of Adam's second moment", low=0, high=1)
-    adam_eps: float = knob(1e-8, "added to Adam's denominator", low=0)
-    grad_clip_norm: float = knob(0.3, "maximum norm of the reduced gradient; 0: no clipping", low=0)
+    muon_wd: float = knob(0.04, "decoupled weight decay of the banks")
+    adam_wd: float = knob(0.04, "decoupled weight decay of embeddings and the bigram projection")
+    scalar_wd: float = knob(0.0, "decoupled weight decay of gains, gates and scales; #399: 0.04")
+    beta1: float = knob(0.9, "decay of Adam's first moment", high=1)
+    beta2: float = knob(0.95, "decay of Adam's second moment", high=1)
+    adam_eps: float = knob(1e-8, "added to Adam's denominator")
+    grad_clip_norm: float = knob(0.3, "maximum norm of the reduced gradient; 0: no clipping")
 
     ema_enabled: bool = knob(True, "export an EMA of the weights", section="Averaging and quantisation")
-    ema_decay: float = knob(0.997, "EMA decay per step", low=0, high=1)
+    ema_decay: float = knob(0.997, "EMA decay per step", high=1)
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
-    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", low=0, high=1)
+    qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run", low=0)
-    target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run", low=0)
+    gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run")
+    target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
-    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, at_most="eval_seq_len")
+    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
-    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run", low=0)
-    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run", low=0)
+    val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
+    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
     ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
     ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
-    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run", low=0)
+    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs that low-rank changes reach, of q,k,v,out,mlp,head", "run")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
-    ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run", low=0)
+    ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run")
     ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 until 256 and 24 until 2,000", "run", low=1)
-    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run", low=0)
-    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run", low=0)
+    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
+    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
-    seed: int = knob(1337, "initialisation and data order", low=0)
+    seed: int = knob(1337, "initialisation and data order")
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: a new run", "run")
-    shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run", low=0)
+    shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run")
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
@@ -316,66 +316,73 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         values = dataclasses.asdict(self)
         for name, value in values.items():
-            finite = not isinstance(value, float) or math.isfinite(value)
-            require(finite, f"{name.upper()}={value} is not a finite number")
+            require(
+                not isinstance(value, float) or math.isfinite(value),
+                f"{name.upper()}={value} is not a finite number",
+            )
         for limit, (relation, holds) in LIMITS.items():
             for field in KNOBS:
                 if limit in field.metadata:
                     value, bound = values[field.name], field.metadata[limit]
                     other = f"{bound.upper()}={values[bound]}" if bound in values else bound
                     shown = ", ".join(bound) if limit == "choices" else other
-                    sentence = f"{field.name.upper()}={value!r} is not {relation} {shown}"
-                    require(holds(value, values.get(bound, bound)), sentence)
-        for holds, sentence in self.rules():
-            require(holds, sentence)
+                    require(
+                        holds(value, values.get(bound, bound)),
+                        f"{field.name.upper()}={value!r} is not {relation} {shown}",
+                    )
+        self.check_combinations()
 
-    def rules(self) -> Iterator[tuple[object, str]]:
-        """What must hold between knobs, and the sentence of the error if it does not."""
+    def check_combinations(self) -> None:
+        """Raise UserError if knobs contradict each other, or a text is malformed."""
         width = f"MODEL_DIM / NUM_HEADS = {self.head_dim}"
-        yield self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs"
-        yield (
+        require(self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs")
+        require(
             self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim,
             f"ROPE_DIMS={self.rope_dims} must be even and at most {width}",
         )
-        yield self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is tied; unset it"
-        yield self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or at least 2"
-        yield (
+        require(
+            self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is tied; unset it"
+        )
+        require(
+            self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or at least 2"
+        )
+        require(
             self.loop_visits == 1
             or self.loop_first + self.loop_layers <= self.num_layers - self.lanes_last_n,
             "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N: end the loop before lanes",
         )
-        yield (
+        require(
             not (self.skip_gates and self.skip_lerp),
             "SKIP_GATES=1 and SKIP_LERP=1 are two kinds of skips: set SKIP_GATES=0",
         )
-        yield (
+        require(
             self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
             f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}",
         )
         targets = self.ttt_lora_targets.split(",")
-        yield (
+        require(
             set(targets) <= set(LORA_TARGETS) and len(set(targets)) == len(targets),
             f"TTT_LORA_TARGETS={self.ttt_lora_targets!r} is not a list, without repetition, of "
             f"{','.join(LORA_TARGETS)}",
         )
-        yield (
+        require(
             re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every),
             f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither steps (500) nor seconds (60s)",
         )
-        yield (
+        require(
             "/" not in self.run_id and not self.run_id.startswith("."),
             f"RUN_ID={self.run_id} is no file name: it must not have a slash or begin with a dot",
         )
-        yield (
+        require(
             self.resume in ("", "auto"),
             f"RESUME={self.resume} is not auto: set RESUME=auto; it continues from the newest "
             "checkpoint of RUN_ID",
         )
-        yield (
+        require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
         )
-        yield (
+        require(
             not (self.ema_enabled and self.swa_enabled),
             "EMA_ENABLED=1 and SWA_ENABLED=1 both choose what is exported: set one to 0",
         )
@@ -415,8 +422,9 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
         return SWITCH[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[kind]
-        example = f"set for example {name}={field.default}"
-        raise UserError(f"{name}={text!r} is not {wanted}: {example}") from None
+        raise UserError(
+            f"{name}={text!r} is not {wanted}: set for example {name}={field.default}"
+        ) from None
 
 
 def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
@@ -1568,7 +1576,9 @@ class Run:
             advice = "no checkpoint could be written, see the log"
         if newest:
             advice = f"set RESUME=auto to continue from {newest}"
-        raise UserError(f"stopped by {number.name} after step {step}; {advice}", 128 + number)
+        error = UserError(f"stopped by {number.name} after step {step}; {advice}")
+        error.status = 128 + number
+        raise error
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the
@@ -2522,8 +2532,8 @@ def train_and_score(hp: Hyperparameters) -> None:
     require_packages(hp)
     outline(hp)  # an artifact that nothing can load is refused before the training
     require(
-        not 0 < hp.target_bytes <= code_size(),
-        f"TARGET_BYTES={hp.target_bytes} is no more than the {code_size()} bytes of the script: "
+        not 0 < hp.target_bytes <= CODE_BYTES,
+        f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
     require_data(hp, "val", "train")
@@ -2581,7 +2591,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(model, make_scorer, hp, log)
-        total = len(blob) + code_size()
+        total = len(blob) + CODE_BYTES
         log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
         check_limits(total, 0.0, hp)
 
@@ -2646,11 +2656,6 @@ def memory_line(memory: dict[str, int]) -> str:
     return f"peak memory {' '.join(f'{kind}: {size} MiB' for kind, size in memory.items())}"
 
 
-def code_size() -> int:
-    """Bytes of the script that runs."""
-    return Path(__file__).stat().st_size
-
-
 def evaluation_command(hp: Hyperparameters, log: Log) -> str:
     """The command that scores the artifact again."""
     data, tokenizer, artifact = map(
@@ -2665,11 +2670,10 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.runtime.comm
     started = time.perf_counter()
-    code_bytes = code_size()
     weights = run.trainer.optimizer.weights()
     blob, path = b"", None
     fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
-    max_bytes = math.inf if fixed else hp.target_bytes - code_bytes
+    max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
     if comm.rank == 0:
         count = sum(w.numel() for w in weights.values())
@@ -2684,10 +2688,10 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
         f"give {len(blob)} bytes, kept as {path}; {max_bytes} are available; "
         "make the model smaller",
     )
-    total = len(blob) + code_bytes
-    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {code_bytes} bytes")
+    total = len(blob) + CODE_BYTES
+    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     line = f"Total submission size int6+{hp.compressor}: {total} bytes"
-    fields = {"path": str(path), "model_bytes": len(blob), "code_bytes": code_bytes}
+    fields = {"path": str(path), "model_bytes": len(blob), "code_bytes": CODE_BYTES}
     log(line, event="artifact", **fields, wall_seconds=time.perf_counter() - started)
     return blob, total
 
