@@ -340,12 +340,8 @@ class Hyperparameters:
             self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim,
             f"ROPE_DIMS={self.rope_dims} must be even and at most {width}",
         )
-        require(
-            self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: the head is tied; unset it"
-        )
-        require(
-            self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or at least 2"
-        )
+        require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
+        require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
         require(
             self.loop_visits == 1
             or self.loop_first + self.loop_layers <= self.num_layers - self.lanes_last_n,
@@ -924,11 +920,10 @@ def muon_update(
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
     if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
-        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True)
-        if shard.transposed is not None:
-            of_columns = torch.linalg.vector_norm(update, dim=-2, keepdim=True)
-            norm = torch.where(shard.transposed, of_columns, norm)
-        update = update / norm.clamp(min=1e-7)
+        of_rows, of_columns = (
+            torch.linalg.vector_norm(update, dim=dim, keepdim=True) for dim in (-1, -2)
+        )
+        update = update / torch.where(shard.transposed, of_columns, of_rows).clamp(min=1e-7)
     update = newton_schulz(update, shard.owned_rows.dtype, hp.muon_backend_steps, hp.muon_coeffs)
     shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
     shard.owned_rows.copy_(shard.master)
@@ -944,11 +939,13 @@ class BankShard:
         momentum     (r, a, b)    fp32
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
         grad_sum     (S*r, a, b)  of all micro-batches: fp32 if there are several, else `grad`
-        comm_buffer  (S*r, a, b)  what is reduced: `grad_sum`, or a copy in the compute dtype
+        comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
         grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
+        scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
+        transposed   (r, 1, 1)    whether a row is stored as (in, out)
 
-    New state of Muon goes beside `momentum`: here, and into ParallelMuon.tensors, which checkpoints
-    and the warm-up restore.
+    New state of Muon goes beside `momentum`, here and in ParallelMuon.tensors; checkpoints and the
+    warm-up then restore it.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -966,24 +963,21 @@ class BankShard:
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
-        same_dtype = self.grad_sum.dtype == bank.dtype
-        direct = comm.size == 1 or same_dtype
-        self.comm_buffer = self.grad_sum if direct else torch.empty_like(self.grad)
+        # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
+        self.comm_buffer = self.grad_sum if comm.size == 1 else self.grad
         shard = self.comm_buffer[self.mine]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
         kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
         kinds += kinds[-1:] * (len(full) - self.rows)  # any: the update of a padding row is zero
         shapes = [kind.shape(model.hp) for kind in kinds[self.mine]]
-        # (r, 1, 1) each: tall matrices have larger updates, as in #399; None if none is transposed.
         scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
-        flags = [kind.transposed for kind in kinds[self.mine]]
-        transposed = torch.tensor(flags, device=bank.device)[:, None, None]
-        self.transposed = transposed if any(kind.transposed for kind in kinds) else None
+        transposed = [kind.transposed for kind in kinds[self.mine]]
+        self.transposed = torch.tensor(transposed, device=bank.device)[:, None, None]
 
 
 class Report(NamedTuple):
-    """What travels with the small gradients of a step, summed over the ranks."""
+    """Scalars of a step that are all-reduced with the small gradients; a rank fills them in place."""
 
     loss: float  # mean; nan if a gradient is not finite
     seconds: float  # rank 0's clock when it queued the update
@@ -1021,12 +1015,11 @@ class ParallelMuon:
     def add_flat_gradients(self) -> None:
         """One buffer for the small gradients and the report, so one all-reduce is enough."""
         sizes = [parameter.numel() for parameter in self.small.values()]
-        fields = len(Report._fields)
-        self.flat = torch.zeros(sum(sizes) + fields, device=next(iter(self.small.values())).device)
-        self.flat_grad, tail = self.flat.split([sum(sizes), fields])
-        # Views () by name, to be filled before `step`.
-        self.to_report = dict(zip(Report._fields, tail.unbind(), strict=True))
-        for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
+        sizes += [1] * len(Report._fields)
+        self.flat = torch.zeros(sum(sizes), device=next(iter(self.small.values())).device)
+        self.flat_grad, report = self.flat.tensor_split([-len(Report._fields)])
+        self.report = Report(*report)  # views (), filled before `step`
+        for parameter, view in zip(self.small.values(), self.flat.split(sizes), strict=False):
             parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
 
     def add_adam(self) -> None:
@@ -1039,7 +1032,7 @@ class ParallelMuon:
         for name, parameter in self.small.items():
             rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
             decay = hp.adam_wd if name in decaying else hp.scalar_wd
-            group = {"params": [], "lr": rate, "peak_lr": rate, "weight_decay": decay}
+            group = {"params": [], "peak_lr": rate, "weight_decay": decay}
             groups.setdefault((rate, decay), group)["params"].append(parameter)
         betas = (hp.beta1, hp.beta2)
         self.adam = torch.optim.AdamW(
@@ -1061,7 +1054,10 @@ class ParallelMuon:
 
     def clear(self) -> None:
         """Set the gradients and the report to zero."""
-        torch._foreach_zero_([self.flat, *(shard.grad_sum for shard in self.banks.values())])
+        buffers = {self.flat}  # a set, as `grad_sum` may be `grad`
+        for shard in self.banks.values():
+            buffers |= {shard.grad, shard.grad_sum}
+        torch._foreach_zero_(list(buffers))
 
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
@@ -1069,16 +1065,16 @@ class ParallelMuon:
         (3,). Do not read the banks before `finish`."""
         self.reduce_gradients()
         norm = self.gradient_norm()
-        self.to_report["loss"].add_(0 * norm)  # nan if a gradient is not finite
+        self.report.loss.add_(0 * norm)  # nan if a gradient is not finite
         clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
         # Filled on the device, as a copy from the host would wait.
-        momentum, rate = (
-            torch.full_like(norm, value) for value in (momentum, lr_scale * self.hp.matrix_lr)
-        )
+        rate = torch.full_like(norm, lr_scale * self.hp.matrix_lr)
+        momentum = torch.full_like(norm, momentum)
         for shard in self.banks.values():
-            self.update_bank(shard, clip, momentum, rate)
+            self.muon_update(shard, clip, momentum, rate, self.hp)
+            self.gathers.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
         self.update_small(clip, lr_scale)
-        report = torch.stack(list(self.to_report.values()))
+        report = torch.stack(self.report)
         self.clear()
         return report
 
@@ -1105,19 +1101,13 @@ class ParallelMuon:
         reductions in two groups may round differently, and replicas would drift apart."""
         gradients = [shard.grad_shard for shard in self.banks.values()]
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
-        mine = torch.stack([norm.square() for norm in norms])
+        mine = torch.stack(norms).square()
         squares = mine.new_empty(self.comm.shard.size * len(mine))
         self.comm.shard.all_gather(squares, mine)()
         return (squares.sum() + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
-    def update_bank(self, shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor) -> None:
-        """Muon on the owned rows; starts the all-gather of everyone's."""
-        self.muon_update(shard, clip, momentum, rate, self.hp)
-        self.gathers.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
-
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
-        """Adam on the small parameters while the all-gathers are in flight. All ranks compute the
-        same update."""
+        """Adam on the small parameters while the all-gathers run; the same on all ranks."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
@@ -1129,19 +1119,19 @@ class ParallelMuon:
         while self.gathers:
             self.gathers.pop()()
 
-    def publish_masters(self) -> None:
+    def sync_banks(self) -> None:
         """Copy the owners' fp32 rows into every rank's banks, after a change outside `step`."""
         for shard in self.banks.values():
             shard.owned_rows.copy_(shard.master)
             self.comm.shard.all_gather(shard.padded, shard.owned_rows)()
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights in fp32, collected from their owners."""
-        return {name: self.whole(name, tensor).clone() for name, tensor in self.owned.items()}
+        """All weights in fp32, gathered from their owners. Collective."""
+        return {name: self.gather(name, tensor).clone() for name, tensor in self.owned.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows.
-        `publish_masters` after changes."""
+        """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows. After changes
+        call `sync_banks`."""
         tensors = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
         tensors |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
@@ -1149,9 +1139,8 @@ class ParallelMuon:
             tensors |= {f"{name}.{kind}": state for kind, state in states.items()}
         return tensors
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of `tensors` on every rank: a bank's rows (R, a, b) from their owners. All ranks
-        must call this."""
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of `tensors`, whole on every rank: of a bank all rows (R, a, b). Collective."""
         shard = self.banks.get(name.partition(".")[0])
         if shard is None or self.comm.shard.size == 1:
             return tensor
@@ -1159,18 +1148,23 @@ class ParallelMuon:
         self.comm.shard.all_gather(full, tensor)()
         return full[: shard.rows]
 
-    def distribute(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
-        """The inverse of `whole`: copy rank 0's `source` into every rank's `tensor`."""
+    def scatter(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
+        """The inverse of `gather`: copy rank 0's `source` into every rank's `tensor`. Raises
+        UserError if its shape is another one."""
+        source = self.comm.share(source)
         shard = self.banks.get(name.partition(".")[0])
-        full = torch.zeros_like(tensor if shard is None else shard.padded, dtype=tensor.dtype)
-        if self.comm.rank == 0:
-            target = full if shard is None else full[: shard.rows]
-            shape = getattr(source, "shape", None)
-            wrong = f"the checkpoint has {name} with shape {shape}, not {target.shape}"
-            require(shape == target.shape, f"{wrong}: it belongs to another model")
-            target.copy_(source)
-        self.comm.all_reduce(full)()  # zero on all other ranks
-        tensor.copy_(full if shard is None else full[shard.mine])
+        shape = tensor.shape if shard is None else (shard.rows, *tensor.shape[1:])
+        found = getattr(source, "shape", None)
+        require(
+            found == shape,
+            f"the checkpoint has {name} with shape {found}, not {shape}: "
+            "it belongs to another model",
+        )
+        if shard is None:
+            tensor.copy_(source)
+        else:
+            rows = source[shard.mine]
+            tensor[: len(rows)] = rows  # padding rows stay zero
 
 
 # ---- Schedules, clock and averaging --------------------------------------------------------------
@@ -1334,12 +1328,12 @@ class Trainer:
             loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
             loss.backward()
             self.optimizer.accumulate()
-            self.optimizer.to_report["loss"].add_(loss.detach())
+            self.optimizer.report.loss.add_(loss.detach())
 
     def update(self, step: int, settings: StepSettings, seconds: float, stop: bool) -> Tensor:
         """Change the weights and their average. Returns the summed Report as (3,) on the device."""
-        self.optimizer.to_report["seconds"].fill_(seconds)
-        self.optimizer.to_report["stop"].fill_(float(stop))
+        self.optimizer.report.seconds.fill_(seconds)
+        self.optimizer.report.stop.fill_(float(stop))
         summed = self.optimizer.step(settings.lr_scale, settings.momentum)
         self.average.update(step, settings.lr_scale)
         self.optimizer.finish()
@@ -1348,7 +1342,7 @@ class Trainer:
     def take_average(self) -> str:
         """Replace the weights by their average on all ranks. Returns its name."""
         name = self.average.apply()
-        self.optimizer.publish_masters()
+        self.optimizer.sync_banks()
         return name
 
     @torch.no_grad()
@@ -1371,13 +1365,13 @@ class Trainer:
     def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The same tensors, collected from their owners. All ranks must iterate."""
         for name, tensor in self.tensors().items():
-            yield name, self.optimizer.whole(name, tensor)
+            yield name, self.optimizer.gather(name, tensor)
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """The inverse, on any number of ranks; rank 0 has the tensors."""
         for name, tensor in self.tensors().items():
-            self.optimizer.distribute(name, tensor, tensors.pop(name, None))
-        self.optimizer.publish_masters()
+            self.optimizer.scatter(name, tensor, tensors.pop(name, None))
+        self.optimizer.sync_banks()
 
 
 class Run:
@@ -1633,7 +1627,7 @@ class Run:
             self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
         warm_up_evaluation(self.make_scorer, hp)
         torch._foreach_copy_(list(self.trainer.tensors().values()), list(before.values()))
-        self.trainer.optimizer.publish_masters()
+        self.trainer.optimizer.sync_banks()
         self.trainer.average.samples = 0
         self.runtime.synchronize()
         # The pace of the last kind, if one of its steps came after the compiling

@@ -56,10 +56,10 @@ PARTS = (
     "average",
 )
 TITLES = ("forward", "backward", "comm.", "clip", "NS", "small", "average")
-PHASES = {  # methods of ParallelMuon, and the parts that they belong to
+PHASES = {  # functions of ParallelMuon, and the parts that they belong to
     "reduce_gradients": "communication",
     "gradient_norm": "clip",
-    "update_bank": "Newton-Schulz",
+    "muon_update": "Newton-Schulz",
     "update_small": "small parameters",
     "finish": "communication",
 }

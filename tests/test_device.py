@@ -54,7 +54,7 @@ def test_training(elsewhere, changes):
     ):
         assert on_device(run.train_step(0, settings))
     run.trainer.average.apply()
-    run.trainer.optimizer.publish_masters()
+    run.trainer.optimizer.sync_banks()
     state = run.trainer.tensors()
     assert on_device(
         *run.trainer.optimizer.weights().values(),
@@ -62,9 +62,9 @@ def test_training(elsewhere, changes):
         *run.calibrate(range(1))[0].values(),
     )
     for name, tensor in state.items():
-        assert on_device(run.trainer.optimizer.whole(name, tensor))
-        run.trainer.optimizer.distribute(
-            name, tensor, torch.zeros(run.trainer.optimizer.whole(name, tensor).shape, device=META)
+        assert on_device(run.trainer.optimizer.gather(name, tensor))
+        run.trainer.optimizer.scatter(
+            name, tensor, torch.zeros(run.trainer.optimizer.gather(name, tensor).shape, device=META)
         )
     run.loader.close()
 

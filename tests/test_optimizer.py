@@ -363,7 +363,7 @@ def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 16])
-def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
+def test_scatter_is_the_inverse_of_gather(hyperparameters, size, monkeypatch):
     """A checkpoint holds whole banks without padding, so any number of ranks can read it."""
     hp = hyperparameters(NUM_LAYERS=5)
     model = made(hp)
@@ -371,19 +371,16 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
         ParallelMuon(made(hp), weights_of(model), hp, Comm(rank, size)) for rank in range(size)
     ]
     bank = torch.randn(bank_shape("qo_bank", hp))
-    done, shared = lambda: None, []
+    shared = []
 
-    def all_reduce(full):
-        """What the ranks have in common is rank 0's buffer, since all others are zero."""
-        assert not shared or not full.any()
-        shared.append(full)
-        full.copy_(shared[0])
-        return done
+    def share(value):
+        shared.append(value)
+        return shared[0]
 
     for rank, optimizer in enumerate(ranks):
-        monkeypatch.setattr(optimizer.comm, "all_reduce", all_reduce)
+        monkeypatch.setattr(optimizer.comm, "share", share)
         source = bank if rank == 0 else None  # only rank 0 has the checkpoint
-        optimizer.distribute("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], source)
+        optimizer.scatter("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], source)
     owned = [optimizer.tensors()["qo_bank.momentum"] for optimizer in ranks]
     assert torch.equal(torch.cat(owned)[: len(bank)], bank)
     assert not torch.cat(owned)[len(bank) :].any()
@@ -391,9 +388,10 @@ def test_distribute_is_the_inverse_of_whole(hyperparameters, size, monkeypatch):
         monkeypatch.setattr(
             optimizer.comm,
             "all_gather",
-            lambda full, shard: (full.copy_(torch.cat(owned)), done)[1],
+            lambda full, shard: (full.copy_(torch.cat(owned)), lambda: None)[1],
         )
-        assert torch.equal(optimizer.whole("qo_bank.momentum", rows), bank)
+        assert torch.equal(optimizer.gather("qo_bank.momentum", rows), bank)
     for wrong in (torch.zeros(3, 4), None):
+        shared.clear()
         with user_error("qo_bank.momentum with shape .*, not .*: it belongs to another model"):
-            ranks[0].distribute("qo_bank.momentum", owned[0], wrong)
+            ranks[0].scatter("qo_bank.momentum", owned[0], wrong)

@@ -79,7 +79,7 @@ def unequal_start() -> None:
 def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
     return {
-        name: run.trainer.optimizer.whole(name, tensor).clone()
+        name: run.trainer.optimizer.gather(name, tensor).clone()
         for name, tensor in run.trainer.tensors().items()
     }
 

@@ -323,7 +323,7 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         ("accumulate", "accumulate"),
         ("reduce_gradients", "reduce"),
         ("gradient_norm", "norm"),
-        ("update_bank", "Muon"),
+        ("muon_update", "Muon"),
         ("update_small", "Adam"),
         ("finish", "gather"),
     ):
