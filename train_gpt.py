@@ -62,7 +62,6 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -1242,7 +1241,7 @@ class Clock:
         """Seconds on this rank's timer."""
         return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
 
-    def agree(self, step: int, seconds: float) -> None:
+    def record(self, step: int, seconds: float) -> None:
         """Rank 0 queued the update of `step` after `seconds` of training."""
         self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
         self.step = step
@@ -1302,8 +1301,8 @@ class WeightAverage:
 
 # ---- Training: the mathematics, then the loop ----------------------------------------------------
 class Trainer:
-    """Model, optimizer and average; no I/O. The calls of a step: Run.train, Run.train_step,
-    Trainer.backward; Trainer.update, ParallelMuon.step, update_bank, muon_update."""
+    """Model, optimizer and average; no I/O. The calls of a step: Run.train, Run.train_step;
+    Trainer.backward, ParallelMuon.step, muon_update."""
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime, rows: int):
         """`rows`: sequences of a step on this rank."""
@@ -1314,9 +1313,9 @@ class Trainer:
         weights = self.comm.share(self.model.initialise(hp.seed))
         self.model.load_state_dict(weights)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
-        several = self.accumulation > 1
-        compiled = runtime.compiled
-        self.optimizer = ParallelMuon(self.model, weights, hp, self.comm, several, compiled)
+        self.optimizer = ParallelMuon(
+            self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
+        )
         self.average = WeightAverage(self.optimizer.owned, hp)
 
     def backward(self, batch: Tensor, settings: StepSettings) -> None:
@@ -1330,48 +1329,11 @@ class Trainer:
             self.optimizer.accumulate()
             self.optimizer.report.loss.add_(loss.detach())
 
-    def update(self, step: int, settings: StepSettings, seconds: float, stop: bool) -> Tensor:
-        """Change the weights and their average. Returns the summed Report as (3,) on the device."""
-        self.optimizer.report.seconds.fill_(seconds)
-        self.optimizer.report.stop.fill_(float(stop))
-        summed = self.optimizer.step(settings.lr_scale, settings.momentum)
-        self.average.update(step, settings.lr_scale)
-        self.optimizer.finish()
-        return summed
-
-    def take_average(self) -> str:
-        """Replace the weights by their average on all ranks. Returns its name."""
-        name = self.average.apply()
-        self.optimizer.sync_banks()
-        return name
-
-    @torch.no_grad()
-    def hessians(self, batches: Iterable[Tensor]) -> dict[str, Tensor]:
-        """GPTQ's Hessians over these batches of all ranks, by the name of a matrix."""
-        collected = Hessians(self.model)
-        for batch in batches:
-            for rows in batch.chunk(self.accumulation):
-                self.model(rows[:, :-1].to(torch.int64), observe=collected)
-        for arrived in [self.comm.all_reduce(total) for total in collected.sums.values()]:
-            arrived()
-        return collected.sums
-
     def tensors(self) -> dict[str, Tensor]:
         """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
         PARAMETER.average."""
         averages = {f"{name}.average": mean for name, mean in self.average.mean.items()}
         return self.optimizer.tensors() | averages
-
-    def whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, collected from their owners. All ranks must iterate."""
-        for name, tensor in self.tensors().items():
-            yield name, self.optimizer.gather(name, tensor)
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse, on any number of ranks; rank 0 has the tensors."""
-        for name, tensor in self.tensors().items():
-            self.optimizer.scatter(name, tensor, tensors.pop(name, None))
-        self.optimizer.sync_banks()
 
 
 class Run:
@@ -1382,9 +1344,8 @@ class Run:
         self.on_gpu = runtime.device.type == "cuda"
         self.loader = TrainingLoader(hp, runtime)
         self.trainer = Trainer(hp, runtime, self.loader.rows)
-        compiled_scores = hp.compile != "train"
-        self.eval_forward = self.trainer.forward if compiled_scores else self.trainer.model
-        # An evaluator is made of a pass and a stride.
+        self.eval_forward = self.trainer.model if hp.compile == "train" else self.trainer.forward
+        # Takes a pass and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, runtime.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
@@ -1413,35 +1374,41 @@ class Run:
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
-        step = first = self.clock.step + 1
+        hp, clock = self.hp, self.clock
+        step = first = clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         with stop_signals() as self.signals, self.profiler() as profile:
             while not self.stopping:
-                ended = self.has_ended(step)
-                if ended or self.validation_due(step):
-                    self.validate(step, ended)
-                if ended:
+                if self.has_ended(step):
+                    self.validate(step, looping=True)
                     break
-                settings = self.settings(step)
-                self.clock.start()
+                settings = schedule(hp, step, clock.begins(step), clock.end(step))
+                if self.validation_due(step):
+                    self.validate(step, settings.looping)
+                clock.start()
                 report = self.train_step(step, settings).to("cpu", non_blocking=True)
                 copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
                 self.in_flight.append((step, settings, report, copied))
                 # Queue ahead once the time of a step is known.
-                self.read_reports(self.clock.in_flight if step > first + 1 else 0)
+                self.read_reports(clock.in_flight if step > first + 1 else 0)
                 step += 1
-                if self.stopping or self.checkpoints.due(step, self.clock.begins(step)):
+                if self.stopping or self.checkpoints.due(step, clock.begins(step)):
                     self.save(step)
-                profile.step()
+                if profile:
+                    profile.step()
             self.save(step)
         self.raise_if_stopped(step)
-        if step < self.hp.iterations:
-            seconds = self.clock.elapsed()
-            done = f"train_time:{1000 * seconds:.0f}ms step:{step}/{self.hp.iterations}"
-            line = f"stopping_early: wallclock_cap {done}"
-            self.log(line, event="stopping_early", step=step, train_seconds=seconds)
+        if step < hp.iterations:
+            seconds = clock.elapsed()
+            self.log(
+                f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms "
+                f"step:{step}/{hp.iterations}",
+                event="stopping_early",
+                step=step,
+                train_seconds=seconds,
+            )
 
     def has_ended(self, step: int) -> bool:
         """Whether the run ends before `step`; the same on all ranks."""
@@ -1455,48 +1422,62 @@ class Run:
         every = self.hp.val_loss_every
         return every > 0 and step % every == 0
 
-    def settings(self, step: int) -> StepSettings:
-        """What the schedules prescribe for `step`, by the clock that all ranks share."""
-        return schedule(self.hp, step, self.clock.begins(step), self.clock.end(step))
-
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
         device."""
+        optimizer = self.trainer.optimizer
         self.trainer.backward(self.loader.batch(step), settings)
-        seconds = self.clock.elapsed() if self.runtime.comm.rank == 0 else 0.0
-        return self.trainer.update(step, settings, seconds, stop=bool(self.signals))
+        if self.runtime.comm.rank == 0:
+            optimizer.report.seconds.fill_(self.clock.elapsed())
+        optimizer.report.stop.fill_(bool(self.signals))
+        summed = optimizer.step(settings.lr_scale, settings.momentum)
+        self.trainer.average.update(step, settings.lr_scale)
+        optimizer.finish()
+        return summed
 
     def read_reports(self, keep: int = 0) -> None:
-        """Wait for the reports of all steps in flight but the last `keep`, and act on them."""
+        """Wait for the reports of all steps in flight but the last `keep`, and act on them. Raises
+        UserError if a loss is not finite."""
         while len(self.in_flight) > keep:
             step, settings, values, copied = self.in_flight.pop(0)
             if copied is not None:
                 copied.synchronize()
             report = Report(*values.tolist())
-            self.clock.agree(step, report.seconds)
+            self.clock.record(step, report.seconds)
             self.stopping |= report.stop > 0
             done = step + 1
             if not math.isfinite(report.loss):
-                raise UserError(self.not_finite(done, report.loss))
+                self.checkpoints.written.result()
+                newest = self.checkpoints.newest
+                kept = f"; the last good checkpoint is {newest}" if newest else ""
+                owned = self.trainer.optimizer.owned.items()
+                norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
+                raise UserError(
+                    f"the training loss of step {done} is {report.loss} (norms of this rank's "
+                    f"weights: {norms}){kept}: lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or "
+                    "check the data of that step"
+                )
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
 
     def log_step(self, step: int, settings: StepSettings, loss: float) -> None:
         """The line of a training step, after `step` steps."""
-        hp = self.hp
-        seconds = self.clock.elapsed()
+        hp, clock = self.hp, self.clock
+        seconds = clock.elapsed()
         rate = step * hp.train_batch_tokens / seconds
-        until_last_step = (hp.iterations - step) * seconds / step
-        eta = min(until_last_step, self.clock.cap - self.clock.reserve - seconds)
-        more = (
-            f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f} "
-            f"qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s"
-        )
+        eta = min((hp.iterations - step) * seconds / step, clock.cap - clock.reserve - seconds)
         text = f"training: step {step}, loss {loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, "
-        done = min(1, max(step / hp.iterations, seconds / self.clock.cap))
-        fields = {"train_loss": loss, "tokens_per_second": rate, **settings._asdict()}
-        fields["bar"] = (f"{text}{eta:.0f} s left", done)
-        self.log_progress("train", step, f"train_loss:{loss:.4f}", more, **fields)
+        self.log_progress(
+            "train",
+            step,
+            f"train_loss:{loss:.4f}",
+            f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f} "
+            f"qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s",
+            train_loss=loss,
+            tokens_per_second=rate,
+            bar=(f"{text}{eta:.0f} s left", min(1, max(step / hp.iterations, seconds / clock.cap))),
+            **settings._asdict(),
+        )
 
     def log_progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
         """A line of step, result and training time, in the order that tools look for."""
@@ -1505,48 +1486,39 @@ class Run:
         line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
         self.log(line, event=event, step=step, train_seconds=seconds, **fields)
 
-    def not_finite(self, step: int, loss: float) -> str:
-        owned = self.trainer.optimizer.owned.items()
-        norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
-        self.checkpoints.written.result()
-        newest = self.checkpoints.newest
-        kept = f"; the last good checkpoint is {newest}" if newest else ""
-        advice = "lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or check the data of that step"
-        what = f"the training loss of step {step} is {loss} (norms of this rank's weights: {norms})"
-        return f"{what}{kept}: {advice}"
-
-    def validate(self, step: int, ended: bool) -> None:
+    def validate(self, step: int, looping: bool) -> None:
         """Log the score before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
         self.log.stage("validation")
-        how, stride = validation_pass(self.hp, ended or self.settings(step).looping)
-        score = self.make_scorer(how, stride, self.log, "validation").score_all()
+        scorer = self.make_scorer(*validation_pass(self.hp, looping), self.log, "validation")
+        score = scorer.score_all()
         self.bpb = f"bpb {score.bits_per_byte:.4f}, "
-        result = f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}"
-        more = f"eval_time:{1000 * score.seconds:.0f}ms"
-        fields = {"val_loss": score.nats, "val_bpb": score.bits_per_byte}
-        self.log_progress("val", step, result, more, **fields)
-
-    def score_average(self) -> Score:
-        """The score of the averaged weights, before the export."""
-        self.log.stage("averaged weights")
-        how, stride = final_passes(self.hp)["roundtrip"]
-        return self.make_scorer(how, stride, self.log, "averaged weights").score_all()
+        self.log_progress(
+            "val",
+            step,
+            f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}",
+            f"eval_time:{1000 * score.seconds:.0f}ms",
+            val_loss=score.nats,
+            val_bpb=score.bits_per_byte,
+        )
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not
         exist yet."""
         self.read_reports()
         if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
-            clock = self.clock
-            state = {"step": step, "samples": self.trainer.average.samples}
+            clock, trainer = self.clock, self.trainer
+            state = {"step": step, "samples": trainer.average.samples}
             state |= {"seconds": clock.seconds, "recent": clock.recent, "reserve": clock.reserve}
-            self.checkpoints.save(self.trainer.whole_tensors(), state)
+            gather, tensors = trainer.optimizer.gather, trainer.tensors()
+            self.checkpoints.save(((name, gather(name, tensors[name])) for name in tensors), state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
-        self.trainer.load(tensors)
+        for name, tensor in self.trainer.tensors().items():
+            self.trainer.optimizer.scatter(name, tensor, tensors.pop(name, None))
+        self.trainer.optimizer.sync_banks()
         step, seconds = state["step"], state["seconds"]
         self.trainer.average.samples = state["samples"]
         self.clock.reset(step, seconds, state["recent"])
@@ -1577,11 +1549,11 @@ class Run:
     def finish(self) -> tuple[str, dict[str, Tensor]]:
         """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the
         average, Hessians)."""
-        batches = self.hp.gptq_batches
+        batches, first = self.hp.gptq_batches, self.clock.step + 1
         self.log.stage("GPTQ" if batches else "averaging")
         self.clock.start()
-        averaged = self.trainer.take_average()
-        first = self.clock.step + 1
+        averaged = self.trainer.average.apply()
+        self.trainer.optimizer.sync_banks()
         hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
         self.clock.pause()
         if batches:
@@ -1592,12 +1564,18 @@ class Run:
             self.log(f"{line} train_time:{1000 * seconds:.0f}ms", event="gptq", **fields)
         return averaged, hessians
 
+    @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians over the batches of these steps; the seconds that they took)."""
-        started = time.perf_counter()
-        hessians = self.trainer.hessians(self.loader.batch(step) for step in steps)
+        """(GPTQ's Hessians by matrix, over the batches of these steps on all ranks; seconds)."""
+        started, trainer = time.perf_counter(), self.trainer
+        collected = Hessians(trainer.model)
+        for step in steps:
+            for rows in self.loader.batch(step).chunk(trainer.accumulation):
+                trainer.model(rows[:, :-1].to(torch.int64), observe=collected)
+        for total in collected.sums.values():
+            self.runtime.comm.all_reduce(total)()
         self.runtime.synchronize()
-        return hessians, time.perf_counter() - started
+        return collected.sums, time.perf_counter() - started
 
     def warm_up(self) -> None:
         """Run the graphs and collectives of the run before its clock starts, then restore all
@@ -1608,25 +1586,25 @@ class Run:
             self.reserve_for_gptq()
         if not hp.warmup_steps:
             return
-        before = {name: tensor.clone() for name, tensor in self.trainer.tensors().items()}
+        state = list(self.trainer.tensors().values())
+        before = [tensor.clone() for tensor in state]
         *kinds, last = phases(hp)
         kinds += [last] * hp.warmup_steps
-        what = "compiling" if self.runtime.compiled else "warm-up"
         queued = []  # when each step was
         self.clock.start()
         for step, settings in enumerate(kinds):
-            # Compiling takes minutes the first time, so every kind has a line.
-            if step <= len(kinds) - hp.warmup_steps or step == len(kinds) - 1:
-                kind = f"seq_len:{settings.seq_len} qat:{int(settings.qat)}"
-                place = f"warmup_step:{step + 1}/{len(kinds)}"
-                seconds = time.perf_counter() - started
-                line = f"{place} {kind} looping:{int(settings.looping)} seconds:{seconds:.1f}"
-                self.log(line, bar=(what, step / len(kinds)))
+            if settings not in kinds[:step]:  # compiled now, which can take minutes
+                self.log(
+                    f"warmup_step:{step + 1}/{len(kinds)} seq_len:{settings.seq_len} "
+                    f"qat:{int(settings.qat)} looping:{int(settings.looping)} "
+                    f"seconds:{time.perf_counter() - started:.1f}",
+                    bar=("compiling" if self.runtime.compiled else "warm-up", step / len(kinds)),
+                )
             queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
         if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
             self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
         warm_up_evaluation(self.make_scorer, hp)
-        torch._foreach_copy_(list(self.trainer.tensors().values()), list(before.values()))
+        torch._foreach_copy_(state, before)
         self.trainer.optimizer.sync_banks()
         self.trainer.average.samples = 0
         self.runtime.synchronize()
@@ -1639,10 +1617,13 @@ class Run:
         """Take time for GPTQ off the wall clock, as rank 0 measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
-        seconds = self.runtime.comm.share(self.calibrate(range(1))[1])
-        reserve = 1.1 * self.hp.gptq_batches * seconds
-        short = f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ"
-        require(reserve < cap, f"{short}: set GPTQ_BATCHES=0, or allow more time")
+        _, seconds = self.calibrate(range(1))
+        reserve = 1.1 * self.hp.gptq_batches * self.runtime.comm.share(seconds)
+        require(
+            reserve < cap,
+            f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ: "
+            "set GPTQ_BATCHES=0, or allow more time",
+        )
         self.clock.reserve = reserve
         self.log(f"warmup: reserving {reserve:.2f} s for GPTQ")
 
@@ -1650,11 +1631,13 @@ class Run:
         """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
         (ui.perfetto.dev)."""
         if not self.hp.profile:
-            return contextlib.nullcontext(SimpleNamespace(step=lambda: None))
-        rank = f"rank{self.runtime.comm.rank}"
-        handler = torch.profiler.tensorboard_trace_handler(self.hp.profile, rank)
-        window = torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1)
-        return torch.profiler.profile(schedule=window, on_trace_ready=handler)
+            return contextlib.nullcontext()
+        return torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(
+                self.hp.profile, f"rank{self.runtime.comm.rank}"
+            ),
+        )
 
 
 @contextlib.contextmanager
@@ -2542,7 +2525,9 @@ def train_and_score(hp: Hyperparameters) -> None:
         if memory := peak_memory(runtime.device):
             log(memory_line(memory), event="peak_memory", **memory)
         log(f"exporting {averaged}")
-        before = run.score_average()
+        log.stage("averaged weights")
+        plain = final_passes(hp)["roundtrip"]
+        before = run.make_scorer(*plain, log, "averaged weights").score_all()
         before.log(log, "final_average_exact")
         seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
@@ -2558,8 +2543,13 @@ def train_and_score(hp: Hyperparameters) -> None:
         run.trainer.model.load_state_dict(load_artifact(blob))
         score = score_artifact(run.trainer.model, run.make_scorer, hp, log)
         run.checkpoints.written.result()
+        quote = shlex.quote
+        command = (
+            f"DATA_PATH={quote(hp.data_path)} TOKENIZER_PATH={quote(hp.tokenizer_path)} "
+            f"EVAL_ONLY={quote(str(log.artifact))} python train_gpt.py"
+        )
         made = f"{log.artifact} (copy: {ARTIFACT}), "
-        log.finish(runtime.comm, score, total, evaluation_command(hp, log), made)
+        log.finish(runtime.comm, score, total, command, made)
         check_limits(total, seconds, hp)
 
 
@@ -2593,8 +2583,10 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 def require_packages(hp: Hyperparameters) -> None:
     """Raise UserError if a package is missing that the run would need after its training."""
     package = CODER_PACKAGES.get(hp.compressor)
-    found = not package or find_spec(package)
-    require(found, f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}")
+    require(
+        not package or find_spec(package),
+        f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}",
+    )
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple | None]:
@@ -2626,8 +2618,7 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
         return run
     tokens = run.loader.rows // run.trainer.accumulation * hp.train_seq_len
     full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
-    advice = "set a shorter TRAIN_SEQ_LEN or a smaller model"
-    require(tokens > hp.train_seq_len, f"{full}: {advice}")
+    require(tokens > hp.train_seq_len, f"{full}: set a shorter TRAIN_SEQ_LEN or a smaller model")
     log(f"note: {full}; trying half of it")
     run.loader.close()
     del run  # before the next one is made
@@ -2640,23 +2631,15 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     """The most memory that this rank has used on its GPU, in MiB, by kind; empty on a CPU."""
     if device.type == "cpu":
         return {}
-    cuda = torch.cuda
-    kinds = {"allocated": cuda.max_memory_allocated(), "reserved": cuda.max_memory_reserved()}
-    return {kind: size >> 20 for kind, size in kinds.items()}
+    return {
+        "allocated": torch.cuda.max_memory_allocated() >> 20,
+        "reserved": torch.cuda.max_memory_reserved() >> 20,
+    }
 
 
 def memory_line(memory: dict[str, int]) -> str:
     """In the challenge's words."""
     return f"peak memory {' '.join(f'{kind}: {size} MiB' for kind, size in memory.items())}"
-
-
-def evaluation_command(hp: Hyperparameters, log: Log) -> str:
-    """The command that scores the artifact again."""
-    data, tokenizer, artifact = map(
-        shlex.quote, (hp.data_path, hp.tokenizer_path, str(log.artifact))
-    )
-    settings = f"DATA_PATH={data} TOKENIZER_PATH={tokenizer} EVAL_ONLY={artifact}"
-    return f"{settings} python train_gpt.py"
 
 
 def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes, int]:

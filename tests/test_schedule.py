@@ -159,7 +159,7 @@ def simulate(
         asked.append(before if in_flight else ends[-1])  # a CPU reads its clock after the backward
         known = step - (in_flight if step > 1 else 0)
         for report in range(clock.step + 1, known + 1):
-            clock.agree(report, asked[report])
+            clock.record(report, asked[report])
     return ends, last
 
 
@@ -265,7 +265,7 @@ def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, b
     run.loader.close()
     passes = []
     run.make_scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
-    run.validate(0, ended=False)
+    run.validate(0, looping=False)
     assert passes == [(band, stride)]
 
 
