@@ -483,11 +483,6 @@ class Matrix(NamedTuple):
         size = {"dim": hp.model_dim, "kv": kv, "mlp": mlp}
         return size[self.out], size[self.into]
 
-    def stored_shape(self, hp: Hyperparameters) -> tuple[int, int]:
-        """The shape of its rows in the bank."""
-        out, into = self.shape(hp)
-        return (into, out) if self.transposed else (out, into)
-
 
 # Three banks of 2L rows: 8 ranks pad 22 rows to 24. The down projection is stored transposed, so
 # that it has the shape of the up projection.
@@ -509,13 +504,12 @@ TABLES = (
     Matrix("bigram_emb", "", "", bits=8, clip=16.0),
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
-BANK_NAMES = dict.fromkeys(kind.bank for kind in MATRICES)
-BANKS = {bank: [kind for kind in MATRICES if kind.bank == bank] for bank in BANK_NAMES}
+BANKS = {one.bank: [kind for kind in MATRICES if kind.bank == one.bank] for one in MATRICES}
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
     """(R, a, b)."""
-    shapes = {kind.stored_shape(hp) for kind in BANKS[bank]}
+    shapes = {kind.shape(hp)[:: -1 if kind.transposed else 1] for kind in BANKS[bank]}
     assert len(shapes) == 1, f"the matrices of {bank} differ in shape"
     return len(BANKS[bank]) * hp.num_layers, *shapes.pop()
 
@@ -997,11 +991,10 @@ class ParallelMuon:
         compiled: bool = False,
     ):
         self.hp, self.comm = hp, comm
-        parameters = dict(model.named_parameters())
         self.banks = {}
         for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel()):  # largest first
             self.banks[bank] = BankShard(bank, model, weights[bank], comm.shard, accumulate)
-        self.small = {name: p for name, p in parameters.items() if name not in BANKS}
+        self.small = {name: p for name, p in model.named_parameters() if name not in BANKS}
         assert not any(name.endswith("_bank") for name in self.small), "not in BANKS"
         # The fp32 weights that this rank updates.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
@@ -1015,7 +1008,7 @@ class ParallelMuon:
         """One buffer for the small gradients and the report, so one all-reduce is enough."""
         sizes = [parameter.numel() for parameter in self.small.values()]
         sizes += [1] * len(Report._fields)
-        self.flat = torch.zeros(sum(sizes), device=next(iter(self.small.values())).device)
+        self.flat = torch.zeros(sum(sizes), device=self.small["tok_emb"].device)
         self.flat_grad, report = self.flat.tensor_split([-len(Report._fields)])
         self.report = Report(*report)  # views (), filled before `step`
         for parameter, view in zip(self.small.values(), self.flat.split(sizes), strict=False):
@@ -1026,16 +1019,14 @@ class ParallelMuon:
         so that a checkpoint can restore it. A new parameter has SCALAR_LR and SCALAR_WD unless it
         is named here."""
         hp = self.hp
-        decaying = [kind.name for kind in TABLES]
         groups = {}
         for name, parameter in self.small.items():
             rate = hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
-            decay = hp.adam_wd if name in decaying else hp.scalar_wd
+            decay = hp.adam_wd if name in [kind.name for kind in TABLES] else hp.scalar_wd
             group = {"params": [], "peak_lr": rate, "weight_decay": decay}
             groups.setdefault((rate, decay), group)["params"].append(parameter)
-        betas = (hp.beta1, hp.beta2)
         self.adam = torch.optim.AdamW(
-            list(groups.values()), betas=betas, eps=hp.adam_eps, fused=True
+            groups.values(), betas=(hp.beta1, hp.beta2), eps=hp.adam_eps, fused=True
         )
         for parameter in self.small.values():
             self.adam.state[parameter] = {
@@ -1141,7 +1132,7 @@ class ParallelMuon:
     def gather(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of `tensors`, whole on every rank: of a bank all rows (R, a, b). Collective."""
         shard = self.banks.get(name.partition(".")[0])
-        if shard is None or self.comm.shard.size == 1:
+        if shard is None:
             return tensor
         full = torch.empty_like(shard.padded, dtype=tensor.dtype)
         self.comm.shard.all_gather(full, tensor)()
@@ -1295,8 +1286,9 @@ class WeightAverage:
         if not self.samples:
             return "the last weights"
         torch._foreach_copy_(list(self.weights.values()), list(self.mean.values()))
-        samples = self.samples
-        return f"EMA of {samples} steps" if self.hp.ema_enabled else f"SWA of {samples} samples"
+        if self.hp.ema_enabled:
+            return f"EMA of {self.samples} steps"
+        return f"SWA of {self.samples} samples"
 
 
 # ---- Training: the mathematics, then the loop ----------------------------------------------------
@@ -1332,8 +1324,9 @@ class Trainer:
     def tensors(self) -> dict[str, Tensor]:
         """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
         PARAMETER.average."""
-        averages = {f"{name}.average": mean for name, mean in self.average.mean.items()}
-        return self.optimizer.tensors() | averages
+        return self.optimizer.tensors() | {
+            f"{name}.average": mean for name, mean in self.average.mean.items()
+        }
 
 
 class Run:
@@ -1509,8 +1502,13 @@ class Run:
         self.read_reports()
         if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
             clock, trainer = self.clock, self.trainer
-            state = {"step": step, "samples": trainer.average.samples}
-            state |= {"seconds": clock.seconds, "recent": clock.recent, "reserve": clock.reserve}
+            state = {
+                "step": step,
+                "samples": trainer.average.samples,
+                "seconds": clock.seconds,
+                "recent": clock.recent,
+                "reserve": clock.reserve,
+            }
             gather, tensors = trainer.optimizer.gather, trainer.tensors()
             self.checkpoints.save(((name, gather(name, tensors[name])) for name in tensors), state)
 
@@ -1557,11 +1555,15 @@ class Run:
         hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
         self.clock.pause()
         if batches:
-            tokens = batches * self.hp.train_batch_tokens
             seconds = self.clock.elapsed()
-            line = f"gptq: Hessians of {tokens} training tokens took {1000 * took:.0f}ms"
-            fields = {"batches": batches, "train_seconds": seconds, "wall_seconds": took}
-            self.log(f"{line} train_time:{1000 * seconds:.0f}ms", event="gptq", **fields)
+            self.log(
+                f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took "
+                f"{1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
+                event="gptq",
+                batches=batches,
+                train_seconds=seconds,
+                wall_seconds=took,
+            )
         return averaged, hessians
 
     @torch.no_grad()
@@ -2566,9 +2568,9 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         log.note(val.note)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        on_gpu = runtime.device.type == "cuda"
         # On a CPU most texts are scored before their forward would be compiled.
-        compiled = runtime.compiled and hp.compile in (("auto", "1") if on_gpu else ("1",))
+        on_gpu = runtime.device.type == "cuda"
+        compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
         if compiled:
             log("compiling, which takes minutes the first time", bar=("compiling", 0))
         forward = compile_whole(model.to(runtime.device), compiled)
@@ -2648,7 +2650,7 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     hp, log, comm = run.hp, run.log, run.runtime.comm
     started = time.perf_counter()
     weights = run.trainer.optimizer.weights()
-    blob, path = b"", None
+    kept = None
     fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
     max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
@@ -2657,8 +2659,8 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
         log(f"export: coding {count:,} weights, {'GPTQ' if hessians else 'plain'}")
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
-        path = keep_artifact(blob, log)
-    blob, path = comm.share((blob, path))
+        kept = blob, keep_artifact(blob, log)
+    blob, path = comm.share(kept)
     require(
         len(blob) <= max_bytes,
         f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**MAX_OCTAVES:.0f} times wider "
@@ -2667,9 +2669,14 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     )
     total = len(blob) + CODE_BYTES
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
-    line = f"Total submission size int6+{hp.compressor}: {total} bytes"
-    fields = {"path": str(path), "model_bytes": len(blob), "code_bytes": CODE_BYTES}
-    log(line, event="artifact", **fields, wall_seconds=time.perf_counter() - started)
+    log(
+        f"Total submission size int6+{hp.compressor}: {total} bytes",
+        event="artifact",
+        path=str(path),
+        model_bytes=len(blob),
+        code_bytes=CODE_BYTES,
+        wall_seconds=time.perf_counter() - started,
+    )
     return blob, total
 
 
