@@ -1002,7 +1002,6 @@ class ParallelMuon:
         self.add_flat_gradients()
         self.add_adam()
         self.muon_update = compile_whole(muon_update, compiled)
-        self.gathers: list[Callable[[], None]] = []
 
     def add_flat_gradients(self) -> None:
         """One buffer for the small gradients and the report, so one all-reduce is enough."""
@@ -1052,7 +1051,7 @@ class ParallelMuon:
     @torch.no_grad()
     def step(self, lr_scale: float, momentum: float) -> Tensor:
         """One update from the gradients, which are zero afterwards. Returns the summed Report as
-        (3,). Do not read the banks before `finish`."""
+        (3,)."""
         self.reduce_gradients()
         norm = self.gradient_norm()
         self.report.loss.add_(0 * norm)  # nan if a gradient is not finite
@@ -1060,12 +1059,15 @@ class ParallelMuon:
         # Filled on the device, as a copy from the host would wait.
         rate = torch.full_like(norm, lr_scale * self.hp.matrix_lr)
         momentum = torch.full_like(norm, momentum)
+        gathered = []
         for shard in self.banks.values():
             self.muon_update(shard, clip, momentum, rate, self.hp)
-            self.gathers.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
+            gathered.append(self.comm.shard.all_gather(shard.padded, shard.owned_rows))
         self.update_small(clip, lr_scale)
         report = torch.stack(self.report)
         self.clear()
+        for arrived in gathered:
+            arrived()
         return report
 
     def reduce_gradients(self) -> None:
@@ -1097,17 +1099,11 @@ class ParallelMuon:
         return (squares.sum() + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
-        """Adam on the small parameters while the all-gathers run; the same on all ranks."""
+        """AdamW on the small parameters while the all-gathers run; the same on all ranks."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
-
-    def finish(self) -> None:
-        """Wait until the banks hold the new weights, as late as possible: the next forward needs
-        them."""
-        while self.gathers:
-            self.gathers.pop()()
 
     def sync_banks(self) -> None:
         """Copy the owners' fp32 rows into every rank's banks, after a change outside `step`."""
@@ -1423,10 +1419,9 @@ class Run:
         if self.runtime.comm.rank == 0:
             optimizer.report.seconds.fill_(self.clock.elapsed())
         optimizer.report.stop.fill_(bool(self.signals))
-        summed = optimizer.step(settings.lr_scale, settings.momentum)
+        report = optimizer.step(settings.lr_scale, settings.momentum)
         self.trainer.average.update(step, settings.lr_scale)
-        optimizer.finish()
-        return summed
+        return report
 
     def read_reports(self, keep: int = 0) -> None:
         """Wait for the reports of all steps in flight but the last `keep`, and act on them. Raises
@@ -1523,8 +1518,13 @@ class Run:
         # With a smaller reserve, a finished run would take another step.
         self.clock.reserve = max(self.clock.reserve, state["reserve"])
         self.checkpoints.continue_from(path, state)
-        line = f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}"
-        self.log(line, event="resumed", step=step, train_seconds=seconds, path=str(path))
+        self.log(
+            f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
+            event="resumed",
+            step=step,
+            train_seconds=seconds,
+            path=str(path),
+        )
 
     def raise_if_stopped(self, step: int) -> None:
         """Raise UserError, on all ranks, if any has received a signal: also during the last

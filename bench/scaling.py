@@ -161,7 +161,6 @@ def count(
         weights = {bank: torch.empty(train_gpt.bank_shape(bank, hp)) for bank in BANKS}
         optimizer = ParallelMuon(GPT(hp, None, dtype), weights, hp, whole)
         optimizer.step(lr_scale=1.0, momentum=0.9)
-        optimizer.finish()
     return Step(
         calls,
         [tuple(shard.master.shape) for shard in optimizer.banks.values()],
@@ -327,9 +326,7 @@ def measure(hp: Hyperparameters, rounds: int, out: Path) -> None:
         found = {"passes": [], "update": [], **{str(nbytes): [] for nbytes in FIT_BYTES}}
         for _ in range(rounds + 2):
             found["passes"].append(seconds(comm, lambda: model(ids[:, :-1], ids[:, 1:]).backward()))
-            found["update"].append(
-                seconds(comm, lambda: (optimizer.step(1.0, 0.9), optimizer.finish()))
-            )
+            found["update"].append(seconds(comm, lambda: optimizer.step(1.0, 0.9)))
             for nbytes in FIT_BYTES:
                 buffer = torch.zeros(nbytes // 4)
                 found[str(nbytes)].append(

@@ -61,7 +61,6 @@ PHASES = {  # functions of ParallelMuon, and the parts that they belong to
     "gradient_norm": "clip",
     "muon_update": "Newton-Schulz",
     "update_small": "small parameters",
-    "finish": "communication",
 }
 
 
@@ -136,7 +135,6 @@ class Variant:
             backward(self.forward(ids[:, :-1], ids[:, 1:]) / len(self.parts))
         self.optimizer.step(1.0, 0.9)
         self.average(0, 1.0)
-        self.optimizer.finish()
 
 
 def report_parts(

@@ -56,10 +56,10 @@ def main() -> None:
             strike(fault, self)
         return step(self, number, settings)
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **options):
         if fault == "late" and int(os.environ.get("RANK", 0)) == rank:
             strike(fault, None)
-        return validate(*arguments)
+        return validate(*arguments, **options)
 
     def scoring(*arguments):
         if fault == "score":

@@ -196,7 +196,6 @@ def check_optimizer(golden: Golden) -> Iterator[Finding]:
             parameters[name].grad.copy_(gradient * golden.scale(name, model))
         optimizer.step(facts["lr_scale"][step], facts["momentum"][step])
         average.update(step, facts["lr_scale"][step])
-        optimizer.finish()
         if expected := facts.get(f"moved_after_{step + 1}"):
             found, what = moved(optimizer.weights()), f"step {step + 1}"
             yield from golden.compare("optimizer", what, found, expected, limits["optimizer"])

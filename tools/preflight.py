@@ -282,7 +282,6 @@ def training(run: train_gpt.Run) -> dict:
             work = functools.partial(run.trainer.backward, batch, settings)
             gradients_ms = 1000 * min(seconds_of(work, runtime) for _ in range(3))
             run.trainer.optimizer.step(0.0, 0.0)  # clears the gradients
-            run.trainer.optimizer.finish()
     if hp.gptq_batches and hp.max_wallclock_seconds:
         run.reserve_for_gptq()
     found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms}

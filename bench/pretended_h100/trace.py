@@ -325,7 +325,6 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
         ("gradient_norm", "norm"),
         ("muon_update", "Muon"),
         ("update_small", "Adam"),
-        ("finish", "gather"),
     ):
         mark(trainer.optimizer, name, part)
     mark(trainer.average, "update", "average")
