@@ -76,12 +76,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def complain(sentence: str) -> None:
-    """Print an error. A mistake usually fails all ranks of a node: the first prints, and its
-    launcher ends the others."""
+    """Print an error. Most errors are those of all ranks: rank 0 of a node prints first, and its
+    launcher then ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        time.sleep(5)  # if no launcher has ended this rank by then, no other rank has failed
+        time.sleep(5)  # a rank that still runs then is the only one that failed
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -195,8 +195,8 @@ def knob(default, text: str, role="training", **limits):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs: #399's run, and what measured better since (records/published.env). Raises
-    UserError for impossible values."""
+    """All knobs. Defaults: #399's run (records/published.env) plus changes that measured better.
+    Raises UserError for impossible values."""
 
     # fmt: off
     data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
@@ -219,7 +219,7 @@ class Hyperparameters:
     lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", high="num_layers")
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
-    doc_attention: bool = knob(False, "attention sees only the position's own document", "model")
+    doc_attention: bool = knob(False, "attention stays within a document", "model")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -269,7 +269,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run")
-    target_bytes: int = knob(SUBMISSION_CAP, "widen the steps until code and artifact fit; 0: never", "run")
+    target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
@@ -282,10 +282,10 @@ class Hyperparameters:
     ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
-    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs that low-rank changes reach, of q,k,v,out,mlp,head", "run")
+    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
-    ttt_lora_alpha: float = knob(144.0, "the changes are multiplied by this, divided by the rank", "run")
-    ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 until 256 and 24 until 2,000", "run", low=1)
+    ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "run")
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "run", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
     ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
@@ -295,13 +295,13 @@ class Hyperparameters:
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: a new run", "run")
-    shard_ranks: int = knob(0, "ranks that divide a bank's rows; 0: those of a node, LOCAL_WORLD_SIZE", "run")
+    shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
-    deterministic: bool = knob(False, "repeat a run on a GPU bit for bit, more slowly; a CPU always does", "run")
+    deterministic: bool = knob(False, "a GPU repeats a run bit for bit, but slower; a CPU always does", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: not for scores", "run", choices=COMPILE)
+    compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: training only", "run", choices=COMPILE)
     fused_mlp: bool = knob(False, "Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
 
@@ -467,7 +467,7 @@ class Matrix(NamedTuple):
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
-    reads: str  # the first matrix that reads the same input, for one Hessian; "" for a lookup
+    reads: str  # the matrix whose Hessian it shares; "" for a lookup
     bits: int = 8
     clip: float = 20.0
     out: str = "dim"  # outputs: "dim", "kv" or "mlp"
@@ -978,8 +978,7 @@ class Report(NamedTuple):
 
 
 class ParallelMuon:
-    """Owns every parameter: Muon the banks, Adam the others. `step` is the only path, for any
-    number of ranks."""
+    """Muon for the banks, AdamW for all other parameters, on any number of ranks."""
 
     def __init__(
         self,
@@ -1014,9 +1013,8 @@ class ParallelMuon:
             parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
 
     def add_adam(self) -> None:
-        """AdamW over the small parameters, with the state that it would create at its first step,
-        so that a checkpoint can restore it. A new parameter has SCALAR_LR and SCALAR_WD unless it
-        is named here."""
+        """AdamW with its state, which it would create at its first step, so that a checkpoint can
+        restore it. A new parameter gets SCALAR_LR and SCALAR_WD unless it is named here."""
         hp = self.hp
         groups = {}
         for name, parameter in self.small.items():
@@ -1163,9 +1161,8 @@ MARGIN = 1 / 600  # of the time limit: for a short stall while the last steps ar
 
 
 class StepSettings(NamedTuple):
-    """What the schedules prescribe for one step. If a new field changes every step, give it one
-    value in `phases`, and pass it to compiled functions as a tensor: each value of a Python number
-    compiles another graph."""
+    """Settings of one step. If a new field changes every step, give it one value in `phases`, and
+    pass it to compiled functions as a tensor: each value of a Python number compiles a graph."""
 
     lr_scale: float  # multiplies every learning rate
     momentum: float  # Muon's
@@ -1208,8 +1205,7 @@ def phases(hp: Hyperparameters) -> dict[StepSettings, float]:
 
 
 class Clock:
-    """Training time: a timer that validation pauses, and rank 0's reading of it, from which all
-    ranks decide."""
+    """Training time: a timer that pauses for validation. All ranks decide by rank 0's time."""
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap or math.inf
@@ -1229,7 +1225,7 @@ class Clock:
         return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
 
     def record(self, step: int, seconds: float) -> None:
-        """Rank 0 queued the update of `step` after `seconds` of training."""
+        """Record rank 0's training time at `step`."""
         self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
         self.step = step
         self.seconds = seconds
@@ -1249,8 +1245,8 @@ class Clock:
     def end(self, step: int) -> float:
         """The latest start at which `step` still fits. Schedules end there, and so does the run.
 
-        All steps whose time is not known yet are charged the slowest of the last 20 but one: a
-        single stall does not end the run early."""
+        Steps whose time is not known yet count as the second slowest of the last 20, so a single
+        stall does not end the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
         unknown = step - self.step + self.in_flight + 1
         limit = self.cap * (1 - MARGIN) - self.reserve
@@ -1258,7 +1254,7 @@ class Clock:
 
 
 class WeightAverage:
-    """The weights to export: an EMA, or a plain average of late samples (SWA), in fp32. A rank
+    """The weights to export: an EMA, or a plain average of late samples (SWA), in fp32. Each rank
     averages what it owns."""
 
     def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
@@ -1370,11 +1366,15 @@ class Run:
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         with stop_signals() as self.signals, self.profiler() as profile:
             while not self.stopping:
-                if self.has_ended(step):
+                due = hp.val_loss_every and step % hp.val_loss_every == 0
+                if due or clock.begins(step) >= clock.end(step):
+                    # Decide from what a checkpoint holds, so that a resumed run decides the same.
+                    self.read_reports()
+                if step >= hp.iterations or clock.begins(step) >= clock.end(step):
                     self.validate(step, looping=True)
                     break
                 settings = schedule(hp, step, clock.begins(step), clock.end(step))
-                if self.validation_due(step):
+                if due:
                     self.validate(step, settings.looping)
                 clock.start()
                 report = self.train_step(step, settings).to("cpu", non_blocking=True)
@@ -1398,18 +1398,6 @@ class Run:
                 step=step,
                 train_seconds=seconds,
             )
-
-    def has_ended(self, step: int) -> bool:
-        """Whether the run ends before `step`; the same on all ranks."""
-        clock = self.clock
-        if self.validation_due(step) or clock.begins(step) >= clock.end(step):
-            # Decide from what a checkpoint holds, so that a resumed run decides the same.
-            self.read_reports()
-        return step >= self.hp.iterations or clock.begins(step) >= clock.end(step)
-
-    def validation_due(self, step: int) -> bool:
-        every = self.hp.val_loss_every
-        return every > 0 and step % every == 0
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the

@@ -71,13 +71,13 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return training(self)
 
-    def ended(self, number):
-        if fault == "start" and number == 0 and int(os.environ["RANK"]) != rank:
+    def profiled(self):  # is called when signals are noted
+        if fault == "start" and int(os.environ["RANK"]) != rank:
             os.kill(os.getpid(), signal.SIGINT)
-        return has_ended(self, number)
+        return profiler(self)
 
     training, train_gpt.Run.train = train_gpt.Run.train, train
-    has_ended, train_gpt.Run.has_ended = train_gpt.Run.has_ended, ended
+    profiler, train_gpt.Run.profiler = train_gpt.Run.profiler, profiled
     score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
     validate, train_gpt.Run.validate = train_gpt.Run.validate, interrupted
     train_gpt.Run.train_step = faulty
