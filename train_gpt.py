@@ -1283,15 +1283,18 @@ class WeightAverage:
         return f"SWA of {self.samples} samples"
 
 
-# ---- Training: the mathematics, then the loop ----------------------------------------------------
-class Trainer:
-    """Model, optimizer and average; no I/O. The calls of a step: Run.train, Run.train_step;
-    Trainer.backward, ParallelMuon.step, muon_update."""
+# ---- Training: steps, reports, validations, checkpoints ------------------------------------------
+class Run:
+    """Model, optimizer and average, and the loop around them: data, clock, signals, reports,
+    validations and checkpoints. The calls of a step: train, train_step, backward;
+    ParallelMuon.step, muon_update."""
 
-    def __init__(self, hp: Hyperparameters, runtime: Runtime, rows: int):
-        """`rows`: sequences of a step on this rank."""
-        self.hp, self.comm = hp, runtime.comm
-        self.accumulation = micro_batches(hp, rows, runtime.micro_batch_tokens)
+    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None):
+        self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
+        self.comm = runtime.comm
+        self.on_gpu = runtime.device.type == "cuda"
+        self.loader = TrainingLoader(hp, runtime)
+        self.accumulation = micro_batches(hp, self.loader.rows, runtime.micro_batch_tokens)
         self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         # Shared, because another node's CPU may round differently.
         weights = self.comm.share(self.model.initialise(hp.seed))
@@ -1301,38 +1304,10 @@ class Trainer:
             self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
-
-    def backward(self, batch: Tensor, settings: StepSettings) -> None:
-        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
-        how = Pass(self.hp.visits(settings.looping), settings.qat)
-        for rows in batch.chunk(self.accumulation):
-            ids = rows.to(torch.int64)
-            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
-            loss.backward()
-            self.optimizer.accumulate()
-            self.optimizer.report.loss.add_(loss.detach())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
-        PARAMETER.average."""
-        return self.optimizer.tensors() | {
-            f"{name}.average": mean for name, mean in self.average.mean.items()
-        }
-
-
-class Run:
-    """The loop: data, clock, signals, reports, validations and checkpoints around a Trainer."""
-
-    def __init__(self, hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None):
-        self.hp, self.runtime, self.log, self.val = hp, runtime, log, val
-        self.on_gpu = runtime.device.type == "cuda"
-        self.loader = TrainingLoader(hp, runtime)
-        self.trainer = Trainer(hp, runtime, self.loader.rows)
-        self.eval_forward = self.trainer.model if hp.compile == "train" else self.trainer.forward
+        self.eval_forward = self.model if hp.compile == "train" else self.forward
         # Takes a pass and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
-        self.checkpoints = Checkpoints(hp, runtime.comm, log)
+        self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
         # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
         # the event after which it is there).
@@ -1347,15 +1322,15 @@ class Run:
         kind = max(phases(self.hp), key=lambda kind: (kind.looping, kind.qat))  # needs most memory
         batch, full = self.loader.batch(0), False
         try:
-            self.trainer.backward(batch, kind)
+            self.backward(batch, kind)
             if self.hp.gptq_batches:
-                rows = batch.chunk(self.trainer.accumulation)[0]
+                rows = batch.chunk(self.accumulation)[0]
                 with torch.no_grad():
-                    self.trainer.model(rows[:, :-1].to(torch.int64))
+                    self.model(rows[:, :-1].to(torch.int64))
         except torch.OutOfMemoryError:
             full = True
-        self.trainer.optimizer.clear()
-        return not any(self.runtime.comm.gather(full))
+        self.optimizer.clear()
+        return not any(self.comm.gather(full))
 
     def train(self) -> None:
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
@@ -1399,16 +1374,33 @@ class Run:
                 train_seconds=seconds,
             )
 
+    def backward(self, batch: Tensor, settings: StepSettings) -> None:
+        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
+        how = Pass(self.hp.visits(settings.looping), settings.qat)
+        for rows in batch.chunk(self.accumulation):
+            ids = rows.to(torch.int64)
+            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
+            loss.backward()
+            self.optimizer.accumulate()
+            self.optimizer.report.loss.add_(loss.detach())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
+        PARAMETER.average."""
+        return self.optimizer.tensors() | {
+            f"{name}.average": mean for name, mean in self.average.mean.items()
+        }
+
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
         device."""
-        optimizer = self.trainer.optimizer
-        self.trainer.backward(self.loader.batch(step), settings)
-        if self.runtime.comm.rank == 0:
-            optimizer.report.seconds.fill_(self.clock.elapsed())
-        optimizer.report.stop.fill_(bool(self.signals))
-        report = optimizer.step(settings.lr_scale, settings.momentum)
-        self.trainer.average.update(step, settings.lr_scale)
+        self.backward(self.loader.batch(step), settings)
+        if self.comm.rank == 0:
+            self.optimizer.report.seconds.fill_(self.clock.elapsed())
+        self.optimizer.report.stop.fill_(bool(self.signals))
+        report = self.optimizer.step(settings.lr_scale, settings.momentum)
+        self.average.update(step, settings.lr_scale)
         return report
 
     def read_reports(self, keep: int = 0) -> None:
@@ -1426,7 +1418,7 @@ class Run:
                 self.checkpoints.written.result()
                 newest = self.checkpoints.newest
                 kept = f"; the last good checkpoint is {newest}" if newest else ""
-                owned = self.trainer.optimizer.owned.items()
+                owned = self.optimizer.owned.items()
                 norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
                 raise UserError(
                     f"the training loss of step {done} is {report.loss} (norms of this rank's "
@@ -1484,24 +1476,23 @@ class Run:
         exist yet."""
         self.read_reports()
         if self.hp.checkpoint_every and step > self.checkpoints.last["step"]:
-            clock, trainer = self.clock, self.trainer
             state = {
                 "step": step,
-                "samples": trainer.average.samples,
-                "seconds": clock.seconds,
-                "recent": clock.recent,
-                "reserve": clock.reserve,
+                "samples": self.average.samples,
+                "seconds": self.clock.seconds,
+                "recent": self.clock.recent,
+                "reserve": self.clock.reserve,
             }
-            gather, tensors = trainer.optimizer.gather, trainer.tensors()
+            gather, tensors = self.optimizer.gather, self.tensors()
             self.checkpoints.save(((name, gather(name, tensors[name])) for name in tensors), state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
-        for name, tensor in self.trainer.tensors().items():
-            self.trainer.optimizer.scatter(name, tensor, tensors.pop(name, None))
-        self.trainer.optimizer.sync_banks()
+        for name, tensor in self.tensors().items():
+            self.optimizer.scatter(name, tensor, tensors.pop(name, None))
+        self.optimizer.sync_banks()
         step, seconds = state["step"], state["seconds"]
-        self.trainer.average.samples = state["samples"]
+        self.average.samples = state["samples"]
         self.clock.reset(step, seconds, state["recent"])
         # With a smaller reserve, a finished run would take another step.
         self.clock.reserve = max(self.clock.reserve, state["reserve"])
@@ -1517,12 +1508,12 @@ class Run:
     def raise_if_stopped(self, step: int) -> None:
         """Raise UserError, on all ranks, if any has received a signal: also during the last
         validation, which no report follows."""
-        received = set().union(*self.runtime.comm.gather(self.signals))
+        received = set().union(*self.comm.gather(self.signals))
         if not received:
             return
         number = min(received)  # SIGINT if there is one
         self.checkpoints.written.result()  # so that rank 0 knows the newest
-        newest = self.runtime.comm.share(self.checkpoints.newest)
+        newest = self.comm.share(self.checkpoints.newest)
         advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
         if self.hp.checkpoint_every:
             advice = "no checkpoint could be written, see the log"
@@ -1538,8 +1529,8 @@ class Run:
         batches, first = self.hp.gptq_batches, self.clock.step + 1
         self.log.stage("GPTQ" if batches else "averaging")
         self.clock.start()
-        averaged = self.trainer.average.apply()
-        self.trainer.optimizer.sync_banks()
+        averaged = self.average.apply()
+        self.optimizer.sync_banks()
         hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
         self.clock.pause()
         if batches:
@@ -1557,13 +1548,13 @@ class Run:
     @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
         """(GPTQ's Hessians by matrix, over the batches of these steps on all ranks; seconds)."""
-        started, trainer = time.perf_counter(), self.trainer
-        collected = Hessians(trainer.model)
+        started = time.perf_counter()
+        collected = Hessians(self.model)
         for step in steps:
-            for rows in self.loader.batch(step).chunk(trainer.accumulation):
-                trainer.model(rows[:, :-1].to(torch.int64), observe=collected)
+            for rows in self.loader.batch(step).chunk(self.accumulation):
+                self.model(rows[:, :-1].to(torch.int64), observe=collected)
         for total in collected.sums.values():
-            self.runtime.comm.all_reduce(total)()
+            self.comm.all_reduce(total)()
         self.runtime.synchronize()
         return collected.sums, time.perf_counter() - started
 
@@ -1576,7 +1567,7 @@ class Run:
             self.reserve_for_gptq()
         if not hp.warmup_steps:
             return
-        state = list(self.trainer.tensors().values())
+        state = list(self.tensors().values())
         before = [tensor.clone() for tensor in state]
         *kinds, last = phases(hp)
         kinds += [last] * hp.warmup_steps
@@ -1595,8 +1586,8 @@ class Run:
             self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
         warm_up_evaluation(self.make_scorer, hp)
         torch._foreach_copy_(state, before)
-        self.trainer.optimizer.sync_banks()
-        self.trainer.average.samples = 0
+        self.optimizer.sync_banks()
+        self.average.samples = 0
         self.runtime.synchronize()
         # The pace of the last kind, if one of its steps came after the compiling
         self.clock.reset(0, 0.0, np.diff(queued[-hp.warmup_steps :])[-1:].tolist())
@@ -1608,7 +1599,7 @@ class Run:
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
         _, seconds = self.calibrate(range(1))
-        reserve = 1.1 * self.hp.gptq_batches * self.runtime.comm.share(seconds)
+        reserve = 1.1 * self.hp.gptq_batches * self.comm.share(seconds)
         require(
             reserve < cap,
             f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ: "
@@ -1625,7 +1616,7 @@ class Run:
         return torch.profiler.profile(
             schedule=torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(
-                self.hp.profile, f"rank{self.runtime.comm.rank}"
+                self.hp.profile, f"rank{self.comm.rank}"
             ),
         )
 
@@ -2530,8 +2521,8 @@ def train_and_score(hp: Hyperparameters) -> None:
             "val_bpb": before.bits_per_byte,
         }
         blob, total = export(run, hessians, training)
-        run.trainer.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.trainer.model, run.make_scorer, hp, log)
+        run.model.load_state_dict(load_artifact(blob))
+        score = score_artifact(run.model, run.make_scorer, hp, log)
         run.checkpoints.written.result()
         quote = shlex.quote
         command = (
@@ -2590,9 +2581,9 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     val = read_validation(hp, runtime.device)
     log.note(val.note)
     run = make_run(hp, runtime, log, val)
-    accumulation = run.trainer.accumulation
+    accumulation = run.accumulation
     log(
-        f"model_params:{sum(p.numel() for p in run.trainer.model.parameters())} "
+        f"model_params:{sum(p.numel() for p in run.model.parameters())} "
         f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
         f"train_shards:{len(run.loader.stream.paths)} "
         f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
@@ -2606,7 +2597,7 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
     run = Run(hp, runtime, log, val)
     if runtime.device.type == "cpu" or hp.micro_batch_tokens or run.fits():
         return run
-    tokens = run.loader.rows // run.trainer.accumulation * hp.train_seq_len
+    tokens = run.loader.rows // run.accumulation * hp.train_seq_len
     full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
     require(tokens > hp.train_seq_len, f"{full}: set a shorter TRAIN_SEQ_LEN or a smaller model")
     log(f"note: {full}; trying half of it")
@@ -2637,7 +2628,7 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.runtime.comm
     started = time.perf_counter()
-    weights = run.trainer.optimizer.weights()
+    weights = run.optimizer.weights()
     kept = None
     fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
     max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES

@@ -236,7 +236,7 @@ def compare_quantisation(
     training.train()
     averaged, hessians = training.finish()
     training.loader.close()
-    weights = training.trainer.optimizer.weights()
+    weights = training.optimizer.weights()
 
     def score() -> float:
         return (
@@ -266,7 +266,7 @@ def compare_quantisation(
         guides = hessians if way == "GPTQ" else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
-        training.trainer.model.load_state_dict(train_gpt.load_artifact(blob))
+        training.model.load_state_dict(train_gpt.load_artifact(blob))
         steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
         bpb = score()
         lost = bpb - before

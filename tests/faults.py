@@ -33,7 +33,7 @@ def strike(fault: str, run: train_gpt.Run) -> None:
     if fault in ("term", "int", "late"):
         os.kill(os.getpid(), signal.SIGINT if fault == "int" else signal.SIGTERM)
     if fault == "nan":
-        run.trainer.optimizer.flat[0] = float("nan")
+        run.optimizer.flat[0] = float("nan")
     if fault == "jump":
         true_clock = time.perf_counter
         time.perf_counter = lambda: true_clock() + 1000

@@ -29,13 +29,13 @@ def main() -> None:
     fault = sys.argv.pop()
     rank = int(os.environ.get("RANK", 0))
     product_speed, step = preflight.product_speed, train_gpt.Run.train_step
-    backward = train_gpt.Trainer.backward
+    backward = train_gpt.Run.backward
 
     def slow_product(runtime):
         return product_speed(runtime) / 2 if rank == 1 else 1e15
 
-    def slow_backward(trainer, *arguments):
-        backward(trainer, *arguments)
+    def slow_backward(run, *arguments):
+        backward(run, *arguments)
         time.sleep(0.2 if rank == 1 else 0.0)
 
     def faulty_step(run, *arguments):
@@ -48,7 +48,7 @@ def main() -> None:
     train_gpt.Run.train_step = faulty_step
     if fault == "slow":
         preflight.product_speed = slow_product
-        train_gpt.Trainer.backward = slow_backward
+        train_gpt.Run.backward = slow_backward
     if fault == "packages":
         train_gpt.find_spec = lambda name: None
     if fault == "disk":

@@ -47,24 +47,24 @@ def on_device(*tensors: torch.Tensor) -> bool:
 )
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
-    assert run.trainer.accumulation > 1
+    assert run.accumulation > 1
     for settings in (
         train_gpt.StepSettings(1.0, 0.9, False, 8),
         train_gpt.StepSettings(0.1, 0.9, True, 32, True),
     ):
         assert on_device(run.train_step(0, settings))
-    run.trainer.average.apply()
-    run.trainer.optimizer.sync_banks()
-    state = run.trainer.tensors()
+    run.average.apply()
+    run.optimizer.sync_banks()
+    state = run.tensors()
     assert on_device(
-        *run.trainer.optimizer.weights().values(),
+        *run.optimizer.weights().values(),
         *state.values(),
         *run.calibrate(range(1))[0].values(),
     )
     for name, tensor in state.items():
-        assert on_device(run.trainer.optimizer.gather(name, tensor))
-        run.trainer.optimizer.scatter(
-            name, tensor, torch.zeros(run.trainer.optimizer.gather(name, tensor).shape, device=META)
+        assert on_device(run.optimizer.gather(name, tensor))
+        run.optimizer.scatter(
+            name, tensor, torch.zeros(run.optimizer.gather(name, tensor).shape, device=META)
         )
     run.loader.close()
 
@@ -72,7 +72,7 @@ def test_training(elsewhere, changes):
 def test_export(elsewhere):
     """Up to the codes. The coder runs on the CPU."""
     run = elsewhere()
-    weights, (hessians, _), seen = run.trainer.optimizer.weights(), run.calibrate(range(1)), 0
+    weights, (hessians, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
     for kind, _, tensor in train_gpt.export_views(weights):
         if kind is not None:
             bits, clip = train_gpt.code_range(kind, run.hp)
@@ -88,7 +88,7 @@ def test_export(elsewhere):
 
 def silent_evaluator(run) -> train_gpt.Evaluator:
     """An evaluator without progress lines, whose figures need values."""
-    scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
+    scorer = evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     scorer.reported = math.inf
     return scorer
 
@@ -156,7 +156,7 @@ def test_test_time_training(elsewhere):
         TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1
     )
     scorer = silent_evaluator(run)
-    assert on_device(*train_gpt.sgd_gradients(run.trainer.model, scorer, 0).values())
+    assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
     state = train_gpt.lora_state(run.val.spans(True)[:3], train_gpt.lora_adapter(run.hp, META))
     train_gpt.lora_step(scorer, state, np.arange(3), (0, 24), 1)
     tensors = (*state.factors.values(), *state.squares.values())

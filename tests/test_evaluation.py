@@ -555,7 +555,7 @@ def test_the_warm_up_of_a_model_that_does_not_loop_yet(setting, tmp_path, every,
         LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=1, VAL_LOSS_EVERY=every, TTT_ENABLED=1
     )
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm, tmp_path), val)
-    shapes = noting_shapes(run.trainer.model)
+    shapes = noting_shapes(run.model)
     run.warm_up()
     run.loader.close()
     scored = [shape for shape in shapes if shape[3] == "none"]

@@ -152,13 +152,13 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
     """Calibration sees the activations that each matrix multiplies."""
     hp, runtime = one_rank()
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
-    noise(run.trainer.model, seed=3, size=0.05)
+    noise(run.model, seed=3, size=0.05)
     real, products = train_gpt.F.linear, []
     monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: products.append((x, w)) or real(x, w))
     hessians, _ = run.calibrate(range(1))
     run.loader.close()
     with torch.no_grad():
-        matrices = run.trainer.model.matrices()
+        matrices = run.model.matrices()
     kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]
     assert {kind.name for kind in kinds} == set(matrices)
     assert {kind.reads for kind in kinds} == set(hessians)

@@ -43,9 +43,10 @@ def gpu(one_rank, monkeypatch):
             accumulation = train_gpt.micro_batches(hp, 8, runtime.micro_batch_tokens)
             tried.append(8 // accumulation)
             loader = SimpleNamespace(rows=8, close=lambda: None)
-            trainer = SimpleNamespace(accumulation=accumulation)
             fits = lambda: 8 // accumulation <= rows  # noqa: E731
-            return SimpleNamespace(loader=loader, trainer=trainer, fits=fits, runtime=runtime)
+            return SimpleNamespace(
+                loader=loader, accumulation=accumulation, fits=fits, runtime=runtime
+            )
 
         monkeypatch.setattr(train_gpt, "Run", pretended)
         return tried, log, lambda: train_gpt.make_run(hp, runtime, log.append, None)
@@ -57,7 +58,7 @@ def gpu(one_rank, monkeypatch):
 def test_the_micro_batch_is_halved_until_it_fits(rows, expected, gpu):
     tried, log, make = gpu(rows)
     run = make()
-    assert tried == expected and run.trainer.accumulation == 8 // expected[-1]
+    assert tried == expected and run.accumulation == 8 // expected[-1]
     assert log == [
         f"note: a micro-batch of {32 * number} tokens does not fit in a GPU's memory; "
         "trying half of it"
@@ -75,19 +76,19 @@ def test_a_sequence_that_does_not_fit_is_an_error(gpu):
 def test_a_micro_batch_that_was_asked_for_is_not_changed(gpu):
     """The run ends with the error of main instead."""
     tried, log, make = gpu(1, MICRO_BATCH_TOKENS=128)
-    assert make().trainer.accumulation == 2 and tried == [4] and not log
+    assert make().accumulation == 2 and tried == [4] and not log
 
 
 @pytest.mark.parametrize("micro_batch", [0, 64])
 def test_a_step_that_fits_leaves_no_gradients(micro_batch, run_of):
     """Otherwise they would be in the first step of a run without warm-up."""
     run = run_of(MICRO_BATCH_TOKENS=micro_batch)
-    before = {name: tensor.clone() for name, tensor in run.trainer.tensors().items()}
+    before = {name: tensor.clone() for name, tensor in run.tensors().items()}
     assert run.fits()
-    optimizer = run.trainer.optimizer
+    optimizer = run.optimizer
     assert not optimizer.flat.any()
     assert not any(shard.grad.any() or shard.grad_sum.any() for shard in optimizer.banks.values())
-    assert all(torch.equal(before[name], tensor) for name, tensor in run.trainer.tensors().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in run.tensors().items())
     run.loader.close()
 
 
@@ -98,7 +99,7 @@ def test_memory_that_is_full_on_any_rank_is_seen_on_all(part, run_of, monkeypatc
     if part == "other rank":
         monkeypatch.setattr(run.runtime.comm, "gather", lambda mine: [mine, True])
     else:
-        setattr(run.trainer, part, full)
+        setattr(run, part, full)
     assert not run.fits()
     run.loader.close()
 
@@ -106,7 +107,7 @@ def test_memory_that_is_full_on_any_rank_is_seen_on_all(part, run_of, monkeypatc
 def test_the_kind_of_step_that_needs_most_memory_is_tried(run_of, monkeypatch):
     run = run_of(NUM_LAYERS=4, LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=2, LATE_QAT=1)
     seen = []
-    monkeypatch.setattr(run.trainer, "backward", lambda batch, kind: seen.append(kind))
+    monkeypatch.setattr(run, "backward", lambda batch, kind: seen.append(kind))
     assert run.fits()
     assert [(kind.looping, kind.qat) for kind in seen] == [(True, True)]
     run.loader.close()

@@ -496,7 +496,7 @@ def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, mo
 def test_training_leaves_no_gradients_and_knows_the_time_of_gptq(run_of):
     run = run_of(GPTQ_BATCHES=2, MAX_WALLCLOCK_SECONDS=60)
     found = preflight.training(run)
-    optimizer = run.trainer.optimizer
+    optimizer = run.optimizer
     assert not optimizer.flat.any() and not any(s.grad.any() for s in optimizer.banks.values())
     assert found["gptq_seconds"] == run.clock.reserve > 0
     run.loader.close()

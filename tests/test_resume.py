@@ -702,7 +702,7 @@ def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
     states = []
     for step in range(2):
         training.train_step(step, settings)
-        tensors = training.trainer.tensors()
+        tensors = training.tensors()
         states.append({name: tensor.clone() for name, tensor in tensors.items()})
         if step == 0:
             training.save(1)

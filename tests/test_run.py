@@ -486,18 +486,15 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path, monkeypatch):
         taken == [(8, False, False), (8, True, False), (32, True, False)] + [(32, True, True)] * 3
     )
     assert runs[1].clock.recent == [2.0], "the pace of a step that compiles nothing"
-    state = runs[1].trainer.optimizer.tensors()
+    state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:
         for step in range(4):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
-    for a, b in zip(
-        runs[0].trainer.model.parameters(), runs[1].trainer.model.parameters(), strict=True
-    ):
+    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(
-        torch.equal(a, b)
-        for a, b in zip(*(one.trainer.average.mean.values() for one in runs), strict=True)
+        torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True)
     )
 
 
@@ -516,14 +513,14 @@ def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
     )
     short.warm_up()  # also compiles short sequences
     seen = []
-    forward = short.trainer.forward
-    short.trainer.forward = lambda x, y, **options: seen.append((x, y)) or forward(x, y, **options)
+    forward = short.forward
+    short.forward = lambda x, y, **options: seen.append((x, y)) or forward(x, y, **options)
     losses = [
         short.train_step(step, train_gpt.schedule(short.hp, step, 0.0, 0.0))[0] for step in range(3)
     ]
     rows = whole.loader.batch(0).long()
     with torch.no_grad():
-        expected = whole.trainer.model(
+        expected = whole.model(
             torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1))
         )
     assert [tuple(x.shape) for x, _ in seen] == [(96, 8), (96, 8), (24, 32)]
@@ -568,12 +565,12 @@ def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
     """Fault B17: accumulation follows from batch, ranks and micro-batch."""
     tokens = (768, 96, 50, 1)
     runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=n, RUN_ID=str(n)) for n in tokens]
-    assert [one.trainer.accumulation for one in runs] == [1, 8, 24, 24]
+    assert [one.accumulation for one in runs] == [1, 8, 24, 24]
     reports = [one.train_step(0, train_gpt.StepSettings(1.0, 0.9, False, 32)) for one in runs]
     for one, report in zip(runs[1:], reports[1:], strict=True):
         assert report[0].item() == pytest.approx(reports[0][0].item(), rel=1e-6)
-        difference = (one.trainer.model.qo_bank - runs[0].trainer.model.qo_bank).norm() / (
-            runs[0].trainer.model.qo_bank
+        difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (
+            runs[0].model.qo_bank
         ).norm()
         assert difference < 1e-5
 

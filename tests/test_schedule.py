@@ -302,13 +302,13 @@ def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monk
     run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
     scored, trained, calibrated = [], [], []
     run.make_scorer = scoring(lambda how, stride: scored.append(how.visits))
-    forward = run.trainer.forward
-    run.trainer.forward = lambda *a, how: trained.append(how.visits) or forward(*a, how=how)
+    forward = run.forward
+    run.forward = lambda *a, how: trained.append(how.visits) or forward(*a, how=how)
     run.train()
     assert [len(visits) for visits in scored] == [5, 5, 9, 9, 9, 9]
     assert [len(visits) for visits in trained] == [5] * 4 + [9] * 6
-    attend = run.trainer.model.attend
-    run.trainer.model.attend = lambda *a: calibrated.append(1) or attend(*a)
+    attend = run.model.attend
+    run.model.attend = lambda *a: calibrated.append(1) or attend(*a)
     run.calibrate(range(1))
     run.loader.close()
     assert len(calibrated) == len(hp.visits())
@@ -365,5 +365,5 @@ def test_evaluation_is_compiled_unless_only_training_is(one_rank, tmp_path, monk
         hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None
     )
     run.loader.close()
-    assert run.trainer.forward is not run.trainer.model
-    assert run.eval_forward is (run.trainer.forward if wanted == "1" else run.trainer.model)
+    assert run.forward is not run.model
+    assert run.eval_forward is (run.forward if wanted == "1" else run.model)

@@ -42,7 +42,7 @@ def clocks(run: train_gpt.Run, folder: Path) -> None:
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
     (folder / f"digest{rank}").write_text(
-        f"{digest(run.trainer.model.parameters())} {run.clock.step} {run.clock.seconds}"
+        f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}"
     )
 
 
@@ -53,11 +53,11 @@ def updates(run: train_gpt.Run, count: int) -> None:
 
 def steps(run: train_gpt.Run, folder: Path) -> None:
     updates(run, 5)
-    weights = run.trainer.optimizer.weights()  # collective: all ranks call it
-    state = digest([*run.trainer.model.parameters(), *gathered(run).values()])
+    weights = run.optimizer.weights()  # collective: all ranks call it
+    state = digest([*run.model.parameters(), *gathered(run).values()])
     (folder / f"digest{run.runtime.comm.rank}").write_text(state)
     _, hessians = run.finish()
-    averages = run.trainer.optimizer.weights()
+    averages = run.optimizer.weights()
     if run.runtime.comm.rank == 0:
         found = {"weights": weights, "averages": averages, "hessians": hessians}
         torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
@@ -79,8 +79,7 @@ def unequal_start() -> None:
 def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
     return {
-        name: run.trainer.optimizer.gather(name, tensor).clone()
-        for name, tensor in run.trainer.tensors().items()
+        name: run.optimizer.gather(name, tensor).clone() for name, tensor in run.tensors().items()
     }
 
 
@@ -96,13 +95,11 @@ def restore(run: train_gpt.Run, folder: Path) -> None:
     run.restore(path, state, tensors)
     comm = run.runtime.comm
     torch.save(gathered(run), folder / f"restored{comm.rank}-of-{comm.size}.pt")
-    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(
-        digest(run.trainer.model.parameters())
-    )
+    (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
 
 
 def limit(run: train_gpt.Run, folder: Path) -> None:
-    scorer = evaluator(run.trainer.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
+    scorer = evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     learn, steps, rank = train_gpt.lora_step, [], run.runtime.comm.rank
 
     def counted(*arguments):
@@ -112,7 +109,7 @@ def limit(run: train_gpt.Run, folder: Path) -> None:
 
     scorer.started -= 1e9 * rank
     train_gpt.lora_step, train_gpt.LORA_BATCH = counted, 2
-    train_gpt.ttt_lora(run.trainer.model, scorer)
+    train_gpt.ttt_lora(run.model, scorer)
     (folder / f"limit{rank}").write_text(
         f"{len(steps)} {scorer.result().targets == run.val.targets}"
     )

@@ -279,9 +279,9 @@ def training(run: train_gpt.Run) -> dict:
         kinds.append({**kind, "share": share, "ms": 1000 * seconds / count})
         if ordinary:  # without collectives, so each rank has its own time
             batch = run.loader.batch(next(numbers))
-            work = functools.partial(run.trainer.backward, batch, settings)
+            work = functools.partial(run.backward, batch, settings)
             gradients_ms = 1000 * min(seconds_of(work, runtime) for _ in range(3))
-            run.trainer.optimizer.step(0.0, 0.0)  # clears the gradients
+            run.optimizer.step(0.0, 0.0)  # clears the gradients
     if hp.gptq_batches and hp.max_wallclock_seconds:
         run.reserve_for_gptq()
     found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms}
@@ -326,7 +326,7 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
-    work = functools.partial(adapt, run.trainer.model, make_scorer(how, stride))
+    work = functools.partial(adapt, run.model, make_scorer(how, stride))
     seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
     if name == "ttt_sgd" and val.targets > end:
