@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -130,9 +131,9 @@ def require(condition: object, sentence: str) -> None:
 
 def reason(error: BaseException) -> str:
     """The first line of an exception's message; its type comes first unless the message says it."""
-    # The text of an OSError also has its number and its file.
+    # The text of an OSError would repeat its number and file.
     message = str(getattr(error, "strerror", None) or error)
-    line = next(iter(message.strip().splitlines()), "")[:300]
+    line = message.strip().split("\n")[0][:300]
     return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
 
 
@@ -1013,8 +1014,8 @@ class ParallelMuon:
             parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
 
     def add_adam(self) -> None:
-        """AdamW with its state, which it would create at its first step, so that a checkpoint can
-        restore it. A new parameter gets SCALAR_LR and SCALAR_WD unless it is named here."""
+        """AdamW, with its state, which a checkpoint may restore before the first step. A new
+        parameter gets SCALAR_LR and SCALAR_WD unless it is named here."""
         hp = self.hp
         groups = {}
         for name, parameter in self.small.items():
@@ -1194,13 +1195,13 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
 
 def phases(hp: Hyperparameters) -> dict[StepSettings, float]:
-    """A step of each kind in a run's schedule, in order, at the peak learning rate, and its part of
-    the run. Each kind is a graph."""
-    kinds: dict[StepSettings, float] = {}
+    """{a step of each kind in the schedule, at the peak learning rate: its share of the run}, in
+    order. Each kind is a graph."""
+    kinds: dict[StepSettings, float] = collections.defaultdict(float)
     for place in range(1001):
         settings = schedule(hp, max(hp.iterations, 1) * place / 1000, 0.0, 0.0)
-        kind = settings._replace(lr_scale=1.0, momentum=hp.muon_momentum_warmup_start)
-        kinds[kind] = kinds.get(kind, 0.0) + 1 / 1001
+        peak = settings._replace(lr_scale=1.0, momentum=hp.muon_momentum_warmup_start)
+        kinds[peak] += 1 / 1001
     return kinds
 
 
@@ -1374,24 +1375,6 @@ class Run:
                 train_seconds=seconds,
             )
 
-    def backward(self, batch: Tensor, settings: StepSettings) -> None:
-        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
-        how = Pass(self.hp.visits(settings.looping), settings.qat)
-        for rows in batch.chunk(self.accumulation):
-            ids = rows.to(torch.int64)
-            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
-            loss.backward()
-            self.optimizer.accumulate()
-            self.optimizer.report.loss.add_(loss.detach())
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
-        PARAMETER.average."""
-        return self.optimizer.tensors() | {
-            f"{name}.average": mean for name, mean in self.average.mean.items()
-        }
-
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
         device."""
@@ -1402,6 +1385,17 @@ class Run:
         report = self.optimizer.step(settings.lr_scale, settings.momentum)
         self.average.update(step, settings.lr_scale)
         return report
+
+    def backward(self, batch: Tensor, settings: StepSettings) -> None:
+        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
+        how = Pass(self.hp.visits(settings.looping), settings.qat)
+        for rows in batch.chunk(self.accumulation):
+            ids = rows.to(torch.int64)
+            x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
+            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
+            loss.backward()
+            self.optimizer.accumulate()
+            self.optimizer.report.loss.add_(loss.detach())
 
     def read_reports(self, keep: int = 0) -> None:
         """Wait for the reports of all steps in flight but the last `keep`, and act on them. Raises
@@ -1470,6 +1464,13 @@ class Run:
             val_loss=score.nats,
             val_bpb=score.bits_per_byte,
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
+        PARAMETER.average."""
+        return self.optimizer.tensors() | {
+            f"{name}.average": mean for name, mean in self.average.mean.items()
+        }
 
     def save(self, step: int) -> None:
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not
@@ -1626,15 +1627,13 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
     """The signals received so far. SIGTERM, which a launcher repeats, and the first Ctrl-C are only
     noted; a second Ctrl-C ends the run at once."""
     received = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def note(number: int, frame: object) -> None:
         if number == signal.SIGINT:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.default_int_handler)
         received.append(signal.Signals(number))
 
-    for number in before:
-        signal.signal(number, note)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     except UserError as error:
@@ -2581,12 +2580,11 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     val = read_validation(hp, runtime.device)
     log.note(val.note)
     run = make_run(hp, runtime, log, val)
-    accumulation = run.accumulation
     log(
         f"model_params:{sum(p.numel() for p in run.model.parameters())} "
         f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
         f"train_shards:{len(run.loader.stream.paths)} "
-        f"accumulation:{accumulation} rows:{run.loader.rows // accumulation}"
+        f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
     )
     return run, (path, state, tensors) if path else None
 
