@@ -391,9 +391,9 @@ class Hyperparameters:
         """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times
         (#1517)."""
         layers = tuple(range(self.num_layers))
-        end = self.loop_first + self.loop_layers
-        again = layers[self.loop_first : end] * (self.loop_visits - 1) if looping else ()
-        return layers[:end] + again + layers[end:]
+        first, end = self.loop_first, self.loop_first + self.loop_layers
+        times = self.loop_visits if looping else 1
+        return layers[:first] + times * layers[first:end] + layers[end:]
 
     def describe(self) -> str:
         """One `name=value` per line for the log; a leading * marks a value that differs from the
@@ -502,7 +502,7 @@ MATRICES = (
 # all others at ten times the step. `code_range` widens its step for larger vocabularies.
 TABLES = (
     Matrix("tok_emb", "", "tok_emb", bits=10, clip=8.0),
-    Matrix("bigram_emb", "", "", bits=8, clip=16.0),
+    Matrix("bigram_emb", "", "", clip=16.0),
     Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
 )
 BANKS = {one.bank: [kind for kind in MATRICES if kind.bank == one.bank] for one in MATRICES}
@@ -1444,9 +1444,14 @@ class Run:
     def log_progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
         """A line of step, result and training time, in the order that tools look for."""
         seconds = self.clock.elapsed()
-        used = f"train_time:{1000 * seconds:.0f}ms step_avg:{1000 * seconds / max(step, 1):.2f}ms"
-        line = f"step:{step}/{self.hp.iterations} {result} {used} {more}"
-        self.log(line, event=event, step=step, train_seconds=seconds, **fields)
+        self.log(
+            f"step:{step}/{self.hp.iterations} {result} train_time:{1000 * seconds:.0f}ms "
+            f"step_avg:{1000 * seconds / max(step, 1):.2f}ms {more}",
+            event=event,
+            step=step,
+            train_seconds=seconds,
+            **fields,
+        )
 
     def validate(self, step: int, looping: bool) -> None:
         """Log the score before `step`. The clock pauses."""
@@ -1596,7 +1601,7 @@ class Run:
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
     def reserve_for_gptq(self) -> None:
-        """Take time for GPTQ off the wall clock, as rank 0 measures it."""
+        """Reserve time for GPTQ, as rank 0 measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
         _, seconds = self.calibrate(range(1))
@@ -2570,8 +2575,8 @@ def require_packages(hp: Hyperparameters) -> None:
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple | None]:
-    """(the run, the checkpoint to continue from as arguments of `Run.restore`). Whatever could lose
-    the run later is an error here."""
+    """(the run, the arguments of `Run.restore` or None). What would fail the run later fails
+    here."""
     log.require_unused(hp, runtime.comm)
     if runtime.comm.rank == 0:
         require_space(hp)
