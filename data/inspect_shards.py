@@ -34,15 +34,16 @@ class SplitReport:
     def __init__(self, folder: Path, split: str):
         self.split = split
         self.stream = train_gpt.TokenStream(str(folder), split, 65536)
-        self.largest = [int(shard.max()) for shard in self.stream.shards]
-        self.starts = [int(np.count_nonzero(shard == BOS)) for shard in self.stream.shards]
+        self.shards = [train_gpt.read_shard(path) for path in self.stream.paths]
+        self.largest = [int(shard.max()) for shard in self.shards]
+        self.starts = [int(np.count_nonzero(shard == BOS)) for shard in self.shards]
         self.hashes = np.fromiter(map(document_hash, self.documents()), dtype=np.uint64)
 
     def documents(self) -> Iterator[np.ndarray]:
         """Tokens of each document without its BOS, across shards. Tokens before the first BOS are a
         document too."""
         rest = np.empty(0, dtype=np.uint16)
-        for number, shard in enumerate(self.stream.shards):
+        for number, shard in enumerate(self.shards):
             first, *parts = np.split(shard, np.flatnonzero(shard == BOS))
             rest = np.concatenate((rest, first))
             for part in parts:
@@ -128,7 +129,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
             )
     for report in reports:
         for path, shard, largest, starts in zip(
-            report.stream.paths, report.stream.shards, report.largest, report.starts, strict=True
+            report.stream.paths, report.shards, report.largest, report.starts, strict=True
         ):
             counts = f"{len(shard):,} tokens, largest {largest}, {starts:,} documents begin here"
             print(f"{path.name}: {counts}, {status[path.name]}")
@@ -148,7 +149,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
         )
     for report in reports:
         print(describe(report, None if wrong else counter))
-        if report.stream.shards[0][0] != BOS:
+        if report.shards[0][0] != BOS:
             first = report.stream.paths[0]
             wrong.append(
                 f"{first} does not begin with BOS (token {BOS}): the start of its first document is missing"
@@ -169,15 +170,15 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
 def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
     """A line on a split; bytes need a counter."""
     tokens, documents = len(report.stream), len(report.hashes)
-    files = len(report.stream.shards)
+    files = len(report.shards)
     mean = tokens / documents
     line = f"{report.split}: {files} files, {tokens:,} tokens, {documents:,} documents ({mean:.1f} tokens each)"
     if counter:
         # Last token of the previous shard
-        before = [BOS, *(int(shard[-1]) for shard in report.stream.shards)]
+        before = [BOS, *(int(shard[-1]) for shard in report.shards)]
         nbytes = sum(
             int(counter.count(np.insert(shard, 0, last)).sum())
-            for last, shard in zip(before, report.stream.shards, strict=False)
+            for last, shard in zip(before, report.shards, strict=False)
         )
         line += f", {nbytes:,} bytes ({nbytes / tokens:.3f} per token)"
     return f"{line}, {report.repeated():,} documents repeated"

@@ -20,7 +20,7 @@ from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError,
 
 def whole_stream(hp) -> np.ndarray:
     stream = TokenStream(hp.data_path, "train", hp.vocab_size)
-    return np.concatenate([np.array(shard) for shard in stream.shards])
+    return stream.read(0, len(stream))
 
 
 def loaders(one_rank, size, **changes):
@@ -79,11 +79,9 @@ def test_loader_is_repeatable(one_rank, seed):
 
 
 def order(loader, epoch: int) -> list[int]:
-    """The blocks of an epoch in their order, which the loader has after it has read a step of the
-    epoch."""
-    loader.read(-(-epoch * loader.blocks // loader.step_rows))
-    assert loader.epoch == epoch
-    return loader.order.tolist()
+    """The blocks of an epoch in their order."""
+    rows = range(epoch * loader.blocks, (epoch + 1) * loader.blocks)
+    return [loader.start(row) // loader.hp.train_seq_len for row in rows]
 
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
@@ -152,16 +150,17 @@ LORA = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8}
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("knobs", [{"DOC_ATTENTION": 1}, LORA])
-def test_documents_need_starts(one_rank, tmp_path, data, knobs, split):
+def test_documents_need_starts(hyperparameters, tmp_path, data, knobs, split):
     """Without them these knobs would change nothing, and a user would not know."""
     shutil.copytree(data, tmp_path / "data")
     for shard in train_gpt.shard_paths(tmp_path / "data", split):
         tokens = np.array(train_gpt.read_shard(shard))
         write_shard(shard, np.where(tokens == train_gpt.BOS, 5, tokens))
     for changes in ({}, knobs):
-        hp, runtime = one_rank(DATA_PATH=tmp_path / "data", **changes)
-        with user_error("does not mark where they begin") if changes else contextlib.nullcontext():
-            read_validation(hp, runtime.device) if split == "val" else TrainingLoader(hp, runtime)
+        match = f"_{split}_.* does not mark where they begin"
+        with user_error(match) if changes else contextlib.nullcontext():
+            hp = hyperparameters(DATA_PATH=tmp_path / "data", **changes)
+            train_gpt.require_data(hp, "val", "train")
 
 
 def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
@@ -319,12 +318,12 @@ def test_data_that_give_no_batch_are_named(tmp_path, one_rank):
 
 
 def test_tokenizer_errors(tmp_path, data, monkeypatch):
-    with user_error("TOKENIZER_PATH=.*nowhere.* not a file"):
+    with user_error("cannot load TOKENIZER_PATH=.*nowhere: No such file"):
         ByteCounter(str(tmp_path / "nowhere"), VOCAB)
     with user_error(f"{VOCAB} pieces, but VOCAB_SIZE=1024"):
         ByteCounter(str(data / "tokenizer.model"), 1024)
     (tmp_path / "noise.model").write_bytes(b"\x00\x01noise")
-    with user_error("not a SentencePiece model"):
+    with user_error("cannot load .*; set it to the shards' SentencePiece model"):
         ByteCounter(str(tmp_path / "noise.model"), VOCAB)
     monkeypatch.setattr(
         sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id()

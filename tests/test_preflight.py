@@ -154,7 +154,7 @@ def test_data_that_a_run_cannot_use_is_an_error(fault, check, data, tmp_path):
     assert done.returncode == 1 and not report["works"]
     found = {
         "short": f"shard {shard} has",
-        "missing": "has no fineweb_train_NNNNNN.bin; run data/download_fineweb.py",
+        "missing": "has no fineweb_train_NNNNNN.bin: set the folder of your shards",
         "size": f"{shard} has {entry['bytes'] - 2} bytes, but manifest.json says {entry['bytes']}",
     }
     assert f"error: data of rank 0: {'' if fault != 'missing' else 'DATA_PATH='}" in done.stderr

@@ -651,11 +651,11 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist: set the folder of your sh"),
-        ({"TOKENIZER_PATH": "/nowhere"}, "TOKENIZER_PATH=/nowhere is not a file"),
+        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin: set the fol"),
+        ({"TOKENIZER_PATH": "/nowhere"}, "cannot load TOKENIZER_PATH=/nowhere: No such file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
-        ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere does not exist"),
+        ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
         ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
         ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set"),
     ],

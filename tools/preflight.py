@@ -83,6 +83,7 @@ def check_data(hp: Hyperparameters) -> dict:
     """Counts of the data. Raises UserError for what a run would refuse, and for files that are not
     as long as their manifest says."""
     folder = Path(hp.data_path)
+    train_gpt.require_data(hp, "train", "val")
     streams = [train_gpt.TokenStream(hp.data_path, s, hp.vocab_size) for s in ("train", "val")]
     manifest = shards.read_manifest(folder)
     wrong = shards.problems(folder, manifest, hashes=False) if manifest else []
