@@ -3053,7 +3053,7 @@ def read_validation(hp: Hyperparameters, device: torch.device) -> Validation:
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
-MAX_BITS = 12  # of a code
+MAX_CLASSES, MAX_SYMBOLS = 256, 1 << 12  # of a matrix
 ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
 ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
@@ -3066,14 +3066,30 @@ def lzma_pack(raw: bytes) -> bytes:
     return lzma.compress(raw, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)
 
 
-def lzma_unpack(blob: bytes, size: int) -> bytes:
-    """The inverse of `lzma_pack` for `size` bytes; uses memory for `size` bytes. Raises an error if
+def lzma_unpack(blob: bytes, most: int) -> bytes:
+    """The inverse of `lzma_pack` for at most `most` bytes, without more memory. Raises an error if
     damaged."""
     decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
-    raw = decoder.decompress(blob, max_length=size + 1)
-    whole = len(raw) == size and decoder.eof and not decoder.unused_data
-    require(whole, f"a packed part does not hold {size} bytes")
+    raw = decoder.decompress(blob, max_length=most + 1)
+    whole = decoder.eof and not decoder.unused_data
+    require(whole and len(raw) <= most, f"a packed part is cut or exceeds {most} bytes")
     return raw
+
+
+def zstd_pack(raw: bytes) -> bytes:
+    """A Zstandard frame, as in #399's first revision."""
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=22).compress(raw)
+
+
+def zstd_unpack(blob: bytes, most: int) -> bytes:
+    """The inverse of `zstd_pack`, like `lzma_unpack`."""
+    import zstandard
+
+    stated = zstandard.get_frame_parameters(blob).content_size
+    require(stated <= most, f"a packed part exceeds {most} bytes")
+    return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
 
 
 def to_planes(values: np.ndarray) -> bytes:
@@ -3086,54 +3102,26 @@ def from_planes(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
 
 
-def to_columns(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 column by column, as columns hold like codes (1.5 % fewer bytes),
-    with zero high bytes."""
-    return to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128))
+def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
+    """(encode, decode) by functions that pack bytes: codes (L, out, in) int16 column by column, as
+    columns hold like codes (1.5 % fewer bytes), with zero high bytes."""
 
+    def encode(codes: np.ndarray) -> bytes:
+        return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
-def from_columns(raw: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `to_columns`."""
-    layers, out, width = shape
-    codes = from_planes(raw) - np.int16(128)
-    return codes.reshape(layers, width, out).transpose(0, 2, 1)
+    def decode(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+        """Raises an error if the codes are damaged or of another shape."""
+        layers, out, width = shape
+        codes = from_planes(unpack(blob, 2 * math.prod(shape))) - np.int16(128)
+        return codes.reshape(layers, width, out).transpose(0, 2, 1)
 
-
-def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by LZMA2."""
-    return lzma_pack(to_columns(codes))
-
-
-def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of
-    another shape."""
-    return from_columns(lzma_unpack(blob, 2 * math.prod(shape)), shape)
-
-
-def encode_zstd(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16 by Zstandard, as in #399's first revision."""
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=22).compress(to_columns(codes))
-
-
-def decode_zstd(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_zstd`. Raises an error if they are damaged or of
-    another shape."""
-    import zstandard
-
-    size = 2 * math.prod(shape)
-    stated = zstandard.get_frame_parameters(blob).content_size
-    require(stated == size, f"a packed part does not hold {size} bytes")
-    return from_columns(
-        zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False), shape
-    )
+    return encode, decode
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
-    """Asymmetric numeral systems (arXiv:1311.2540) with one table of frequencies per class of
-    columns: those whose codes have the same mean size, in thirds of an octave (docs/formats.md).
-    Exact on every machine."""
+    """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
+    frequencies per class of columns: those whose mean |code| is the same, in thirds of an octave
+    (docs/formats.md). Exact on every machine."""
     import constriction
 
     mean = np.abs(codes).astype(np.float32).mean(axis=1)  # (L, in)
@@ -3161,30 +3149,30 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     layers, _, width = shape
     (length,) = struct.unpack_from("<I", blob)
     side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
-    opened = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
-    least, number, count = struct.unpack("<3h", opened.decompress(side, max_length=6))
-    possible = 0 < number <= 256 and 0 < count <= 1 << MAX_BITS and abs(least) < 1 << MAX_BITS
+    raw = lzma_unpack(side, 6 + layers * width + 2 * MAX_CLASSES * MAX_SYMBOLS)
+    least, number, count = struct.unpack_from("<3h", raw)
+    possible = 0 < number <= MAX_CLASSES and 0 < count <= MAX_SYMBOLS and abs(least) < MAX_SYMBOLS
     require(possible, f"{number} tables of {count} codes from {least} are impossible")
-    raw = lzma_unpack(side, 6 + layers * width + 2 * number * count)
     classes = np.frombuffer(raw, np.uint8, layers * width, offset=6).reshape(layers, width)
     tables = np.frombuffer(raw, "<u2", offset=6 + layers * width).reshape(number, count)
     positions = places_of(classes, shape)
-    require(len(positions) == number, "its tables of frequencies do not fit")
+    used = [len(places) > 0 for places in positions]
+    fit = len(used) == number and (tables.sum(axis=1)[used] == ANS_TOTAL).all()
+    require(fit, "its tables of frequencies do not fit")
     coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     for table, places in zip(tables, positions, strict=True):
-        fits = not len(places) or table.sum() == ANS_TOTAL
-        require(fits, "its tables of frequencies do not fit")
-        found = table.argmax()  # all there is if one symbol has all the weight
+        symbols = table.argmax()  # the only one, if one has all the weight
         if np.count_nonzero(table) > 1:
-            found = coder.decode(distribution(table), len(places))
-        codes[places] = least + found
+            symbols = coder.decode(distribution(table), len(places))
+        codes[places] = least + symbols
     require(coder.is_empty(), "its codes do not end where they should")
     return codes.reshape(shape)
 
 
 def places_of(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
-    """The positions of the codes of each class, given those of the columns (L, in)."""
+    """The positions of the codes of each class, in codes of this shape, given the classes of their
+    columns (L, in)."""
     all_codes = np.broadcast_to(classes[:, None, :], shape).ravel()
     order = all_codes.argsort(kind="stable")
     return np.split(order, np.bincount(all_codes).cumsum()[:-1])
@@ -3210,8 +3198,8 @@ def distribution(table: np.ndarray):
 
 CODERS = {
     "ans": (encode_ans, decode_ans),
-    "lzma": (encode_lzma, decode_lzma),
-    "zstd": (encode_zstd, decode_zstd),
+    "lzma": columnwise(lzma_pack, lzma_unpack),
+    "zstd": columnwise(zstd_pack, zstd_unpack),
 }
 CODER_PACKAGES = {"ans": "constriction", "zstd": "zstandard"}  # lzma is in Python
 
