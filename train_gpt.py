@@ -1136,7 +1136,7 @@ class ParallelMuon:
     def scatter(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
         """The inverse of `gather`: copy rank 0's `source` into every rank's `tensor`. Raises
         UserError if its shape is another one."""
-        source = self.comm.share(source)
+        source = self.comm.broadcast(source)
         shard = self.banks.get(name.partition(".")[0])
         shape = tensor.shape if shard is None else (shard.rows, *tensor.shape[1:])
         found = getattr(source, "shape", None)
@@ -1298,7 +1298,7 @@ class Run:
         self.accumulation = micro_batches(hp, self.loader.rows, runtime.micro_batch_tokens)
         self.model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         # Shared, because another node's CPU may round differently.
-        weights = self.comm.share(self.model.initialise(hp.seed))
+        weights = self.comm.broadcast(self.model.initialise(hp.seed))
         self.model.load_state_dict(weights)
         self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
         self.optimizer = ParallelMuon(
@@ -1409,8 +1409,7 @@ class Run:
             self.stopping |= report.stop > 0
             done = step + 1
             if not math.isfinite(report.loss):
-                self.checkpoints.written.result()
-                newest = self.checkpoints.newest
+                newest = self.checkpoints.written.result()
                 kept = f"; the last good checkpoint is {newest}" if newest else ""
                 owned = self.optimizer.owned.items()
                 norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
@@ -1518,8 +1517,7 @@ class Run:
         if not received:
             return
         number = min(received)  # SIGINT if there is one
-        self.checkpoints.written.result()  # so that rank 0 knows the newest
-        newest = self.comm.share(self.checkpoints.newest)
+        newest = self.comm.broadcast(self.checkpoints.written.result())
         advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
         if self.hp.checkpoint_every:
             advice = "no checkpoint could be written, see the log"
@@ -1605,7 +1603,7 @@ class Run:
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
         _, seconds = self.calibrate(range(1))
-        reserve = 1.1 * self.hp.gptq_batches * self.comm.share(seconds)
+        reserve = 1.1 * self.hp.gptq_batches * self.comm.broadcast(seconds)
         require(
             reserve < cap,
             f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ: "
@@ -1888,7 +1886,7 @@ TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 def out_of_time(scorer: Evaluator, comm: Comm) -> bool:
     """Whether EVAL_MAX_SECONDS are over on rank 0 of `comm`, whose ranks must call this together."""
     limit = scorer.hp.eval_max_seconds
-    return limit > 0 and comm.share(time.perf_counter() - scorer.started > limit)
+    return limit > 0 and comm.broadcast(time.perf_counter() - scorer.started > limit)
 
 
 def log_limit(scorer: Evaluator, scored: int) -> None:
@@ -2451,7 +2449,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz",
     )
     with reading_artifact(path):
-        blob = read_small(Path(path))
+        blob = read_small(path)
         header, made, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
     stored = {name.upper(): str(getattr(made, name)) for name in roles}
@@ -2514,7 +2512,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         plain = final_passes(hp)["roundtrip"]
         before = run.make_scorer(*plain, log, "averaged weights").score_all()
         before.log(log, "final_average_exact")
-        seconds = runtime.comm.share(run.clock.elapsed())  # so that all ranks pass or fail
+        seconds = runtime.comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
             "steps": run.clock.step + 1,
             "train_seconds": seconds,
@@ -2548,7 +2546,6 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         log.require_unused(hp, runtime.comm)
         log.header(hp, runtime)
         val = read_validation(hp, runtime.device)
-        log.note(val.note)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
         # On a CPU most texts are scored before their forward would be compiled.
@@ -2583,7 +2580,6 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
     log.header(hp, runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device)
-    log.note(val.note)
     run = make_run(hp, runtime, log, val)
     log(
         f"model_params:{sum(p.numel() for p in run.model.parameters())} "
@@ -2642,7 +2638,7 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
         blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
         kept = blob, keep_artifact(blob, log)
-    blob, path = comm.share(kept)
+    blob, path = comm.broadcast(kept)
     require(
         len(blob) <= max_bytes,
         f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**MAX_OCTAVES:.0f} times wider "
@@ -2675,7 +2671,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
             path = Path(tempfile.mkdtemp(), log.artifact.name)
             path.write_bytes(blob)
         log.failure = f"{error}; the artifact is {path}"
-        log.note(log.failure)
+        log(f"note: {log.failure}")
     return path
 
 
@@ -2720,7 +2716,6 @@ SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER_INTS = 256  # int32: magic, version, number of tokens, zeros
 BOS = 1  # starts every document of the challenge's data
 MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
-MAX_VALIDATION = 1 << 29  # tokens, all kept in memory; the challenge has 62 million
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -2735,12 +2730,9 @@ def read_shard(path: Path) -> np.ndarray:
     )
     magic, version, count = header[:3].tolist()
     require(
-        magic == SHARD_MAGIC,
-        f"shard {path} starts with {magic}, not {SHARD_MAGIC}: it is not a token shard",
-    )
-    require(
-        version == SHARD_VERSION,
-        f"shard {path} has format version {version}, not {SHARD_VERSION}: convert it",
+        (magic, version) == (SHARD_MAGIC, SHARD_VERSION),
+        f"shard {path} starts with {magic}, {version}, not with {SHARD_MAGIC}, {SHARD_VERSION}: it "
+        "is not a token shard of this version",
     )
     length = header.nbytes + 2 * count
     require(
@@ -2754,8 +2746,7 @@ def read_shard(path: Path) -> np.ndarray:
 def shard_paths(folder: str | Path, split: str) -> list[Path]:
     """The shards of a split, fineweb_SPLIT_NNNNNN.bin, in order. The sidecar of the validation
     split has the split "val_bytes"."""
-    numbered = re.compile(rf"fineweb_{split}_\d+\.bin")
-    return sorted(path for path in Path(folder).glob("*.bin") if numbered.fullmatch(path.name))
+    return sorted(Path(folder).glob(f"fineweb_{split}_{6 * '[0-9]'}.bin"))
 
 
 class TokenStream:
@@ -2820,9 +2811,6 @@ def require_data(hp: Hyperparameters, *splits: str) -> None:
     ByteCounter(hp.tokenizer_path, hp.vocab_size)
 
 
-PUBLISHED_RANKS = 8  # of #399's run; fewer ranks processed the same 8 parts in turn
-
-
 @functools.lru_cache(maxsize=1)
 def shuffled(blocks: int, *seeds: int) -> np.ndarray:
     """A permutation (blocks,) of the blocks of the data."""
@@ -2854,10 +2842,7 @@ class TrainingLoader:
             f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens} is not a multiple of "
             f"{ranks * hp.train_seq_len}, so {ranks} ranks cannot share its sequences evenly",
         )
-        self.on_gpu = runtime.device.type == "cuda"
-        # Pinning uses the thread's current GPU.
-        bind = torch.cuda.set_device if self.on_gpu else None
-        self.reader = ThreadPoolExecutor(1, initializer=bind, initargs=(runtime.device,))
+        self.reader = ThreadPoolExecutor(1)
         self.pending = {}  # futures of the next batches, by step
 
     def close(self) -> None:
@@ -2866,28 +2851,29 @@ class TrainingLoader:
     def batch(self, step: int) -> Tensor:
         """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads the next
         three batches, so a slow read does not stall a step."""
-        steps = range(step, step + 4)
+        steps, device = range(step, step + 4), self.runtime.device
         self.pending = {s: self.pending.get(s) or self.reader.submit(self.read, s) for s in steps}
-        return self.pending.pop(step).result().to(self.runtime.device, non_blocking=True)
+        batch = self.pending.pop(step).result()
+        if device.type == "cuda":
+            batch = batch.pin_memory()  # else the copy would wait for all queued work
+        return batch.to(device, non_blocking=True)
 
     def read(self, step: int) -> Tensor:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
-        shape = (self.rows, hp.train_seq_len + 1)
-        batch = torch.empty(shape, dtype=torch.uint16, pin_memory=self.on_gpu)
-        for number, tokens in enumerate(batch.numpy(), first):
-            tokens[:] = self.stream.read(self.start(number), len(tokens))
-            if hp.doc_attention:
-                shortest = hp.train_seq_len // hp.short_seq_parts
-                check_documents(np.flatnonzero(tokens == BOS), shortest, self.runtime.attention)
-        return batch
+        numbers, count = range(first, first + self.rows), hp.train_seq_len + 1
+        rows = [self.stream.read(self.start(number), count) for number in numbers]
+        for tokens in rows if hp.doc_attention else ():
+            begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
+            check_documents(begins, shortest, self.runtime.attention)
+        return torch.from_numpy(np.stack(rows))
 
     def start(self, number: int) -> int:
         """The first token of row `number` of the run."""
         hp = self.hp
         if not hp.shuffle_seed:
-            # In #399, 8 ranks in turn take the next tokens of the stream, and each one more than it
-            # trains on.
-            rows = self.step_rows // math.gcd(self.step_rows, PUBLISHED_RANKS)
+            # In #399, 8 ranks (or fewer, in 8 turns) take the next tokens of the stream, and each
+            # time one more than they train on.
+            rows = self.step_rows // math.gcd(self.step_rows, 8)
             return number * hp.train_seq_len + number // rows
         epoch, place = divmod(number, self.blocks)
         order = shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)
@@ -2910,7 +2896,7 @@ class ByteCounter:
         setting = f"TOKENIZER_PATH={tokenizer_path}"
         advice = "set it to the shards' SentencePiece model"
         with explaining(f"cannot load {setting}", OSError, RuntimeError, advice=advice):
-            model = read_small(Path(tokenizer_path))
+            model = read_small(tokenizer_path)
             pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         require(
             pieces.vocab_size() == vocab_size,
@@ -2940,20 +2926,20 @@ class ByteCounter:
         return self.length[after] - (self.spaced[after] & self.boundary[before])
 
 
-def read_small(path: Path) -> bytes:
+def read_small(path: str | Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""
-    size = path.stat().st_size
+    size = os.path.getsize(path)
     require(
         size <= MAX_FILE,
         f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file",
     )
-    return path.read_bytes()
+    return Path(path).read_bytes()
 
 
 def sha256_of(path: str | Path) -> str:
     """The sha256 of a tokenizer, in hexadecimal."""
-    return hashlib.sha256(read_small(Path(path))).hexdigest()
+    return hashlib.sha256(read_small(path)).hexdigest()
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> bool:
@@ -2980,50 +2966,37 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     tokens or impossible."""
     if not shard_paths(data_path, "val_bytes"):
         return None
-    stream = TokenStream(data_path, "val_bytes", 1 << 16)
+    stream = TokenStream(data_path, "val_bytes", 1 << 15)
     require(
         len(stream) == count,
         f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens, but the "
         f"shards hold {count}: download both again",
     )
-    nbytes = stream.read(0, count)
-    most = nbytes.max()
-    require(0 < most < 1 << 15, f"{stream.paths[0]}: {most} bytes for a token are impossible")
-    return nbytes
+    return stream.read(0, count)
 
 
-def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> tuple[np.ndarray, str]:
-    """Bytes (n,) int16 of each of tokens[1:], given tokens (n + 1,), and a note for the log. They
-    come from the sidecar if there is one, else from the tokenizer. Raises UserError if the
-    tokenizer cannot know them."""
+def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> np.ndarray:
+    """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
+    one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
     our_grammar = check_manifest(hp.data_path, hp.tokenizer_path)
-    counted = counter.count(tokens)
     exact = read_sidecar(hp.data_path, len(tokens))
-    if exact is None:
-        require(
-            our_grammar or not counter.caseops,
-            f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH="
-            f"{hp.data_path} has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of "
-            "tokenize_text.py, so the bytes are unknown: get one of them",
-        )
-        return counted, ""
-    nbytes = exact[1:].astype(np.int16)
-    return nbytes, (
-        f"fineweb_val_bytes_*.bin says {nbytes.sum()} bytes, which the score uses; the tokenizer "
-        f"counts {counted.sum()}"
+    if exact is not None:
+        return exact[1:]
+    require(
+        our_grammar or not counter.caseops,
+        f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} "
+        "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
+        "the bytes are unknown: get one of them",
     )
+    return counter.count(tokens)
 
 
 class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
     targets."""
 
-    def __init__(
-        self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device, note: str = ""
-    ):
-        """`note`: a line for the log."""
-        self.note = note
+    def __init__(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device):
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.nbytes = torch.tensor(nbytes, dtype=torch.int16, device=device)
@@ -3041,35 +3014,38 @@ class Validation:
 def read_validation(hp: Hyperparameters, device: torch.device) -> Validation:
     """The validation shards of DATA_PATH with their bytes. Raises UserError."""
     stream = TokenStream(hp.data_path, "val", hp.vocab_size)
-    count = len(stream)
-    held = f"DATA_PATH={hp.data_path} holds {count} validation tokens"
-    require(count <= MAX_VALIDATION, f"{held}, over the limit of {MAX_VALIDATION}")
     require(
-        count > hp.eval_seq_len, f"{held}, too few for EVAL_SEQ_LEN={hp.eval_seq_len}: lower it"
+        len(stream) > hp.eval_seq_len,
+        f"DATA_PATH={hp.data_path} holds {len(stream)} validation tokens, too few for "
+        f"EVAL_SEQ_LEN={hp.eval_seq_len}: lower it",
     )
-    tokens = stream.read(0, count)
-    nbytes, note = count_bytes(hp, tokens)
-    return Validation(tokens, nbytes, device, note)
+    tokens = stream.read(0, len(stream))
+    return Validation(tokens, count_bytes(hp, tokens), device)
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
-MAX_CLASSES, MAX_SYMBOLS = 256, 1 << 12  # of a matrix
 ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
 ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
-LZMA = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24}
-LZMA_FILTERS = [LZMA | {"lc": 0, "lp": 0, "pb": 0}]
+LZMA = {
+    "id": lzma.FILTER_LZMA2,
+    "preset": 9 | lzma.PRESET_EXTREME,
+    "dict_size": 1 << 24,
+    "lc": 0,
+    "lp": 0,
+    "pb": 0,
+}
 
 
 def lzma_pack(raw: bytes) -> bytes:
     """A raw LZMA2 stream."""
-    return lzma.compress(raw, format=lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+    return lzma.compress(raw, lzma.FORMAT_RAW, filters=[LZMA])
 
 
 def lzma_unpack(blob: bytes, most: int) -> bytes:
     """The inverse of `lzma_pack` for at most `most` bytes, without more memory. Raises an error if
     damaged."""
-    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=LZMA_FILTERS)
+    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=[LZMA])
     raw = decoder.decompress(blob, max_length=most + 1)
     whole = decoder.eof and not decoder.unused_data
     require(whole and len(raw) <= most, f"a packed part is cut or exceeds {most} bytes")
@@ -3124,20 +3100,20 @@ def encode_ans(codes: np.ndarray) -> bytes:
     (docs/formats.md). Exact on every machine."""
     import constriction
 
-    mean = np.abs(codes).astype(np.float32).mean(axis=1)  # (L, in)
+    mean = np.abs(codes).mean(axis=1, dtype=np.float32)  # (L, in)
     bucket = np.rint(ANS_BUCKETS * np.log2(np.maximum(mean, 1 / 64)))
     classes = (bucket - bucket.min()).astype(np.uint8)
     least = int(codes.min())
     symbols = codes.astype(np.int32) - least
-    parts = [symbols.ravel()[places] for places in places_of(classes, codes.shape)]
+    parts = [symbols.ravel()[places] for places in positions_by_class(classes, codes.shape)]
     count = int(symbols.max()) + 1
     tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
     coder = constriction.stream.stack.AnsCoder()
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
         if np.count_nonzero(table) > 1:
             coder.encode_reverse(part, distribution(table))
-    head = struct.pack("<3h", least, *tables.shape)
-    side = lzma_pack(head + classes.tobytes() + tables.astype("<u2").tobytes())
+    side = struct.pack("<3h", least, *tables.shape) + classes.tobytes()
+    side = lzma_pack(side + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
@@ -3149,13 +3125,12 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     layers, _, width = shape
     (length,) = struct.unpack_from("<I", blob)
     side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
-    raw = lzma_unpack(side, 6 + layers * width + 2 * MAX_CLASSES * MAX_SYMBOLS)
+    columns = layers * width
+    raw = lzma_unpack(side, columns + (1 << 21))  # room for 256 tables of 4,000 symbols
     least, number, count = struct.unpack_from("<3h", raw)
-    possible = 0 < number <= MAX_CLASSES and 0 < count <= MAX_SYMBOLS and abs(least) < MAX_SYMBOLS
-    require(possible, f"{number} tables of {count} codes from {least} are impossible")
-    classes = np.frombuffer(raw, np.uint8, layers * width, offset=6).reshape(layers, width)
-    tables = np.frombuffer(raw, "<u2", offset=6 + layers * width).reshape(number, count)
-    positions = places_of(classes, shape)
+    classes = np.frombuffer(raw, np.uint8, columns, offset=6).reshape(layers, width)
+    tables = np.frombuffer(raw, "<u2", offset=6 + columns).reshape(number, count)
+    positions = positions_by_class(classes, shape)
     used = [len(places) > 0 for places in positions]
     fit = len(used) == number and (tables.sum(axis=1)[used] == ANS_TOTAL).all()
     require(fit, "its tables of frequencies do not fit")
@@ -3170,7 +3145,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return codes.reshape(shape)
 
 
-def places_of(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
+def positions_by_class(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
     """The positions of the codes of each class, in codes of this shape, given the classes of their
     columns (L, in)."""
     all_codes = np.broadcast_to(classes[:, None, :], shape).ravel()
@@ -3207,8 +3182,8 @@ CODER_PACKAGES = {"ans": "constriction", "zstd": "zstandard"}  # lzma is in Pyth
 # ---- Log and files -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name to write to; then synced and renamed, so a crash leaves the old file or the
-    complete new one."""
+    """Atomic write: yields a temporary path, then fsync and rename. A crash leaves the old file or
+    the complete new one."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         try:
@@ -3221,29 +3196,25 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 # Their versions are logged; the last three decide the speed of kernels.
-PACKAGES = ("numpy", "sentencepiece", "constriction", "zstandard")
-PACKAGES += ("triton", "flash_attn_3", "kernels")
+PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "zstandard"]
+PACKAGES += ["triton", "flash_attn_3", "kernels"]
 
 
 class Log:
     """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in
-    logs/<RUN_ID>.jsonl. A line that cannot be written does not end the run: `failure` says so at
-    its end."""
+    logs/<RUN_ID>.jsonl. A failed write does not end the run; `finish` raises it."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
         self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         self.path = folder / self.name  # without suffix
-        self.artifact = folder / f"{self.name}{''.join(ARTIFACT.suffixes)}"
+        self.artifact = folder / f"{self.name}.int6.xz"
         self.started = time.perf_counter()
-        self.failure = ""  # what could not be written, and what to do
+        self.failure = ""  # the first failed write, and what to do
         self.begun = False  # the log is of this run, not of an earlier one
         self.files = []
-        self.bar = None
-        if comm.rank == 0:
-            self.open_files(folder)
-            self.open_bar()
-
-    def open_files(self, folder: Path) -> None:
+        self.terminal = comm.rank == 0 and sys.stdout.isatty()
+        if comm.rank > 0:
+            return
         paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
         with writing(paths[0]):
             folder.mkdir(parents=True, exist_ok=True)
@@ -3253,21 +3224,12 @@ class Log:
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def open_bar(self) -> None:
-        if sys.stdout.isatty() and find_spec("tqdm"):
-            from tqdm import tqdm
-
-            layout = "{desc} {percentage:.0f}% |{bar}|"
-            options = {"dynamic_ncols": True, "leave": False, "file": sys.stdout}
-            self.bar = tqdm(total=1, bar_format=layout, **options)
-
     def __enter__(self) -> Log:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Remove the bar from the terminal and write a user's error."""
-        if self.bar is not None:
-            self.bar.close()
+        self.show("")
         if self.begun and isinstance(error, UserError):
             self(f"error: {error}", console=False)
 
@@ -3275,17 +3237,15 @@ class Log:
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
     ) -> None:
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
-        **fields}. In a terminal a progress bar replaces a line with a `bar` of (text, fraction
-        done)."""
+        **fields}. In a terminal a line with a `bar` of (text, fraction done) moves the progress bar
+        instead."""
         if not self.files:
             return
-        if bar and self.bar is not None:
-            text, self.bar.n = bar
-            self.bar.set_description_str(text)
+        if bar and self.terminal:
+            self.stage(*bar)
         elif console:
-            write = print if self.bar is None else self.bar.write
-            write(line)
-            sys.stdout.flush()
+            self.show("")
+            print(line, flush=True)
         text, events = self.files
         try:
             with writing(text.name):
@@ -3296,27 +3256,26 @@ class Log:
         except UserError as error:
             self.failure = self.failure or str(error)
 
-    def note(self, text: str) -> None:
-        """Write `text`, unless it is empty, as a note."""
-        if text:
-            self(f"note: {text}")
+    def stage(self, name: str, done: float = 0.0) -> None:
+        """Show in the bar what runs and the fraction of it that is done."""
+        self.show(f"{name} {done:.0%} |{'#' * int(20 * done):20}|")
 
-    def stage(self, name: str) -> None:
-        """Show in the bar what begins."""
-        if self.bar is not None:
-            self.bar.n = 0
-            self.bar.set_description_str(name)
+    def show(self, text: str) -> None:
+        """Replace the last line of a terminal."""
+        if self.terminal:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{text[:width]}\x1b[K\r", end="", flush=True)
 
     def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
-        """Raise UserError, on all ranks, if the run would replace the log of a finished run or,
-        with EVAL_ONLY, of a training."""
+        """Collective. Raise UserError if the run would replace the log of a finished run or, with
+        EVAL_ONLY, of a training."""
         used = None
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
             kept = "finished|train" if hp.eval_only else "finished"
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
         require(
-            not comm.share(bool(used)),
+            not comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: "
             f"set another, or delete its log, {self.path}.txt and .jsonl",
         )
@@ -3324,8 +3283,8 @@ class Log:
     def header(
         self, hp: Hyperparameters, runtime: Runtime, notes: Iterable[str] = (), resumed=False
     ) -> None:
-        """What is needed to repeat the run: source, versions, machine, every knob. A resumed run
-        appends to its log."""
+        """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
+        run appends to its log."""
         if not resumed:
             for file in self.files:
                 file.truncate(0)
@@ -3335,25 +3294,30 @@ class Log:
         settings = hp.describe()
         heading = f"started: {started}\nhyperparameters (* differs from the default)"
         self(f"{heading}\n{settings}", console=False)
-        torches = f"torch {torch.__version__}, {package_versions()}, cuda {torch.version.cuda}"
-        fields = {"versions": f"python {platform.python_version()}, {torches}"}
-        fields["runtime"] = runtime.describe()
+        versions = f"python {platform.python_version()}, {package_versions()}"
+        facts = {"versions": f"{versions}, cuda {torch.version.cuda}"}
+        facts["runtime"] = runtime.describe()
         if runtime.device.type == "cuda":
-            fields["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
-        self("\n".join(fields.values()))
-        fields["kernels"] = runtime.kernels()
+            facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
+        self("\n".join(facts.values()))
         changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
-        fields |= {"run_id": self.name, "started": started}
-        fields["hyperparameters"] = dataclasses.asdict(hp)
-        self(f"changed from the defaults: {changed or 'nothing'}", event="start", **fields)
+        self(
+            f"changed from the defaults: {changed or 'nothing'}",
+            event="start",
+            **facts,
+            kernels=runtime.kernels(),
+            run_id=self.name,
+            started=started,
+            hyperparameters=dataclasses.asdict(hp),
+        )
         for note in (*runtime.notes, *notes):
-            self.note(note)
+            self(f"note: {note}")
         require(not self.failure, self.failure)
 
     def finish(self, comm: Comm, score: str, total: int, advice: str, made: str = "") -> None:
-        """The end of a run: its score, the `total` bytes of the submission, what it `made`, and
-        what to do next. Raises UserError, on all ranks, if something could not be written."""
-        failure = comm.share(self.failure)
+        """Collective. Write the run's score, the `total` bytes of the submission, the files it
+        `made` and what to do next. Raises UserError if a write has failed."""
+        failure = comm.broadcast(self.failure)
         require(not failure, failure)
         line = f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes"
         self(line, event="finished", bytes=total)
@@ -3363,20 +3327,21 @@ class Log:
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) --------------------------
 CHECKPOINTS = Path("checkpoints")
 CHECKPOINT_VERSION = 8
+SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
 CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
 
 
 class Checkpoints:
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
-    metadata. A step only waits for the copy to host memory; a thread writes, syncs and renames. The
-    last two are kept."""
+    metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
+    are kept."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, log: Log):
         self.hp, self.comm, self.log = hp, comm, log
         self.folder = CHECKPOINTS / hp.run_id
         self.writer = ThreadPoolExecutor(1)
-        self.written = self.writer.submit(lambda: None)  # future of the newest checkpoint
-        self.newest: Path | None = None
+        # Future of the newest checkpoint's path on rank 0, or of None.
+        self.written = self.writer.submit(lambda: None)
         self.last = {"step": 0, "seconds": 0.0}  # its state, from which intervals count
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
@@ -3388,70 +3353,63 @@ class Checkpoints:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
         ranks."""
         every = self.hp.checkpoint_every
-        if not every:
-            return False
-        if every.endswith("s"):
-            return seconds - self.last["seconds"] >= int(every.rstrip("s"))
-        return step - self.last["step"] >= int(every)
+        unit, now = ("seconds", seconds) if every.endswith("s") else ("step", step)
+        return every != "" and now - self.last[unit] >= int(every.rstrip("s"))
 
     def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
-        """Copy the whole tensors and start writing them, with this metadata. All ranks must call
-        this."""
+        """Collective. Copy the whole tensors and start writing them, with this metadata."""
         self.written.result()  # one copy at a time in host memory
         self.last = state
-        self.newest = self.folder / f"step_{state['step']:08d}.npz"
         copies = {}
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
                 copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
         if self.comm.rank == 0:
             copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
-            knobs = dataclasses.asdict(self.hp)
-            metadata = {"version": CHECKPOINT_VERSION, "hyperparameters": knobs, **state}
-            metadata["source_sha256"] = hashlib.sha256(SOURCE).hexdigest()
-            self.written = self.writer.submit(self.write, self.newest, metadata, copies, copied)
+            metadata = {"version": CHECKPOINT_VERSION, "source_sha256": SOURCE_SHA256, **state}
+            metadata["hyperparameters"] = dataclasses.asdict(self.hp)
+            self.written = self.writer.submit(self.write, metadata, copies, copied)
 
     def write(
-        self,
-        path: Path,
-        metadata: dict,
-        tensors: dict[str, Tensor],
-        copied: torch.cuda.Event | None,
-    ) -> None:
-        """In the writer's thread. After an error, such as a full disk, the run continues."""
+        self, metadata: dict, tensors: dict[str, Tensor], copied: torch.cuda.Event | None
+    ) -> Path | None:
+        """In the writer's thread, once the tensors are `copied`. Returns the newest checkpoint.
+        After an error, such as a full disk, the run continues."""
         started = time.perf_counter()
         step = metadata["step"]
+        path = self.folder / f"step_{step:08d}.npz"
         if copied is not None:
             copied.synchronize()
         try:
             finite = all(torch.linalg.vector_norm(t).isfinite() for t in tensors.values())
-            require(finite, "it has values that are not finite")
+            require(finite, "some of its values are not finite")
             with replacing(path) as partial, open(partial, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
-                older.unlink(missing_ok=True)
+                older.unlink()
             fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
             self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
         except (ValueError, OSError) as error:
-            self.log.note(f"there is no checkpoint of step {step}: {error}")
-            self.newest = max(self.folder.glob(CHECKPOINT_FILES), default=None)
+            self.log(f"note: there is no checkpoint of step {step}: {error}")
+        return max(self.folder.glob(CHECKPOINT_FILES), default=None)
 
     def continue_from(self, path: Path, state: dict) -> None:
         """Delete later checkpoints: they are damaged."""
-        self.newest, self.last = path, state
+        self.last = state
+        self.written = self.writer.submit(lambda: path)
         if self.comm.rank == 0:
             for later in self.folder.glob(CHECKPOINT_FILES):
-                if later.name > path.name:
+                if later > path:
                     later.unlink()
 
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """(metadata, tensors). Raises UserError if the file is damaged; nothing in it is executed."""
+    """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
     damaged = f"checkpoint {path} is truncated, altered or of another version"
     with explaining(damaged, Exception, advice="copy or delete it"):
         with np.load(path, allow_pickle=False) as file:
             require(not file.zip.testzip(), "its checksum is wrong")
-            tensors = {name: file[name] for name in file.files}
+            tensors = dict(file)
         metadata = json.loads(str(tensors.pop("metadata")))
         require(metadata["version"] == CHECKPOINT_VERSION, f"version {metadata['version']}")
     return metadata, {name: torch.from_numpy(array) for name, array in tensors.items()}
@@ -3461,37 +3419,38 @@ def find_checkpoint(
     hp: Hyperparameters, comm: Comm
 ) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
     """(path, metadata, tensors, notes for the log) of the newest complete checkpoint of RUN_ID, if
-    RESUME is set and there is one; only rank 0 reads and has tensors."""
+    RESUME is set and there is one; only rank 0 has tensors and notes."""
     folder = CHECKPOINTS / hp.run_id
-    files = sorted(folder.glob(CHECKPOINT_FILES), reverse=True) if comm.rank == 0 else []
+    files = sorted(folder.glob(CHECKPOINT_FILES)) if comm.rank == 0 else []
     require(
         hp.resume or not hp.checkpoint_every or not files,
         f"{folder} holds an earlier run: set RESUME=auto to continue it, or another RUN_ID",
     )
-    found, metadata, tensors, notes = None, {}, {}, []
-    for path in files if hp.resume else ():
+    path, metadata, tensors, notes = None, {}, {}, []
+    while hp.resume and files and not metadata:
+        path = files.pop()
         try:
             metadata, tensors = read_checkpoint(path)
         except UserError as error:
             notes.append(f"skipped: {error}")
-            continue
+    require(metadata or not notes, f"{'; '.join(notes)}; delete {folder} to start over")
+    if metadata:
         require_same_run(hp, path, metadata)
-        if metadata["source_sha256"] != hashlib.sha256(SOURCE).hexdigest():
+        if metadata["source_sha256"] != SOURCE_SHA256:
             notes.append("train_gpt.py has changed since this checkpoint")
-        found = path
-        break
-    require(found or not notes, f"{'; '.join(notes)}; delete {folder} to start over")
-    found, metadata, notes = comm.share((found, metadata, notes))
-    return found, metadata, tensors, notes
+    return *comm.broadcast((path, metadata)), tensors, notes
 
 
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
-    """Raise UserError if knobs differ that must not."""
-    before, unlike = metadata["hyperparameters"], []
-    for name in knobs_with("training", "model"):
-        now, then = getattr(hp, name), before.get(name, getattr(Hyperparameters, name))
-        if now != then:
-            unlike.append(f"{name.upper()}={now} instead of {then}")
+    """Raise UserError if knobs differ that must not. A knob younger than the file has its
+    default."""
+    now = dataclasses.asdict(hp)
+    then = dataclasses.asdict(Hyperparameters()) | metadata["hyperparameters"]
+    unlike = [
+        f"{name.upper()}={now[name]} instead of {then[name]}"
+        for name in knobs_with("training", "model")
+        if now[name] != then[name]
+    ]
     require(
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
@@ -3500,7 +3459,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
 
 
 def require_space(hp: Hyperparameters) -> None:
-    """Raise UserError if the disk has no room for log and artifact or for the checkpoints."""
+    """Raise UserError if the disk has no room for log, artifact and checkpoints."""
     weights = sum(tensor.numel() for tensor in outline(hp).values())
     need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
     if hp.checkpoint_every:
@@ -3523,30 +3482,30 @@ MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing.
 
-    Each starts the work and returns the function that waits for it; on a GPU the stream waits, not
-    the host. Reductions are sums: the loss is divided by the global number of micro-batches
-    beforehand."""
+    Those of tensors start the work and return a function that waits for it; on a GPU the stream
+    waits, not the host. Reductions are sums: the loss has been divided by the global number of
+    micro-batches."""
 
     def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None):
         self.rank, self.size, self.group = rank, size, group
         self.shard = self  # the ranks that divide the rows of the banks among them
         self.replicate = self if size == 1 else Comm()  # the ranks that own the same rows
 
-    def split(self, shard_ranks: int, device: torch.device) -> Comm:
-        """All ranks again, on a mesh: `shard_ranks` consecutive ranks, such as a node's, divide the
+    def split(self, shard_ranks: int, device: torch.device) -> None:
+        """Make a mesh of all ranks: `shard_ranks` consecutive ones, such as a node's, divide the
         rows of the banks (hybrid sharding, arXiv:2304.11277). Blocks."""
         replicas, rest = divmod(self.size, shard_ranks)
-        setting = f"SHARD_RANKS={shard_ranks} (default: LOCAL_WORLD_SIZE)"
-        uneven = f"{setting} does not divide the {self.size} ranks"
-        require(rest == 0, f"{uneven}: set a divisor of {self.size}")
-        whole = Comm(self.rank, self.size)
+        require(
+            rest == 0,
+            f"SHARD_RANKS={shard_ranks} (default: LOCAL_WORLD_SIZE) does not divide the "
+            f"{self.size} ranks: set a divisor of {self.size}",
+        )
         if replicas > 1:
-            names, shape = ("replicate", "shard"), (replicas, shard_ranks)
+            shape, names = (replicas, shard_ranks), ("replicate", "shard")
             mesh = self.named(init_device_mesh, device.type, shape, mesh_dim_names=names)
             replica, place = divmod(self.rank, shard_ranks)
-            whole.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
-            whole.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
-        return whole
+            self.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
+            self.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
 
     def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
         """Sum `tensor` over the ranks, in place."""
@@ -3554,7 +3513,7 @@ class Comm:
 
     def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
         """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`."""
-        # torch 2.13 has a new name.
+        # Named so since torch 2.13
         collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return self.start(collective, shard, full)
 
@@ -3563,15 +3522,15 @@ class Comm:
         collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self.start(collective, full, shard)
 
-    def share(self, value):
-        """Rank 0's `value`, any object that can be pickled, on every rank. Blocks."""
+    def broadcast(self, value):
+        """Broadcast rank 0's `value`, any object that can be pickled. Blocks."""
         box = [value]
         if self.size > 1:
             self.named(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def gather(self, value) -> list:
-        """Every rank's `value`, any object that can be pickled, on every rank. Blocks."""
+        """All-gather `value`, any object that can be pickled, into a list by rank. Blocks."""
         values = [value] * self.size
         if self.size > 1:
             self.named(dist.all_gather_object, values, value)
@@ -3579,24 +3538,26 @@ class Comm:
 
     def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
         if self.size == 1:
-            if source and source[0].data_ptr() != out.data_ptr():  # shards may be views
-                out.copy_(source[0])
+            for tensor in source:
+                out.copy_(tensor)  # nothing to do if both are views of the same numbers
             return lambda: None
         work = self.named(collective, out, *source, group=self.group, async_op=True)
         return lambda: self.named(work.wait)
 
     def named(self, call: Callable, *arguments, **options):
-        """Call a collective. Raises UserError, with this rank, if another one is lost."""
-        what = f"rank {dist.get_rank()} lost a collective operation"
-        lost = f"{what}: another rank has died or cannot be reached"
-        advice = "look at the first rank that reported an error, then start again"
-        with explaining(lost, RuntimeError, advice=advice):
+        """Call a collective. Raises UserError that names this rank if another one is lost."""
+        with explaining(
+            f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot "
+            "be reached",
+            RuntimeError,
+            advice="look at the first rank that reported an error, then start again",
+        ):
             return call(*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """Where and how this process computes. Made once by `start` and passed on."""
+    """Where and how this process computes; made once, by `start`."""
 
     comm: Comm
     device: torch.device
@@ -3614,8 +3575,7 @@ class Runtime:
         """Set up the process group, device, dtype and kernels; shut down cleanly when the body
         succeeds."""
         device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
-        on_gpu = device.type == "cuda"
-        choose_deterministic(hp.deterministic or not on_gpu)
+        choose_deterministic(hp.deterministic or device.type == "cpu")
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
         compiled, notes = choose_compile(hp.compile, device)
@@ -3625,7 +3585,7 @@ class Runtime:
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             comm.named(dist.barrier)
-            # A group that is referred to keeps its threads, which can abort the process at exit.
+            # A group with a reference keeps its threads, which can abort the process at exit.
             comm.shard.group = comm.replicate.group = None
             dist.destroy_process_group()
 
@@ -3643,12 +3603,13 @@ class Runtime:
 
     def describe(self) -> str:
         """One line for the log."""
-        name = self.device_name()
-        dtype, compiled = str(self.dtype).removeprefix("torch."), int(self.compiled)
+        comm, dtype = self.comm, str(self.dtype).removeprefix("torch.")
         kernels = " ".join(f"{kind}:{kernel}" for kind, kernel in self.kernels().items())
-        how = f"compute_dtype:{dtype} {kernels} compile:{compiled}"
-        mesh = f"{self.comm.replicate.size}x{self.comm.shard.size}"
-        return f"runtime: ranks:{self.comm.size} mesh:{mesh} device:{name} {how}"
+        return (
+            f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
+            f"device:{self.device_name()} compute_dtype:{dtype} {kernels} "
+            f"compile:{int(self.compiled)}"
+        )
 
     def kernels(self) -> dict[str, str]:
         """The names of the chosen kernels."""
@@ -3656,30 +3617,29 @@ class Runtime:
 
 
 def gpu_facts(device: torch.device) -> str:
-    """What the speed of a GPU depends on beside the packages, for the log."""
+    """Driver, power limit, clock and libraries of a GPU, for the log."""
     driver = ask_driver(device, "driver_version,power.limit,clocks.max.sm")
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
     return f"{driver}, cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
 
 
 def ask_driver(device: torch.device, query: str) -> str:
-    """nvidia-smi's line of values about this GPU, or "unknown"."""
+    """nvidia-smi's values of `query` for this GPU, or "unknown"."""
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", gpu]
-    try:
-        options = {"capture_output": True, "text": True, "timeout": 20, "check": True}
-        return subprocess.run(words, **options).stdout.strip() or "unknown"
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=20)
+        return output.strip() or "unknown"
+    return "unknown"
 
 
 def package_versions() -> str:
     """The versions of the installed PACKAGES, for the log."""
-    found = {}
+    found = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return ", ".join(f"{name} {number}" for name, number in found.items())
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -3687,19 +3647,21 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
     comm = Comm(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
     if comm.size > 1:
         # A restart would share the store with dead ranks (pytorch #135712).
-        shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        needed = "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it"
-        require(not (shared and restarts), needed)
+        require(
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it",
+        )
         backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-    return comm.split(comm.share(hp.shard_ranks or node), device)  # nodes may differ in size
+    comm.split(comm.broadcast(hp.shard_ranks or node), device)  # nodes may differ in size
+    return comm
 
 
 def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
-    """The least number of equal parts of a step's rows on a rank with at most `tokens` each, or
-    with one row."""
+    """Into how few equal parts a rank's rows of a step can be split, with at most `tokens` or one
+    row each."""
     fitting = max(1, tokens // hp.train_seq_len)
     return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
 
@@ -3709,11 +3671,12 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     found = torch.cuda.is_available()
     if wanted == "cpu" or (wanted == "auto" and not found):
         return torch.device("cpu")
-    none = "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
-    require(found, none)
+    require(found, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu")
     gpus = torch.cuda.device_count()
-    few = f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}"
-    require(local_rank < gpus, few)
+    require(
+        local_rank < gpus,
+        f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}",
+    )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -3741,30 +3704,30 @@ def choose_deterministic(wanted: bool) -> None:
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
-    """(compile or not, notes). Without its compilers a CPU runs eagerly; for a GPU, much slower, it
-    is a UserError."""
+    """(compile or not, notes). Without compilers a CPU runs eagerly. On a GPU, which would be much
+    slower, that is a UserError."""
     if wanted in ("0", "1"):
         return wanted == "1", ()
     on_gpu = device.type == "cuda"
-    # Triton's choice, or Inductor's.
-    names = ("CC", "gcc", "clang") if on_gpu else ("CXX", "g++")
-    compiler = any(map(shutil.which, (os.environ.get(names[0], names[1]), *names[2:])))
-    needs = {
-        "Linux": sys.platform == "linux",  # else Inductor's C++ needs an OpenMP of its own
-        f"a {'C' if on_gpu else 'C++'} compiler": compiler,
-        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "triton": not on_gpu or find_spec("triton"),
-    }
+    needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
+    if on_gpu:
+        needs["triton"] = find_spec("triton")
+        needs["a C compiler"] = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    else:
+        needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
+        needs["a C++ compiler"] = shutil.which(os.environ.get("CXX", "g++"))
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
-    advice = "install it, or set COMPILE=0, which is slow"
-    require(not on_gpu, f"torch.compile needs {missing}: {advice}")
+    require(
+        not on_gpu,
+        f"torch.compile needs {missing}: install it, or set COMPILE=0, which is slow",
+    )
     return False, (f"not compiled, which is slower: {missing} is missing",)
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
-    """`function` (or a module) compiled as one graph per set of shapes and Pass; unchanged if not
+    """`function` (or a module) compiled, one graph per set of shapes and Pass; unchanged if not
     `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
@@ -3790,8 +3753,7 @@ def whole_tiles(length: int) -> int:
 
 
 def refusal(trial: Callable[[], object], comm: Comm) -> str:
-    """Why `trial` fails on the first rank where it does; "" if all pass. The same on all
-    ranks."""
+    """Collective. Why `trial` fails on the first rank where it does; "" if it passes on all."""
     try:
         trial()
         mine = ""
@@ -3828,9 +3790,11 @@ def compare_kernel(
 def require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
     """Raise UserError if two results differ by more than rounding."""
     for mine, exact in zip(found, expected, strict=True):
-        error = (mine.float() - exact).norm() / exact.norm().clamp(min=1e-30)
-        text = f"its results differ from the plain form's by {float(error):.2g} of their norm"
-        require(error <= AGREEMENT, text)
+        error = float((mine.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+        require(
+            error <= AGREEMENT,
+            f"its results differ from the plain form's by {error:.2g} of their norm",
+        )
 
 
 # ---- Attention: FlashAttention 3, torch's operators, plain products ------------------------------
@@ -4200,25 +4164,23 @@ def main() -> None:
     about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
     layout = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout).parse_args()
-    # `stop_signals` notes SIGTERM and Ctrl-C during the training, which ends after its step. Before
-    # and after it they raise KeyboardInterrupt.
+    # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        environ = dict(os.environ)
-        hp = Hyperparameters.from_env(environ)
-        return evaluate_only(environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
+        hp = Hyperparameters.from_env(os.environ)
+        return evaluate_only(os.environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:
         status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:
-        full = f"a GPU's memory is full ({reason(error)})"
-        status, sentence = 1, f"{full}: set a lower MICRO_BATCH_TOKENS"
+        status = 1
+        sentence = f"a GPU's memory is full ({reason(error)}): set a lower MICRO_BATCH_TOKENS"
     except KeyboardInterrupt as interrupted:
         number = (*interrupted.args, signal.SIGINT)[0]
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # The node's first rank says it, or the launcher ends the ranks that an error has left.
+            # Rank 0 of the node prints it. If that has failed, its launcher sent this SIGTERM.
             os._exit(status)
     complain(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
@@ -4228,7 +4190,7 @@ def main() -> None:
 
 
 def interrupt(number: int, frame: object) -> None:
-    """On SIGTERM outside the training: like Ctrl-C."""
+    """Treat SIGTERM like Ctrl-C."""
     signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
     raise KeyboardInterrupt(signal.Signals(number))
 

@@ -98,7 +98,7 @@ def main() -> None:
             with contextlib.closing(training.loader):
                 found = measure(training, arguments.steps, arguments.rounds)
             where = runtime.describe()
-        nbytes = training.checkpoints.newest.stat().st_size
+        nbytes = training.checkpoints.written.result().stat().st_size
     medians = {kind: statistics.median(values) for kind, values in found.items()}
     cost = medians["with"] - medians["without"]
     step_ms = 1000 * medians["without"] / arguments.steps

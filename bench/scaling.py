@@ -125,7 +125,9 @@ def pretended(rank: int, ranks: int, shard_ranks: int) -> Iterator[Comm]:
     move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        yield Comm(rank, ranks).split(shard_ranks, torch.device("cpu"))
+        comm = Comm(rank, ranks)
+        comm.split(shard_ranks, torch.device("cpu"))
+        yield comm
     finally:
         dist.destroy_process_group()
 

@@ -6,10 +6,8 @@ without its device fails here and not only on a machine with a GPU. Values are l
 tests.
 """
 
-import contextlib
 import dataclasses
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -162,18 +160,3 @@ def test_test_time_training(elsewhere):
     tensors = (*state.factors.values(), *state.squares.values())
     assert on_device(scorer.nats, scorer.count, *tensors)
     run.loader.close()
-
-
-def test_the_thread_that_pins_memory_uses_this_ranks_gpu(one_rank, monkeypatch):
-    """A thread begins with GPU 0 as its current device. On a CPU there is nothing to set."""
-    calls = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: calls.append((threading.get_ident(), device))
-    )
-    hp, runtime = one_rank()
-    for device in (torch.device("cpu"), torch.device("cuda", 1)):
-        with contextlib.closing(
-            train_gpt.TrainingLoader(hp, dataclasses.replace(runtime, device=device))
-        ) as loader:
-            thread = loader.reader.submit(threading.get_ident).result()
-    assert calls == [(thread, torch.device("cuda", 1))]

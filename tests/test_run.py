@@ -651,7 +651,10 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin: set the fol"),
+        (
+            {"DATA_PATH": "/nowhere"},
+            "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin: set the fol",
+        ),
         ({"TOKENIZER_PATH": "/nowhere"}, "cannot load TOKENIZER_PATH=/nowhere: No such file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
@@ -776,7 +779,7 @@ def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypat
     assert ("step:20 train_loss:3\n" in shown) != terminal
     assert "a result\n" in shown
     assert (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
-    assert not terminal or shown.endswith("\r"), "the bar is removed"
+    assert not terminal or shown.endswith("\r\x1b[K\r"), "the bar is removed"
 
 
 def test_the_bar_shows_every_stage(env, tmp_path, monkeypatch):

@@ -203,7 +203,11 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     [
         (["none.xz"], 1, "artifact none.xz does not exist"),
         (["cut.xz"], 1, "artifact cut.xz cannot be used"),
-        (["a.xz"], 1, "cannot load TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model: No such"),
+        (
+            ["a.xz"],
+            1,
+            "cannot load TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model: No such",
+        ),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of"),
         (["a.xz", "TOKENIZER_PATH=a.xz"], 1, "is not the tokenizer of"),
         (["a.xz", "--temperature", "-1"], 2, "--temperature -1.0 is not a number from 0 on"),

@@ -728,7 +728,7 @@ def check(hp: Hyperparameters) -> dict:
         )
         section("attention", attention_times, hp, runtime)
         section("mlp", mlp_times, hp, runtime)
-        if not runtime.comm.share(section.report["errors"]):
+        if not runtime.comm.broadcast(section.report["errors"]):
             val = train_gpt.read_validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
             run = train_gpt.make_run(silent, runtime, lambda *_, **__: None, val)
@@ -742,7 +742,7 @@ def check(hp: Hyperparameters) -> dict:
         if runtime.comm.rank == 0:
             save(report)
             print_verdict(report)
-        return runtime.comm.share(report)
+        return runtime.comm.broadcast(report)
 
 
 def main() -> None:
