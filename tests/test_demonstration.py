@@ -90,15 +90,8 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
 def demonstrated(built, tmp_path_factory):
     """A tiny run on the demonstration's data: (data, folder of the run)."""
     folder = tmp_path_factory.mktemp("run")
-    knobs = {
-        **TINY,
-        "DATA_PATH": built[0],
-        "TOKENIZER_PATH": built[0] / "tokenizer.model",
-        "VOCAB_SIZE": 1024,
-        "RUN_ID": "demo",
-        "TRAIN_LOG_EVERY": 2,
-        "VAL_LOSS_EVERY": 4,
-    }
+    knobs = {**TINY, "DATA_PATH": built[0], "TOKENIZER_PATH": built[0] / "tokenizer.model"}
+    knobs |= {"VOCAB_SIZE": 1024, "RUN_ID": "demo", "TRAIN_LOG_EVERY": 2, "VAL_LOSS_EVERY": 4}
     result = run([ROOT / "train_gpt.py"], {k: str(v) for k, v in knobs.items()}, folder)
     assert result.returncode == 0, result.stderr
     return built[0], folder
@@ -106,13 +99,8 @@ def demonstrated(built, tmp_path_factory):
 
 def test_report(demonstrated):
     data, folder = demonstrated
-    command = [
-        ROOT / "tools" / "report.py",
-        "logs/demo.jsonl",
-        "logs/demo.int6.xz",
-        "--prompt",
-        "if",
-    ]
+    files = ["logs/demo.jsonl", "logs/demo.int6.xz"]
+    command = [ROOT / "tools" / "report.py", *files, "--prompt", "if"]
     result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     assert result.returncode == 0, result.stderr
     history = report.read_events(folder / "logs" / "demo.jsonl")

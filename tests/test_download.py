@@ -57,12 +57,8 @@ def hub(published):
 @pytest.fixture
 def command(hub, tmp_path):
     """A function that starts the script with its own cache and target."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "cache"),
-        "MATCHED_FINEWEB_REPO_ID": REPOSITORY,
-    }
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache")}
+    environment |= {"MATCHED_FINEWEB_REPO_ID": REPOSITORY}
 
     def start(*arguments, program="download_fineweb.py", **changes) -> subprocess.Popen:
         hub.requests.clear()
@@ -249,12 +245,9 @@ def test_wrong_content_is_not_accepted(download, hub, path):
 
 def test_each_variant_knows_its_repository():
     """frontier.env and 2135.env look for the data where the download puts them."""
-    repositories = {
-        "sp1024": "willdepueoai/parameter-golf",
-        "sp8192": "kevclark/parameter-golf",
-        download_fineweb.CASEOPS: "romeerp/parameter-golf-caseops-v1",
-        "sp77": "willdepueoai/parameter-golf",
-    }
+    repositories = {"sp1024": "willdepueoai/parameter-golf", "sp8192": "kevclark/parameter-golf"}
+    repositories |= {download_fineweb.CASEOPS: "romeerp/parameter-golf-caseops-v1"}
+    repositories |= {"sp77": "willdepueoai/parameter-golf"}
     for variant, repository in repositories.items():
         assert download_fineweb.Remote.from_env({}, variant).repository == repository
     for name in ("frontier", "2135"):

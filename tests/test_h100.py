@@ -21,18 +21,9 @@ pytestmark = [
         not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
     ),
 ]
-KNOBS = {
-    "DEVICE": "cuda",
-    "COMPUTE_DTYPE": "bfloat16",
-    "MODEL_DIM": 64,
-    "EVAL_SEQ_LEN": 64,
-    "GPTQ_BATCHES": 1,
-    "LATE_QAT": 1,
-    "QAT_THRESHOLD": 0.5,
-    "VAL_LOSS_EVERY": 6,
-    "CHECKPOINT_EVERY": "5",
-    "RUN_ID": "pretended",
-}
+KNOBS = {"DEVICE": "cuda", "COMPUTE_DTYPE": "bfloat16", "MODEL_DIM": 64, "EVAL_SEQ_LEN": 64}
+KNOBS |= {"GPTQ_BATCHES": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "VAL_LOSS_EVERY": 6}
+KNOBS |= {"CHECKPOINT_EVERY": "5", "RUN_ID": "pretended"}
 
 
 def start(version: str, folder: Path, knobs: dict, *words: str) -> subprocess.CompletedProcess:

@@ -335,14 +335,9 @@ def test_other_data_types_and_parts_of_a_gpu_have_no_usual_speed(report):
     report["chosen"]["dtype"] = "torch.bfloat16"
     change(report, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "machine", "device")
     assert judge(report)["slow"] == []
-    peaks = {
-        "NVIDIA A100-SXM4-80GB": 2.039e12,
-        "NVIDIA A100 80GB PCIe": 1.935e12,
-        "NVIDIA A100-SXM4-40GB": 1.555e12,
-        "NVIDIA H100 PCIe": 2.0e12,
-        "NVIDIA GH200 480GB": 4.0e12,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-    }
+    peaks = {"NVIDIA A100-SXM4-80GB": 2.039e12, "NVIDIA A100 80GB PCIe": 1.935e12}
+    peaks |= {"NVIDIA A100-SXM4-40GB": 1.555e12, "NVIDIA H100 PCIe": 2.0e12}
+    peaks |= {"NVIDIA GH200 480GB": 4.0e12, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
     for name, peak in peaks.items():
         assert preflight.flops.of_gpu(name, preflight.flops.BANDWIDTH) == peak
 

@@ -34,16 +34,9 @@ from train_gpt import Comm, StepSettings, UserError
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
 FAULTS = Path(__file__).with_name("faults.py")
-KNOBS = {
-    "RUN_ID": "r",
-    "CHECKPOINT_EVERY": 3,
-    "TRAIN_LOG_EVERY": 1,
-    "RESUME": "auto",
-    "EVAL_STRIDE": 32,
-    "GPTQ_BATCHES": 0,
-    **PARTS,
-    "LOOP_START": 0.55,  # depth recurrence begins at step 7 of 12
-}
+KNOBS = {"RUN_ID": "r", "CHECKPOINT_EVERY": 3, "TRAIN_LOG_EVERY": 1, "RESUME": "auto"}
+KNOBS |= {"EVAL_STRIDE": 32, "GPTQ_BATCHES": 0, **PARTS}
+KNOBS["LOOP_START"] = 0.55  # depth recurrence begins at step 7 of 12
 
 
 def step_file(step: int) -> str:

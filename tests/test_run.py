@@ -442,13 +442,8 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
         compile = torch.compile
         torch.compile = lambda function, options, **rest: compile(function, backend={backend!r}, **rest)
         runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")"""
-    late = {
-        "LATE_QAT": 1,
-        "QAT_THRESHOLD": 0.5,
-        "VAL_LOSS_EVERY": 5,
-        "NUM_LAYERS": 1,
-        "XSA_LAST_N": 1,
-    }
+    late = {"LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "VAL_LOSS_EVERY": 5}
+    late |= {"NUM_LAYERS": 1, "XSA_LAST_N": 1}
     compiled = {"COMPUTE_DTYPE": "bfloat16", "COMPILE": 1, "TORCH_LOGS": "recompiles"}
     result = run(["-c", code], env(**compiled, **late), tmp_path)
     assert result.returncode == 0, result.stderr

@@ -185,13 +185,8 @@ def test_a_growing_log_is_read_by_whole_lines(program, capsys):
     module = Recorder("wandb")
     half = len(LOG) // 2
     assert LOG[half - 1] != "\n"
-    actions = [
-        lambda: None,
-        lambda: written(""),
-        lambda: written(LOG[:half], "a"),
-        lambda: None,
-        lambda: written(LOG[half:], "a"),
-    ]
+    actions = [lambda: None, lambda: written(""), lambda: written(LOG[:half], "a"), lambda: None]
+    actions += [lambda: written(LOG[half:], "a")]
     assert program("--to", "wandb", module=module, actions=actions) == 0
     assert module.logged("train/loss") == [(1, 6.5), (2, 6.25)]
     assert capsys.readouterr().out.count("waiting for logs/r.jsonl") == 1
@@ -206,13 +201,8 @@ def test_a_run_that_replaces_the_log_is_another(to, program):
     newer += step(1, 6.5) + step(2, 2.25)
     module = Recorder("wandb") if to == "wandb" else None
     written(old)
-    actions = [
-        lambda: written(new),
-        lambda: None,
-        lambda: written(""),
-        lambda: os.remove("logs/r.jsonl"),
-        lambda: written(newer + FINISHED),
-    ]
+    actions = [lambda: written(new), lambda: None, lambda: written("")]
+    actions += [lambda: os.remove("logs/r.jsonl"), lambda: written(newer + FINISHED)]
     assert program("--to", to, module=module, actions=actions) == 0
     if module:
         calls = [call for call, _ in module.calls]
