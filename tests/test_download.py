@@ -279,7 +279,7 @@ def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["2"], ["--train-shards", "2"], ["2", "--variant", "sp1024", "--skip-manifest"]]
+    "words", [["--train-shards", "2"], ["2", "--variant", "sp1024", "--skip-manifest"]]
 )
 def test_the_challenges_command(command, words, tmp_path):
     process = command(*words, program="cached_challenge_fineweb.py")

@@ -100,11 +100,6 @@ def test_comments_are_kept_on_request(tmp_path):
     assert pack_code.readable_source((tmp_path / "whole.py").read_bytes()) == SOURCE
 
 
-def test_a_log_of_the_packed_script_is_current(stripped):
-    assert pack_code.is_current(SOURCE) and pack_code.is_current(stripped)
-    assert not pack_code.is_current(stripped + b"\n") and not pack_code.is_current(None)
-
-
 # Comments and docstrings
 
 
