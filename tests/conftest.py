@@ -77,22 +77,20 @@ def variables(name: str) -> dict[str, str]:
     )
 
 
+def train_pieces(path: Path, lines: list[str], vocab_size: int, **options) -> None:
+    """Train a SentencePiece model of these lines at `path`, which ends in .model."""
+    usual = {"model_type": "bpe", "byte_fallback": True, "minloglevel": 2, "num_threads": 1}
+    usual |= {"model_prefix": str(path.with_suffix("")), "vocab_size": vocab_size}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), **usual | options)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A folder with tokenizer.model, two training and two validation shards, made from the text of
     train_gpt.py."""
     folder = tmp_path_factory.mktemp("data")
     text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=VOCAB,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=1.0,
-        minloglevel=2,
-        num_threads=1,
-    )
+    train_pieces(folder / "tokenizer.model", text, VOCAB, character_coverage=1.0)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     documents = [
         [train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)

@@ -10,6 +10,7 @@ import torch
 
 import caseops
 import sample
+import tokenize_text
 import train_gpt
 from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, user_error, weights_of
 from train_gpt import BOS
@@ -99,26 +100,11 @@ def test_a_character_of_several_tokens_comes_whole(data):
 
 def test_prompts_of_a_caseops_tokenizer(tmp_path):
     text = "The NASA probe of SpaceX."
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([caseops.encode(text)] * 9),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=300,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        user_defined_symbols=list(train_gpt.CASE_OPERATORS),
-        pad_id=0,
-        bos_id=1,
-        eos_id=2,
-        unk_id=3,
-        minloglevel=2,
-    )
-    (tmp_path / "t.model").write_bytes(model.getvalue())
-    size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
-    tokenizer = sample.Tokenizer(str(tmp_path / "t.model"), size)
+    parts = (ROOT / "train_gpt.py").read_text().split("\n\n")
+    coded = list(map(caseops.encode, parts))
+    model = tokenize_text.train_tokenizer(coded, 400, operators=train_gpt.CASE_OPERATORS)
+    (tmp_path / "t.model").write_bytes(model)
+    tokenizer = sample.Tokenizer(str(tmp_path / "t.model"), 400)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and 4 in ids, "TITLE is a piece"
 

@@ -24,7 +24,7 @@ import tokenize_text
 import train_gpt
 import warm_python
 from caseops import ALLCAPS, CAPNEXT, ESC, LITERALS, TITLE
-from conftest import ROOT, user_error, write_shard
+from conftest import ROOT, train_pieces, user_error, write_shard
 from tokenize_text import Options, Reading, Record, Split
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
@@ -52,7 +52,7 @@ ADVERSARIAL = {
     "marks between letters": "E\u0301COLE \u00c9cole h\u0331H\u0331 A\u200dB",
 }
 # fmt: on
-SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "minloglevel": 2}
+SPECIAL = {"pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3}
 TEXT = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
 PARTS = [part.strip("\n") for part in TEXT.split("\n\n") if part.strip()]
 DOCUMENTS = list(dict.fromkeys(PARTS))  # each once
@@ -84,19 +84,10 @@ def model(request, tmp_path_factory) -> Path:
         path.write_bytes(tokenizer_bytes(request.param))
         return path
     published = request.param == "as published"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()),
-        model_prefix=str(path.with_suffix("")),
-        vocab_size=600,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.999,
-        split_digits=True,
-        normalization_rule_name="nmt_nfkc" if published else "identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=published,
-        **SPECIAL,
-    )
+    options = {"character_coverage": 0.999, "split_digits": True, "add_dummy_prefix": False}
+    options["normalization_rule_name"] = "nmt_nfkc" if published else "identity"
+    options["remove_extra_whitespaces"] = published
+    train_pieces(path, TEXT.splitlines(), 600, **options, **SPECIAL)
     return path
 
 
@@ -136,18 +127,10 @@ def test_bytes_of_documents_in_a_row_are_those_of_each_alone(model):
 
 
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=False,
-        **SPECIAL,
-    )
+    path = tmp_path / "t.model"
+    train_pieces(path, TEXT.splitlines(), 300, byte_fallback=False, **SPECIAL)
     with user_error("line 3 has 3 bytes, but the evaluator would count 0"):
-        tokenize_text.Encoder(str(tmp_path / "t.model"), Reading()).encode(
-            [Record("line 3", "\u4e2d")]
-        )
+        tokenize_text.Encoder(str(path), Reading()).encode([Record("line 3", "\u4e2d")])
 
 
 @pytest.mark.parametrize("vocab_size", [262, 263, 2000])
@@ -643,16 +626,7 @@ def test_foreign_tokenizers(sources, tmp_path):
     (tmp_path / "noise.model").write_bytes(b"noise")
     with user_error("noise.model is not a SentencePiece model"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "noise.model")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.splitlines()),
-        model_prefix=str(tmp_path / "t"),
-        vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        bos_id=2,
-        eos_id=1,
-        minloglevel=2,
-    )
+    train_pieces(tmp_path / "t.model", TEXT.splitlines(), 400, bos_id=2, eos_id=1)
     with user_error("token 2 as BOS, but .* starts with token 1"):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model")
 
