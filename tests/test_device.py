@@ -6,7 +6,6 @@ without its device fails here and not only on a machine with a GPU. Values are l
 tests.
 """
 
-import dataclasses
 import math
 
 import numpy as np
@@ -22,16 +21,17 @@ META = torch.device("meta")
 
 
 @pytest.fixture
-def elsewhere(one_rank, tmp_path, monkeypatch):
+def elsewhere(run_of):
     """A function that makes a Run, with its Validation, on a device that is not the CPU."""
-    monkeypatch.chdir(tmp_path)
 
     def make(**changes) -> train_gpt.Run:
-        hp, runtime = one_rank(COMPUTE_DTYPE="bfloat16", MICRO_BATCH_TOKENS=256, **changes)
-        val = train_gpt.read_validation(hp, runtime.device)
+        there = {"device": META, "attend": train_gpt.load_attention("math")}
+        changes |= {"COMPUTE_DTYPE": "bfloat16", "MICRO_BATCH_TOKENS": 256}
+        run = run_of(parts=there, **changes)
+        val = train_gpt.read_validation(run.hp, torch.device("cpu"))
         val.tokens, val.nbytes = val.tokens.to(META), val.nbytes.to(META)
-        runtime = dataclasses.replace(runtime, device=META, attend=train_gpt.load_attention("math"))
-        return train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), val)
+        run.val = val
+        return run
 
     return make
 
@@ -64,7 +64,6 @@ def test_training(elsewhere, changes):
         run.optimizer.scatter(
             name, tensor, torch.zeros(run.optimizer.gather(name, tensor).shape, device=META)
         )
-    run.loader.close()
 
 
 def test_export(elsewhere):
@@ -81,7 +80,6 @@ def test_export(elsewhere):
             assert on_device(scale, codes)
             seen += 1
     assert seen == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
-    run.loader.close()
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:
@@ -100,7 +98,6 @@ def test_evaluation(elsewhere, documents):
     )
     scorer.score(windows[:, :40])
     assert on_device(scorer.nats, scorer.count)
-    run.loader.close()
 
 
 class Transfers(TorchDispatchMode):
@@ -136,7 +133,6 @@ def test_evaluation_copies_one_table_for_each_shape(elsewhere):
         scorer.score(windows[:, 1:])
     assert len(calls) > 10
     assert transfers.found == [(torch.ops.aten._to_copy.default, True)]
-    run.loader.close()
 
 
 def test_spans_need_no_values_from_the_device(elsewhere):
@@ -146,7 +142,6 @@ def test_spans_need_no_values_from_the_device(elsewhere):
     assert run.val.spans(True)[:, 0].tolist() == sorted({0, *begins}) and len(begins) > 3
     assert run.val.spans(True)[-1, 1] == run.val.targets == on_cpu.targets
     assert run.val.spans(False).tolist() == [[0, on_cpu.targets]]
-    run.loader.close()
 
 
 def test_test_time_training(elsewhere):
@@ -159,4 +154,3 @@ def test_test_time_training(elsewhere):
     train_gpt.lora_step(scorer, state, np.arange(3), (0, 24), 1)
     tensors = (*state.factors.values(), *state.squares.values())
     assert on_device(scorer.nats, scorer.count, *tensors)
-    run.loader.close()

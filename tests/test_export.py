@@ -148,15 +148,13 @@ def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
     )
 
 
-def test_hessians_are_of_what_each_matrix_reads(monkeypatch, one_rank):
+def test_hessians_are_of_what_each_matrix_reads(monkeypatch, run_of):
     """Calibration sees the activations that each matrix multiplies."""
-    hp, runtime = one_rank()
-    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
+    run = run_of()
     noise(run.model, seed=3, size=0.05)
     real, products = train_gpt.F.linear, []
     monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: products.append((x, w)) or real(x, w))
     hessians, _ = run.calibrate(range(1))
-    run.loader.close()
     with torch.no_grad():
         matrices = run.model.matrices()
     kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]

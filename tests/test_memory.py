@@ -15,16 +15,7 @@ def full(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.fixture
-def run_of(one_rank, tmp_path, monkeypatch):
-    """A function of knobs: a Run of 8 rows on this rank."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(**changes):
-        hp, runtime = one_rank(TRAIN_BATCH_TOKENS=256, GPTQ_BATCHES=1, **changes)
-        return train_gpt.Run(hp, runtime, lambda *_, **__: None, None)
-
-    return make
+ROWS = {"TRAIN_BATCH_TOKENS": 256, "GPTQ_BATCHES": 1}  # 8 rows on this rank
 
 
 @pytest.fixture
@@ -82,32 +73,29 @@ def test_a_micro_batch_that_was_asked_for_is_not_changed(gpu):
 @pytest.mark.parametrize("micro_batch", [0, 64])
 def test_a_step_that_fits_leaves_no_gradients(micro_batch, run_of):
     """Otherwise they would be in the first step of a run without warm-up."""
-    run = run_of(MICRO_BATCH_TOKENS=micro_batch)
+    run = run_of(**ROWS, MICRO_BATCH_TOKENS=micro_batch)
     before = {name: tensor.clone() for name, tensor in run.tensors().items()}
     assert run.fits()
     optimizer = run.optimizer
     assert not optimizer.flat.any()
     assert not any(shard.grad.any() or shard.grad_sum.any() for shard in optimizer.banks.values())
     assert all(torch.equal(before[name], tensor) for name, tensor in run.tensors().items())
-    run.loader.close()
 
 
 @pytest.mark.parametrize("part", ["backward", "model", "other rank"])
 def test_memory_that_is_full_on_any_rank_is_seen_on_all(part, run_of, monkeypatch):
     """In the gradients, or in GPTQ's eager forward with its logits."""
-    run = run_of()
+    run = run_of(**ROWS)
     if part == "other rank":
         monkeypatch.setattr(run.runtime.comm, "gather", lambda mine: [mine, True])
     else:
         setattr(run, part, full)
     assert not run.fits()
-    run.loader.close()
 
 
 def test_the_kind_of_step_that_needs_most_memory_is_tried(run_of, monkeypatch):
-    run = run_of(NUM_LAYERS=4, LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=2, LATE_QAT=1)
+    run = run_of(**ROWS, NUM_LAYERS=4, LOOP_VISITS=2, LOOP_FIRST=1, LOOP_LAYERS=2, LATE_QAT=1)
     seen = []
     monkeypatch.setattr(run, "backward", lambda batch, kind: seen.append(kind))
     assert run.fits()
     assert [(kind.looping, kind.qat) for kind in seen] == [(True, True)]
-    run.loader.close()

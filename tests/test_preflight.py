@@ -397,20 +397,6 @@ def test_an_error_of_any_rank_means_that_a_run_would_not_work(report):
 
 
 # ---- Measurements --------------------------------------------------------------------------------
-@pytest.fixture
-def run_of(env, tmp_path, monkeypatch):
-    """A function of knobs: a Run in this process, with its validation."""
-    monkeypatch.chdir(tmp_path)
-
-    def make(**changes):
-        hp = Hyperparameters.from_env(env(**changes))
-        with train_gpt.Runtime.start(hp) as runtime:
-            val = train_gpt.read_validation(hp, runtime.device)
-            return train_gpt.Run(hp, runtime, lambda *_, **__: None, val)
-
-    return make
-
-
 def test_a_time_is_the_best_of_three_rounds(monkeypatch):
     """The first round takes 3 s, the others 2 s; five calls each, and the device is waited for."""
     now, calls, waits = [0.0], [], []
@@ -428,7 +414,7 @@ def test_a_time_is_the_best_of_three_rounds(monkeypatch):
 
 def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     """Forward and backward; a kernel that is refused has its reason and no time."""
-    hp, runtime = (run := run_of(MICRO_BATCH_TOKENS=96)).hp, run.runtime
+    hp, runtime = (run := run_of(val=True, MICRO_BATCH_TOKENS=96)).hp, run.runtime
     shapes, real = [], train_gpt.attend_last
 
     def attend(q, k, v, band=0, document=None):
@@ -449,12 +435,11 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
     monkeypatch.setattr(train_gpt, "try_fused_mlp", lambda *_: lambda *inputs: sum(inputs))
     assert preflight.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
-    run.loader.close()
 
 
 def test_speeds_follow_from_the_clock(run_of, monkeypatch):
     monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: 4.0)
-    runtime = run_of().runtime
+    runtime = run_of(val=True).runtime
     assert preflight.product_speed(runtime) == 2 * 1024**3 / 0.004
     assert preflight.copy_speed(runtime) == 2 * (1 << 26) / 0.004
 
@@ -462,7 +447,7 @@ def test_speeds_follow_from_the_clock(run_of, monkeypatch):
 def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
     """Each timed part takes a second: all windows, the first of which is left out, take as many
     times as long as there are more batches."""
-    run = run_of(MICRO_BATCH_TOKENS=64, VAL_BATCH_SIZE=64)  # two windows of 32
+    run = run_of(val=True, MICRO_BATCH_TOKENS=64, VAL_BATCH_SIZE=64)  # two windows of 32
     scored = []
     monkeypatch.setattr(train_gpt.Evaluator, "score", lambda self, w: scored.append(w.shape[1]))
     monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 1.0)
@@ -471,30 +456,26 @@ def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
     assert scored == [2, 16, 2, 16]
     assert found["sliding_window"] == math.ceil(later / 2) / 8
     assert found["roundtrip"] == math.ceil(run.val.targets / 32 / 2) / 8
-    run.loader.close()
 
 
 def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, monkeypatch):
     monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 10.0)
     monkeypatch.setattr(preflight, "scoring", lambda run, how, stride: 4.0)
     knobs = {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 128}
-    run = run_of(**knobs)
+    run = run_of(val=True, **knobs)
     whole = 10.0 * run.val.targets / (8 * 128) * 8 / 7
     assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole)
-    run.loader.close()
-    run = run_of(**knobs, EVAL_MAX_SECONDS=whole / 4)
+    run = run_of(val=True, **knobs, EVAL_MAX_SECONDS=whole / 4)
     monkeypatch.setattr(train_gpt, "out_of_time", lambda *_: False)
     assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole / 4 + 0.75 * 4.0)
-    run.loader.close()
 
 
 def test_training_leaves_no_gradients_and_knows_the_time_of_gptq(run_of):
-    run = run_of(GPTQ_BATCHES=2, MAX_WALLCLOCK_SECONDS=60)
+    run = run_of(val=True, GPTQ_BATCHES=2, MAX_WALLCLOCK_SECONDS=60)
     found = preflight.training(run)
     optimizer = run.optimizer
     assert not optimizer.flat.any() and not any(s.grad.any() for s in optimizer.banks.values())
     assert found["gptq_seconds"] == run.clock.reserve > 0
-    run.loader.close()
 
 
 @pytest.mark.parametrize("ranks, shard", [(3, 3), (4, 4), (4, 2)])
@@ -506,7 +487,7 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
         calls.append((collective.__name__, max(t.nbytes for t in (out, *source))))
         return lambda: None
 
-    run = run_of()
+    run = run_of(val=True)
     comm = train_gpt.Comm(0, ranks)
     if shard != ranks:
         comm.shard, comm.replicate = train_gpt.Comm(0, shard), train_gpt.Comm(0, ranks // shard)
@@ -523,4 +504,3 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
     assert found["all-reduce"]["bytes"] == optimizer.flat.nbytes
     assert ("all-reduce of rows" in found) == (shard != ranks)
     assert len(once) == 3 + 3 + 1 + 3 * (shard != ranks), "each once before it is timed"
-    run.loader.close()

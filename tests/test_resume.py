@@ -167,12 +167,9 @@ def test_a_signal_during_the_last_validation_stops_the_run(ranks, undisturbed, k
 
 
 @pytest.mark.parametrize("late", [6, 7])
-def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, one_rank, tmp_path, monkeypatch):
+def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_path):
     """As on a GPU, where reports are read two steps later."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=100, ITERATIONS=8)
-    val = train_gpt.read_validation(hp, runtime.device)
-    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
+    training = run_of(val=True, RUN_ID="r", CHECKPOINT_EVERY=100, ITERATIONS=8)
     training.clock.in_flight, step = 2, training.train_step
 
     def signalled(number, settings):
@@ -357,11 +354,8 @@ def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs)
 
 # 2 as on a GPU, where the last reports are read after the decision
 @pytest.mark.parametrize("in_flight", [0, 2])
-def test_a_run_that_its_cap_has_ended_takes_no_other_step(
-    in_flight, one_rank, tmp_path, monkeypatch
-):
+def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp_path, monkeypatch):
     """The time for GPTQ was measured again, and the pace was known only when it resumed."""
-    monkeypatch.chdir(tmp_path)
     now, taken = [0.0], []
 
     def prepared(calibration: float) -> train_gpt.Run:
@@ -369,15 +363,11 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(
             train_gpt.Run, "calibrate", lambda self, batches: ({}, calibration * len(batches))
         )
         capped = dict(MAX_WALLCLOCK_SECONDS=36, ITERATIONS=100000, WARMUP_STEPS=0, EVAL_STRIDE=32)
-        hp, runtime = one_rank(RUN_ID="r", CHECKPOINT_EVERY=10000, RESUME="auto", **capped)
-        val = train_gpt.read_validation(hp, runtime.device)
-        training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), val)
+        capped |= {"RUN_ID": "r", "CHECKPOINT_EVERY": 10000, "RESUME": "auto"}
+        training = run_of(val=True, **capped)
         training.warm_up()
-        training.clock.in_flight, training.clock.elapsed, step = (
-            in_flight,
-            lambda: now[0],
-            training.train_step,
-        )
+        training.clock.in_flight, training.clock.elapsed = in_flight, lambda: now[0]
+        step = training.train_step
 
         def timed(number, settings):
             taken.append(number)
@@ -683,14 +673,12 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
     assert not never.due(1000, 1e9)
 
 
-def test_the_step_does_not_wait_for_the_disk(one_rank, tmp_path, monkeypatch):
+def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
     """`save` returns while the disk still writes, and the file holds the state of that moment. The
     next one waits, so that host memory holds one copy."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(CHECKPOINT_EVERY=1, RUN_ID="r")
-    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None)
+    training = run_of(CHECKPOINT_EVERY=1, RUN_ID="r")
     real, disk = train_gpt.replacing, threading.Event()
-    settings = StepSettings(1.0, 0.9, False, hp.train_seq_len)
+    settings = StepSettings(1.0, 0.9, False, training.hp.train_seq_len)
     monkeypatch.setattr(train_gpt, "replacing", lambda path: (disk.wait(20), real(path))[1])
     states = []
     for step in range(2):
@@ -721,12 +709,11 @@ class Copied:
         self.synchronize = lambda: target.copy_(values)
 
 
-def test_a_report_is_read_after_its_copy(one_rank):
-    hp, runtime = one_rank()
-    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None)
+def test_a_report_is_read_after_its_copy(run_of):
+    training = run_of()
     values = torch.full((3,), float("nan"))
     event = Copied(values, torch.tensor([2.0, 7.0, 1.0]))
-    training.in_flight.append((10, StepSettings(1.0, 0.9, False, hp.train_seq_len), values, event))
+    training.in_flight.append((10, StepSettings(1.0, 0.9, False, 32), values, event))
     training.read_reports()
     assert training.clock.seconds == 7.0 and training.stopping
 
@@ -757,7 +744,7 @@ GOLDEN = {"published": [
 # fmt: on
 
 
-def trace(one_rank, tmp_path, **changes) -> list[float]:
+def trace(run_of, tmp_path, **changes) -> list[float]:
     """The losses of 20 steps on tokens that do not depend on any file of this repository."""
     rng = np.random.default_rng(0)
     steps = rng.integers(1, 7, size=40_000)
@@ -765,16 +752,13 @@ def trace(one_rank, tmp_path, **changes) -> list[float]:
     tmp_path.mkdir(exist_ok=True)
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     knobs = dict(DATA_PATH=tmp_path, ITERATIONS=20, LATE_QAT=1, QAT_THRESHOLD=0.5, WARMDOWN_ITERS=8)
-    hp, runtime = one_rank(**{**knobs, **changes})
-    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None)
-    return [
-        float(training.train_step(step, train_gpt.schedule(hp, step, 0.0, 0.0))[0])
-        for step in range(20)
-    ]
+    training = run_of(**{**knobs, **changes})
+    settings = [train_gpt.schedule(training.hp, step, 0.0, 0.0) for step in range(20)]
+    return [float(training.train_step(step, each)[0]) for step, each in enumerate(settings)]
 
 
 @pytest.mark.parametrize("configuration", GOLDEN)
-def test_golden_trace(one_rank, tmp_path, configuration):
+def test_golden_trace(run_of, tmp_path, configuration):
     """Guards refactors and the repetition of the published run. CPUs differ in the last bits of a
     sum, which the steps amplify to about 1e-5. With late QAT, from step 17 on, a last bit can
     change a code: 5e-5 on a CPU without AMX."""
@@ -787,24 +771,24 @@ def test_golden_trace(one_rank, tmp_path, configuration):
             for name, value in variables("published").items()
             if name not in {*TINY, "QAT_THRESHOLD"} - {"LATE_QAT"}
         }
-    found, expected = trace(one_rank, tmp_path, **changes), GOLDEN[configuration]
+    found, expected = trace(run_of, tmp_path, **changes), GOLDEN[configuration]
     assert found[:16] == pytest.approx(expected[:16], rel=2e-5)
     assert found[16:] == pytest.approx(expected[16:], rel=1e-4)
 
 
-def test_both_forms_of_attention_train_alike(one_rank, tmp_path, monkeypatch):
+def test_both_forms_of_attention_train_alike(run_of, tmp_path, monkeypatch):
     """Plain products for the short sequences of a run, and torch's kernel for the whole ones."""
     monkeypatch.setattr(train_gpt, "PLAIN_ATTENTION", TINY["TRAIN_SEQ_LEN"] // 2)
-    found = trace(one_rank, tmp_path, SHORT_SEQ_PARTS=4)
+    found = trace(run_of, tmp_path, SHORT_SEQ_PARTS=4)
     monkeypatch.setattr(train_gpt, "PLAIN_ATTENTION", 2 * TINY["TRAIN_SEQ_LEN"])
-    assert found != trace(one_rank, tmp_path, SHORT_SEQ_PARTS=4) == pytest.approx(found, rel=1e-4)
+    assert found != trace(run_of, tmp_path, SHORT_SEQ_PARTS=4) == pytest.approx(found, rel=1e-4)
 
 
-def test_equal_runs_are_equal_bit_for_bit(one_rank, tmp_path):
+def test_equal_runs_are_equal_bit_for_bit(run_of, tmp_path):
     """Fault D4: seeds change the initial weights and the order of the data."""
     knobs = {"a": {}, "b": {}, "c": {"SEED": 7}, "d": {"SHUFFLE_SEED": 7}}
     a, b, other, order = (
-        trace(one_rank, tmp_path / name, **changes) for name, changes in knobs.items()
+        trace(run_of, tmp_path / name, **changes) for name, changes in knobs.items()
     )
     assert a == b and a[0] != other[0] and a[0] != order[0]
     assert a[0] == pytest.approx(order[0], abs=0.2)

@@ -192,8 +192,8 @@ def test_a_banded_evaluation(finished, env, tmp_path):
     assert "final_int6_banded_exact" in result.stdout and "sliding_window" not in result.stdout
 
 
-def test_cap_shorter_than_calibration(one_rank, tmp_path):
-    run = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=0.001)
+def test_cap_shorter_than_calibration(run_of):
+    run = run_of(val=True, MAX_WALLCLOCK_SECONDS=0.001)
     short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
     with user_error(short):
         run.warm_up()
@@ -419,10 +419,10 @@ def test_the_cap_ends_a_run(script):
     assert milliseconds + took - 2 <= total
 
 
-def test_time_for_calibration_is_reserved(one_rank, tmp_path, monkeypatch):
+def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     """A tenth more than what the warm-up measured for all its batches."""
     monkeypatch.setattr(train_gpt.Run, "calibrate", lambda self, batches: ({}, 0.25 * len(batches)))
-    training = fresh_training(one_rank, tmp_path, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
+    training = run_of(val=True, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
     before = training.clock.end(0)
     training.warm_up()
     training.clock.reset(0, 0.0, [])
@@ -452,20 +452,11 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
     assert len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
 
-def fresh_training(one_rank, tmp_path, **changes):
-    hp, runtime = one_rank(**changes)
-    log = train_gpt.Log(hp, runtime.comm, tmp_path / "logs")
-    return train_gpt.Run(hp, runtime, log, train_gpt.read_validation(hp, runtime.device))
-
-
-def test_warm_up_leaves_no_trace(one_rank, tmp_path, monkeypatch):
+def test_warm_up_leaves_no_trace(run_of, monkeypatch):
     """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A
     run after it is equal to one without it."""
     knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
-    runs = [
-        fresh_training(one_rank, tmp_path, WARMUP_STEPS=steps, RUN_ID=str(steps), **knobs)
-        for steps in (0, 3)
-    ]
+    runs = [run_of(val=True, WARMUP_STEPS=steps, **knobs) for steps in (0, 3)]
     taken, now = [], [1.0]
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
     for one in runs:
@@ -493,18 +484,10 @@ def test_warm_up_leaves_no_trace(one_rank, tmp_path, monkeypatch):
     )
 
 
-def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
+def test_short_sequences_are_parts_of_the_long_ones(run_of):
     """A step reads the same tokens in the same order; a part sees nothing before itself."""
     short, whole = (
-        fresh_training(
-            one_rank,
-            tmp_path,
-            SHORT_SEQ_PARTS=parts,
-            ITERATIONS=5,
-            WARMUP_STEPS=1,
-            RUN_ID=str(parts),
-        )
-        for parts in (4, 1)
+        run_of(val=True, SHORT_SEQ_PARTS=parts, ITERATIONS=5, WARMUP_STEPS=1) for parts in (4, 1)
     )
     short.warm_up()  # also compiles short sequences
     seen = []
@@ -524,9 +507,9 @@ def test_short_sequences_are_parts_of_the_long_ones(one_rank, tmp_path):
     assert losses[0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_the_host_never_waits_for_the_step_that_it_queued(one_rank, tmp_path, monkeypatch):
+def test_the_host_never_waits_for_the_step_that_it_queued(run_of, monkeypatch):
     """As on a GPU: no value is read within a step; its loss and clock are read two steps later."""
-    run = fresh_training(one_rank, tmp_path, ITERATIONS=8, TRAIN_LOG_EVERY=1, GRAD_CLIP_NORM=0.3)
+    run = run_of(val=True, ITERATIONS=8, TRAIN_LOG_EVERY=1, GRAD_CLIP_NORM=0.3)
     run.clock.in_flight, waiting, step = 2, [], run.train_step
 
     def guarded(*arguments):
@@ -556,10 +539,10 @@ def test_the_average_is_what_is_scored_and_exported(script):
     assert averaged == pytest.approx(first, abs=1e-4) and exported == pytest.approx(first, abs=0.02)
 
 
-def test_micro_batches_do_not_change_the_step(one_rank, tmp_path):
+def test_micro_batches_do_not_change_the_step(run_of):
     """Fault B17: accumulation follows from batch, ranks and micro-batch."""
     tokens = (768, 96, 50, 1)
-    runs = [fresh_training(one_rank, tmp_path, MICRO_BATCH_TOKENS=n, RUN_ID=str(n)) for n in tokens]
+    runs = [run_of(val=True, MICRO_BATCH_TOKENS=n) for n in tokens]
     assert [one.accumulation for one in runs] == [1, 8, 24, 24]
     reports = [one.train_step(0, train_gpt.StepSettings(1.0, 0.9, False, 32)) for one in runs]
     for one, report in zip(runs[1:], reports[1:], strict=True):

@@ -2,7 +2,6 @@
 formulas."""
 
 import copy
-import dataclasses
 import math
 import random
 from types import SimpleNamespace
@@ -222,15 +221,10 @@ def test_the_learning_rate_ends_at_zero_when_the_clock_stops_the_run(base, in_fl
             assert ends[-1] <= cap and last.lr_scale <= 2 / (share * len(ends)) and last.qat
 
 
-def test_a_slow_step_before_a_validation_ends_the_run(one_rank, tmp_path, monkeypatch):
+def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     """On a GPU its report is read at the validation. Then no step may follow: the margin exceeds
     what is left, and the schedules would divide by a negative time."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(
-        MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0
-    )
-    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
-    run.loader.close()
+    run = run_of(MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0)
     run.clock.in_flight = 2
     asked, steps = [], []
 
@@ -257,12 +251,9 @@ def scoring(note):
 
 
 @pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])
-def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, band, stride):
+def test_a_validation_is_like_the_score(run_of, mode, band, stride):
     """Banded, or non-overlapping windows: sliding ones are too dear for a validation."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(EVAL_MODE=mode)
-    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
-    run.loader.close()
+    run = run_of(EVAL_MODE=mode)
     passes = []
     run.make_scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
     run.validate(0, looping=False)
@@ -270,12 +261,9 @@ def test_a_validation_is_like_the_score(one_rank, tmp_path, monkeypatch, mode, b
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
-def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_flight):
+def test_only_steps_take_training_time(run_of, monkeypatch, in_flight):
     """Steps take 1 s, validations 100 s. A checkpoint has the time of all steps before it."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
-    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
-    run.loader.close()
+    run = run_of(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
     run.clock.in_flight = in_flight
     now, saved = [0.0], []
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
@@ -293,13 +281,9 @@ def test_only_steps_take_training_time(one_rank, tmp_path, monkeypatch, in_fligh
     assert [(state["step"], state["seconds"]) for state in saved] == [(4, 4), (8, 8), (10, 10)]
 
 
-def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monkeypatch):
+def test_a_validation_scores_the_model_as_it_is_trained(run_of):
     """Depth recurrence from the fourth of ten steps on; always for export and last score."""
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(
-        **{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0
-    )
-    run = train_gpt.Run(hp, runtime, train_gpt.Log(hp, runtime.comm), None)
+    run = run_of(**{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0)
     scored, trained, calibrated = [], [], []
     run.make_scorer = scoring(lambda how, stride: scored.append(how.visits))
     forward = run.forward
@@ -310,8 +294,7 @@ def test_a_validation_scores_the_model_as_it_is_trained(one_rank, tmp_path, monk
     attend = run.model.attend
     run.model.attend = lambda *a: calibrated.append(1) or attend(*a)
     run.calibrate(range(1))
-    run.loader.close()
-    assert len(calibrated) == len(hp.visits())
+    assert len(calibrated) == len(run.hp.visits())
 
 
 def averaging(model, hp) -> WeightAverage:
@@ -358,12 +341,7 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
 
 
 @pytest.mark.parametrize("wanted", ["1", "train"])
-def test_evaluation_is_compiled_unless_only_training_is(one_rank, tmp_path, monkeypatch, wanted):
-    monkeypatch.chdir(tmp_path)
-    hp, runtime = one_rank(COMPILE=wanted)
-    run = train_gpt.Run(
-        hp, dataclasses.replace(runtime, compiled=True), train_gpt.Log(hp, runtime.comm), None
-    )
-    run.loader.close()
+def test_evaluation_is_compiled_unless_only_training_is(run_of, wanted):
+    run = run_of(parts={"compiled": True}, COMPILE=wanted)
     assert run.forward is not run.model
     assert run.eval_forward is (run.forward if wanted == "1" else run.model)
