@@ -27,13 +27,15 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import legality
 import make_record
 import pack_code
 import runs
 from make_record import CAP, SECONDS
 from runs import Run
 from train_gpt import UserError, run_program
+
+# isort: split
+import legality
 
 # fmt: off
 # What the challenge's own requirements.txt installs; it holds for folders without a requirements.txt.
