@@ -1883,71 +1883,73 @@ def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameter
 TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 
-def out_of_time(scorer: Evaluator, comm: Comm) -> bool:
-    """Whether EVAL_MAX_SECONDS are over on rank 0 of `comm`, whose ranks must call this together."""
-    limit = scorer.hp.eval_max_seconds
-    return limit > 0 and comm.broadcast(time.perf_counter() - scorer.started > limit)
+def out_of_time(scorer: Evaluator) -> bool:
+    """Whether EVAL_MAX_SECONDS are over on this rank."""
+    return 0 < scorer.hp.eval_max_seconds < time.perf_counter() - scorer.started
 
 
 def log_limit(scorer: Evaluator, scored: int) -> None:
     """Log that test-time training ended after `scored` targets."""
-    limit = f"EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after"
-    part = f"{100 * scored / scorer.val.targets:.1f}% of the text"
-    scorer.log(f"ttt: {limit} {part}; the rest is scored with fixed weights")
+    scorer.log(
+        f"ttt: EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after "
+        f"{100 * scored / scorer.val.targets:.1f}% of the text; "
+        "the rest is scored with fixed weights"
+    )
 
 
 def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
     """Score the packed stream chunk by chunk with sliding windows. Train all weights of the model
     on each chunk but the last, after it is scored, by SGD with momentum (#461). Ranks share windows
     and sequences and take the same steps."""
-    hp, targets = scorer.hp, scorer.val.targets
-    chunk = hp.ttt_chunk_tokens
+    hp, comm, targets = scorer.hp, scorer.runtime.comm, scorer.val.targets
+    size = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    edges = np.searchsorted(windows[1], range(chunk, targets, chunk))
-    chunks = np.split(windows, edges, axis=1)
-    if len(chunks) == 1:
-        covered = f"TTT_CHUNK_TOKENS={chunk} covers the whole text of {targets} targets"
-        scorer.log(f"note: {covered}, so SGD learns nothing: lower it")
-    training = True
+    edges = np.searchsorted(windows[1], range(size, targets, size))
+    *chunks, last = np.split(windows, edges, axis=1)
+    if not chunks:
+        scorer.log(
+            f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
+            "so SGD learns nothing: lower it"
+        )
+    parameters = list(model.parameters())
     # In fp32, as bf16 would lose the steps.
-    weights = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    momentum = {name: torch.zeros_like(w) for name, w in weights.items()}
-    for number, part in enumerate(chunks):
-        scorer.score(part)
-        for _ in range(TTT_EPOCHS if number < len(chunks) - 1 else 0):
-            if training and out_of_time(scorer, scorer.runtime.comm):
-                log_limit(scorer, scored=number * chunk)
-                training = False
-            if not training:
-                break
-            rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / (len(chunks) - 1)))
-            for name, gradient in sgd_gradients(model, scorer, number * chunk).items():
-                momentum[name].mul_(TTT_MOMENTUM).add_(gradient)
-                weights[name].sub_(momentum[name], alpha=rate)
-            model.load_state_dict(weights)
+    weights = torch.cat([p.detach().float().flatten() for p in parameters])
+    momentum = torch.zeros_like(weights)
+    for number, chunk in enumerate(chunks):
+        scorer.score(chunk)
+        rate = hp.ttt_lr * 0.5 * (1 + math.cos(math.pi * number / len(chunks)))
+        for _ in range(TTT_EPOCHS):
+            # Rank 0 decides for all.
+            if hp.eval_max_seconds and comm.broadcast(out_of_time(scorer)):
+                log_limit(scorer, scored=number * size)
+                scorer.score(windows[:, edges[number] :])
+                return
+            momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(model, scorer, number * size))
+            weights.sub_(momentum, alpha=rate)
+            parts = weights.split([p.numel() for p in parameters])
+            for p, part in zip(parameters, parts, strict=True):
+                p.detach().copy_(part.view_as(p))
+    scorer.score(last)
 
 
-def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> dict[str, Tensor]:
-    """The chunk's mean gradient over all ranks, clipped to norm 1. A compiled forward meets two
-    shapes at most."""
+def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
+    """The chunk's mean gradient over all ranks by all parameters, in fp32 as one vector, clipped to
+    norm 1. A compiled forward meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
-    parameters = dict(model.named_parameters())
-    sizes = [p.numel() for p in parameters.values()]
+    parameters = list(model.parameters())
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
     chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
     sequences = chunk.unfold(0, length + 1, length)
     mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
-    total = torch.zeros(sum(sizes), device=runtime.device)
+    total = torch.zeros(sum(p.numel() for p in parameters), device=runtime.device)
     for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
         loss = scorer.forward(rows[:, :-1], rows[:, 1:], how=scorer.how)
         loss = loss * (len(rows) / len(sequences))
         # A model of one layer does not use its skips.
-        gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-        total += torch.cat([gradient.flatten().float() for gradient in gradients])
+        gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        total += torch.cat([gradient.float().flatten() for gradient in gradients])
     runtime.comm.all_reduce(total)()
-    total *= (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
-    parts = zip(parameters.items(), total.split(sizes), strict=True)
-    return {name: part.view_as(p) for (name, p), part in parts}
+    return total * (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
 
 
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
@@ -1970,77 +1972,61 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     do not see each other."""
     comm = scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
-    reached = np.zeros(len(spans), np.int64)  # targets of each document that are scored
+    scored = np.zeros(len(spans), np.int64)  # targets of each document
     mine = np.arange(comm.rank, len(spans), comm.size)
     adapter = lora_adapter(scorer.hp, scorer.runtime.device)
     for batch in np.split(mine, range(LORA_BATCH, len(mine), LORA_BATCH)):
-        adapter |= lora_batch(scorer, spans, batch, adapter, reached)
+        state = LoraState(spans[batch], adapter)
+        for begin, stop in lora_chunks(scorer.hp, state.lengths.max()):
+            if out_of_time(scorer):
+                break
+            lora_step(scorer, state, begin, stop)
+            scored[batch] = state.lengths[1:].clip(max=stop)
+        for name in adapter:
+            if name.endswith(".a"):
+                learned = state.factors[name][1 : len(batch) + 1]
+                adapter[name] = learned.mean(dim=0, keepdim=True)
     if scorer.hp.eval_max_seconds:
-        score_rest(scorer, spans, reached)
+        score_rest(scorer, spans, scored)
 
 
-def score_rest(scorer: Evaluator, spans: np.ndarray, reached: np.ndarray) -> None:
-    """Score what no rank has reached of the documents (S, 2), with the model as it is."""
-    total = torch.from_numpy(reached).to(scorer.runtime.device)
-    scorer.runtime.comm.all_reduce(total)()
-    done = total.cpu().numpy()
-    if (done >= np.ptp(spans, axis=1)).all():
-        return
-    log_limit(scorer, done.sum())
+def score_rest(scorer: Evaluator, spans: np.ndarray, scored: np.ndarray) -> None:
+    """Score what no rank has scored of the documents (S, 2), with the model as it is. This rank has
+    scored the first `scored` (S,) targets of each."""
+    scored = np.sum(scorer.runtime.comm.gather(scored), axis=0)
     windows = plan_windows(spans, scorer.window, scorer.stride)
     document = np.searchsorted(spans[:, 0], windows[1], side="right") - 1
-    windows[1] = np.maximum(windows[1], (spans[:, 0] + done)[document])
-    scorer.score(windows[:, windows[1] < windows[2]])
+    windows[1] = np.maximum(windows[1], (spans[:, 0] + scored)[document])
+    windows = windows[:, windows[1] < windows[2]]
+    if windows.size:
+        log_limit(scorer, scored.sum())
+        scorer.score(windows)
 
 
-def lora_batch(
-    scorer: Evaluator, spans: np.ndarray, batch: np.ndarray, first: Adapter, reached: np.ndarray
-) -> Adapter:
-    """Score documents `batch` of `spans` (S, 2), chunk by chunk, each with a copy of the adapter
-    `first`, and train the copies. Counts scored targets in `reached`. Returns the mean A."""
-    lengths = np.ptp(spans[batch], axis=1)
-    state = lora_state(spans[batch], first)
-    for step, chunk in enumerate(lora_chunks(scorer.hp, lengths.max(initial=0)), start=1):
-        if out_of_time(scorer, Comm()):
-            break
-        rows = lora_shape(scorer, *chunk)[0]
-        present = np.flatnonzero(lengths > chunk[0])
-        for group in np.split(present, range(rows, len(present), rows)):
-            lora_step(scorer, state, group, chunk, step)
-        reached[batch] = lengths.clip(max=chunk[1])
-    means = {name: f[: len(batch)].mean(dim=0, keepdim=True) for name, f in state.factors.items()}
-    return {name: mean for name, mean in means.items() if name.endswith(".a")}
+class LoraState:
+    """Documents that learn side by side, each with a copy of the adapter `first`. Document 0 has no
+    targets: it fills forwards.
+
+    There are always LORA_BATCH + 1 copies, or each number of documents would compile an update."""
+
+    def __init__(self, spans: np.ndarray, first: Adapter):
+        self.spans = np.vstack(([[0, 0]], spans))  # (S + 1, 2)
+        self.lengths = np.ptp(self.spans, axis=1)
+        self.steps = 0
+        self.factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
+        # Second moments
+        self.squares = {name: torch.zeros_like(f) for name, f in self.factors.items()}
 
 
-class LoraState(NamedTuple):
-    """Documents that learn side by side. The one behind them has no targets and fills forwards.
-
-    Factors have as many rows for few documents as for many, or each number would compile an
-    update."""
-
-    spans: np.ndarray  # (S + 1, 2)
-    factors: Adapter  # (LORA_BATCH + 1, visits, ., .) each
-    squares: Adapter  # second moments
-
-
-def lora_state(spans: np.ndarray, first: Adapter) -> LoraState:
-    """The documents `spans` (S, 2), each with a copy of the adapter `first`."""
-    factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
-    squares = {name: torch.zeros_like(f) for name, f in factors.items()}
-    return LoraState(np.vstack((spans, [[0, 0]])), factors, squares)
-
-
-def lora_chunks(hp: Hyperparameters, length: int) -> list[tuple[int, int]]:
+def lora_chunks(hp: Hyperparameters, length: int) -> Iterator[tuple[int, int]]:
     """[begin, stop) of the chunks of a document, until all its targets are in one; the last may
     reach over its end."""
-    chunks = []
     begin = 0
     while begin < length:
         sizes = [targets for until, targets in LORA_CHUNKS if begin < until]
         stop = begin + min([hp.ttt_lora_chunk, *sizes])
-        chunks.append((begin, stop))
+        yield begin, stop
         begin = stop
-    return chunks
 
 
 def lora_widths(hp: Hyperparameters) -> list[int]:
@@ -2063,43 +2049,44 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     read the input of attention and of the MLP and add to their outputs."""
     adapter: Adapter = {}
     generator = torch.Generator().manual_seed(0)
-    narrow = dict.fromkeys(("k", "v"), hp.num_kv_heads * hp.head_dim)
+    kv = hp.num_kv_heads * hp.head_dim
+    outputs = {"k": kv, "v": kv, "head": hp.vocab_size}
     for name in hp.ttt_lora_targets.split(","):
-        out = (narrow | {"head": hp.vocab_size}).get(name, hp.model_dim)
         visits = 1 if name == "head" else len(hp.visits())
         a = torch.rand(1, visits, hp.ttt_lora_rank, hp.model_dim, generator=generator)
         adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
-        adapter[f"{name}.b"] = torch.zeros(1, visits, out, hp.ttt_lora_rank, device=device)
+        shape = 1, visits, outputs.get(name, hp.model_dim), hp.ttt_lora_rank
+        adapter[f"{name}.b"] = torch.zeros(shape, device=device)
     return adapter
 
 
-def lora_step(
-    scorer: Evaluator, state: LoraState, group: np.ndarray, chunk: tuple[int, int], step: int
-) -> None:
-    """Score the targets of a chunk of the documents `group` side by side, each with its factors.
-    Those that go on behind the chunk take their AdamW step number `step`."""
-    (begin, stop), device = chunk, scorer.runtime.device
+def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> None:
+    """Score the targets [begin, stop) of all documents that have them, some side by side, each with
+    its factors. Those that go on take an AdamW step."""
+    device = scorer.runtime.device
     rows, width, n = lora_shape(scorer, begin, stop)
-    index = np.pad(group, (0, rows - len(group)), constant_values=len(state.spans) - 1)
-    spans = state.spans[index].T
-    learns = np.ptp(spans, axis=0) > stop
-    table = torch.from_numpy(np.stack((*spans, index, learns))).to(device)
-    start, end = table[:2, :, None]  # (rows, 1)
-    adapter = {name: f[table[2]].requires_grad_() for name, f in state.factors.items()}
-    position = start + max(0, stop - width) + torch.arange(width, device=device)
-    scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
-    try:
-        last = end.minimum(start + stop)
-        nats, counts = scorer.batch(position, n, start + begin, last, adapter)
-    finally:
-        scorer.forward.requires_grad_(True)
-    if learns.any():
-        loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
-        grads = torch.autograd.grad(loss, list(adapter.values()))
-        update = compile_whole(lora_update, scorer.runtime.compiled)
-        # Filled on the device, as a copy from the host would wait.
-        bias = torch.full((), 1 - LORA_BETA2**step, device=device)
-        update(state.factors, state.squares, grads, table[2], table[3].bool(), bias, scorer.hp)
+    update = compile_whole(lora_update, scorer.runtime.compiled)
+    state.steps += 1
+    present = np.flatnonzero(state.lengths > begin)
+    for group in np.pad(present, (0, -len(present) % rows)).reshape(-1, rows):
+        # Document 0 takes the step of those that end here.
+        learners = np.where(state.lengths[group] > stop, group, 0)
+        table = np.column_stack((state.spans[group], group, learners))
+        start, end, index, learner = torch.from_numpy(table).to(device).split(1, dim=1)
+        adapter = {name: f[index[:, 0]].requires_grad_() for name, f in state.factors.items()}
+        position = start + max(0, stop - width) + torch.arange(width, device=device)
+        scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
+        try:
+            last = end.minimum(start + stop)
+            nats, counts = scorer.batch(position, n, start + begin, last, adapter)
+        finally:
+            scorer.forward.requires_grad_(True)
+        if learners.any():
+            loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
+            grads = torch.autograd.grad(loss, list(adapter.values()))
+            # Filled on the device, as a copy from the host would wait.
+            bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)
+            update(state.factors, state.squares, grads, learner[:, 0], bias, scorer.hp)
 
 
 @torch.no_grad()
@@ -2108,28 +2095,26 @@ def lora_update(
     squares: Adapter,
     grads: tuple[Tensor, ...],
     index: Tensor,
-    learns: Tensor,
     bias: Tensor,
     hp: Hyperparameters,
 ) -> None:
-    """AdamW without a first moment on the documents `index` (rows,) that learn."""
-    learns = learns[:, None, None, None]
+    """AdamW without a first moment on the documents `index` (rows,)."""
     for name, grad in zip(factors, grads, strict=True):
-        old, before = factors[name][index], squares[name][index]
-        square = LORA_BETA2 * before + (1 - LORA_BETA2) * grad.square()
+        old = factors[name][index]
+        square = LORA_BETA2 * squares[name][index] + (1 - LORA_BETA2) * grad.square()
         change = hp.ttt_lora_wd * old + grad / ((square / bias).sqrt() + LORA_EPS)
-        factors[name][index] = torch.where(learns, old - hp.ttt_lora_lr * change, old)
-        squares[name][index] = torch.where(learns, square, before)
+        factors[name][index] = old - hp.ttt_lora_lr * change
+        squares[name][index] = square
 
 
 def warm_up_lora(scorer: Evaluator) -> None:
-    """A step of each shape, on the first tokens of the stream."""
+    """A step of each shape, on one document as long as the longest."""
     longest = np.ptp(scorer.val.spans(documents=True), axis=1).max()
-    chunks = lora_chunks(scorer.hp, longest)[::-1]
-    first = lora_adapter(scorer.hp, scorer.runtime.device)
-    for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks}.values():
-        state = lora_state(np.array([[0, min(chunk[1] + 1, longest)]]), first)
-        lora_step(scorer, state, np.array([0]), chunk, step=1)
+    state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
+    chunks = list(lora_chunks(scorer.hp, longest))
+    # The first of each shape, as the last of all has no step.
+    for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}.values():
+        lora_step(scorer, state, *chunk)
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------

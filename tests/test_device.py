@@ -8,7 +8,6 @@ tests.
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -149,8 +148,8 @@ def test_test_time_training(elsewhere):
         TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24, NUM_LAYERS=1, XSA_LAST_N=1
     )
     scorer = silent_evaluator(run)
-    assert on_device(*train_gpt.sgd_gradients(run.model, scorer, 0).values())
-    state = train_gpt.lora_state(run.val.spans(True)[:3], train_gpt.lora_adapter(run.hp, META))
-    train_gpt.lora_step(scorer, state, np.arange(3), (0, 24), 1)
+    assert on_device(train_gpt.sgd_gradients(run.model, scorer, 0))
+    state = train_gpt.LoraState(run.val.spans(True)[:3], train_gpt.lora_adapter(run.hp, META))
+    train_gpt.lora_step(scorer, state, 0, 24)
     tensors = (*state.factors.values(), *state.squares.values())
     assert on_device(scorer.nats, scorer.count, *tensors)

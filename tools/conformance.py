@@ -311,13 +311,13 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
 
     def score(begin: int, state: script.LoraState) -> float:
         stop = begin + chunk
-        script.lora_step(scorer, state, np.array([0]), (begin, stop), step=1)
+        script.lora_step(scorer, state, begin, stop)
         return float(scorer.nats[begin:stop].mean())
 
     # A document learns from a chunk only if it goes on behind it.
-    ends = [script.lora_state(np.array([[0, stop]]), adapter) for stop in (chunk, 2 * chunk)]
+    ends = [script.LoraState(np.array([[0, stop]]), adapter) for stop in (chunk, 2 * chunk)]
     given = [score(begin, state) for begin, state in zip((0, chunk), ends, strict=True)]
-    learner = script.lora_state(np.array([[0, length]]), adapter)
+    learner = script.LoraState(np.array([[0, length]]), adapter)
     score(0, learner)
     return given, score(chunk, learner)
 

@@ -458,9 +458,9 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
         for work.part, chunk in examples.items():
             scorer.batch = part_of(scorer, work.part)
             rows = script.lora_shape(scorer, *chunk)[0]
-            state = script.lora_state(np.array([[0, chunk[1] + 1]] * rows), first)
+            state = script.LoraState(np.array([[0, chunk[1] + 1]] * rows), first)
             with mock.patch.object(script, "compile_whole", compile_update):
-                script.lora_step(scorer, state, np.arange(rows), chunk, 1)
+                script.lora_step(scorer, state, *chunk)
 
     return work
 
@@ -481,12 +481,14 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
     examples: dict[str, tuple[int, int]] = {}
     repeats: dict[str, int] = collections.Counter()
 
-    def planned(scorer, state, group, chunk, step):
-        rows, width, n = script.lora_shape(scorer, *chunk)
+    def planned(scorer, state, begin, stop):
+        rows, width, n = script.lora_shape(scorer, begin, stop)
         part = f"{rows} windows of {width}" + f", last {n}" * (n < width)
-        examples.setdefault(part, chunk)
-        repeats[part] += 1
-        repeats[f"{part}, AdamW"] += bool((np.ptp(state.spans[group], axis=1) > chunk[1]).any())
+        examples.setdefault(part, (begin, stop))
+        present = state.lengths[state.lengths > begin]
+        for first in range(0, len(present), rows):
+            repeats[part] += 1
+            repeats[f"{part}, AdamW"] += bool(present[first : first + rows].max() > stop)
 
     with mock.patch.multiple(script, lora_step=planned, lora_adapter=lambda *_: {}):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
