@@ -2165,11 +2165,10 @@ class Hessians:
         self.sums: dict[str, Tensor] = {}
         matrices = model.matrices()
         for kind in (*MATRICES, *TABLES):
-            if kind.reads in matrices and kind.reads not in self.sums:
-                layers = matrices[kind.reads]
-                width = layers[0].size(1)
-                empty = torch.zeros(len(layers), width, width, device=layers[0].device)
-                self.sums[kind.reads] = empty
+            if layers := matrices.get(kind.reads):
+                first = layers[0]
+                shape = len(layers), first.size(1), first.size(1)
+                self.sums[kind.reads] = torch.zeros(shape, device=first.device)
 
     def __call__(self, name: str, layer: int, x: Tensor) -> None:
         # The MLP normalises behind its first matrix, so x is not normalised yet.
@@ -2191,36 +2190,28 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
     ones compensate each error along the inverse Hessian. The diagonal is raised by 1 % of its mean,
     also for inputs that are all 0."""
-    width = weights.size(-1)
-    power = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in)
-    order = power.argsort(dim=-1, descending=True)
-    factor = inverse_factor(hessian, power, order)
-    remaining = torch.take_along_dim(weights, order[:, None, :], 2)
-    codes = torch.empty_like(weights)
-    for first in range(0, width, block):
-        end = min(first + block, width)
-        rows = factor[:, first:end]
-        inner = remaining[:, :, first:end].clone()
-        errors = []
-        for i in range(end - first):
-            column = inner[:, :, i : i + 1]
-            code = to_codes(column, scale, bits)
-            codes[:, :, first + i : first + i + 1] = code
-            errors.append((column - code * scale) / rows[:, i, first + i, None, None])
-            along = rows[:, i : i + 1, first + i + 1 : end]
-            inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
-        remaining[:, :, end:].baddbmm_(torch.cat(errors, dim=-1), rows[:, :, end:], alpha=-1)
-    return torch.empty_like(codes).scatter_(2, order[:, None, :].expand_as(codes), codes)
-
-
-def inverse_factor(hessian: Tensor, power: Tensor, order: Tensor) -> Tensor:
-    """The upper Cholesky factor (L, in, in) of the inverse of the damped Hessian, in this order."""
-    damping = torch.where(power.mean(dim=-1) > 0, 0.01 * power.mean(dim=-1), 1.0)
-    hessian = hessian + torch.diag_embed(damping[:, None].expand_as(power))
+    hessian = hessian.clone()
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in), a view
+    order = diagonal.argsort(dim=-1, descending=True)
+    mean = diagonal.mean(dim=-1, keepdim=True)
+    diagonal += torch.where(mean > 0, 0.01 * mean, 1.0)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
-    hessian = torch.take_along_dim(hessian, order[:, None, :], 2).double()
+    hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    factor = torch.linalg.cholesky(inverse, upper=True).float()  # (L, in, in)
+    remaining = torch.take_along_dim(weights, order[:, None], 2)
+    codes = []
+    for first in range(0, weights.size(-1), block):
+        rows = factor[:, first : first + block, first:]
+        inner, outer = remaining[:, :, :block].clone(), remaining[:, :, block:]
+        errors = []
+        for i, column in enumerate(inner.split(1, dim=2)):
+            codes.append(to_codes(column, scale, bits))
+            errors.append((column - codes[-1] * scale) / rows[:, i, i, None, None])
+            along = rows[:, i : i + 1, i + 1 : block]
+            inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
+        remaining = outer.baddbmm_(torch.cat(errors, dim=2), rows[:, :, block:], alpha=-1)
+    return torch.take_along_dim(torch.cat(codes, dim=2), order.argsort()[:, None], 2)
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
