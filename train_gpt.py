@@ -2216,8 +2216,8 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION, ARTIFACT_ARRAYS = 11, ("header", "codes", "values")
-# Limits for a file from a stranger: bytes of its header; weights and rotary factors, which take
+ARTIFACT_VERSION = 11
+# Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
 MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
@@ -2251,17 +2251,6 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
-def quantise(
-    tensor: Tensor, kind: Matrix, hp: Hyperparameters, hessian: Tensor | None, step_scale: float
-) -> tuple[np.ndarray, Tensor]:
-    """(codes (L, out, in) int16, steps (L, out, 1)), by GPTQ if there is a Hessian."""
-    bits, clip = code_range(kind, hp, step_scale)
-    scale = row_scales(tensor, bits, clip)
-    plain = hessian is None
-    codes = to_codes(tensor, scale, bits) if plain else gptq(tensor, hessian, scale, bits)
-    return codes.to(torch.int16).cpu().numpy(), scale
-
-
 def pack_artifact(
     weights: dict[str, Tensor],
     hp: Hyperparameters,
@@ -2276,24 +2265,32 @@ def pack_artifact(
         if kind is None:
             values = tensor.half()
         else:
-            hessian = (hessians or {}).get(kind.reads)
-            codes, scale = quantise(tensor, kind, hp, hessian, step_scale)
-            streams.append(encode(codes))
+            bits, clip = code_range(kind, hp, step_scale)
+            scale = row_scales(tensor, bits, clip)
+            if hessians and kind.reads in hessians:
+                codes = gptq(tensor, hessians[kind.reads], scale, bits)
+            else:
+                codes = to_codes(tensor, scale, bits)
+            streams.append(encode(codes.to(torch.int16).cpu().numpy()))
             values = scale.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    header: dict[str, object] = {"version": ARTIFACT_VERSION}
-    for role in ("model", "evaluation"):
-        header[role] = {name: getattr(hp, name) for name in knobs_with(role)}
-    header |= {"row_range": hp.row_range, "step_scale": step_scale, "coder": hp.compressor}
-    header |= {**(metadata or {}), "code_bytes": [len(stream) for stream in streams]}
-    parts = (
-        json.dumps(header).encode(),
-        b"".join(streams),
-        lzma_pack(to_planes(np.concatenate(plain))),
-    )
-    arrays = [np.frombuffer(part, np.uint8) for part in parts]
+    roles = ("model", "evaluation")
+    header = {
+        "version": ARTIFACT_VERSION,
+        **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
+        "row_range": hp.row_range,
+        "step_scale": step_scale,
+        "coder": hp.compressor,
+        **(metadata or {}),
+        "code_bytes": [len(stream) for stream in streams],
+    }
+    parts = {
+        "header": json.dumps(header).encode(),
+        "codes": b"".join(streams),
+        "values": lzma_pack(to_planes(np.concatenate(plain))),
+    }
     file = io.BytesIO()
-    np.savez(file, **dict(zip(ARTIFACT_ARRAYS, arrays, strict=True)))
+    np.savez(file, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
     return file.getvalue()
 
 
@@ -2321,8 +2318,10 @@ def fit_artifact(
         if turn % 2:  # one end alone may move for long
             octaves = (fine[1] + coarse[1]) / 2
         blob = pack(float(2**octaves))
-        found = f"steps {2**octaves:.3f} times wider give {len(blob)} bytes"
-        log(f"export: {found}; {max_bytes} are available")
+        log(
+            f"export: steps {2**octaves:.3f} times wider give {len(blob)} bytes; "
+            f"{max_bytes} are available"
+        )
         if len(blob) > max_bytes:
             fine = len(blob), octaves
         else:
@@ -2331,37 +2330,18 @@ def fit_artifact(
     return best
 
 
-class Entry(NamedTuple):
-    """A tensor of an artifact."""
+def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
+    """(header, the model's knobs, its codes by tensor, steps and plain values), coded as in the
+    file. Raises an error if the file is invalid.
 
-    kind: Matrix | None  # None if it is stored as fp16
-    name: str
-    shape: tuple[int, ...]
-    stream: bytes  # its codes
-
-
-def read_array(archive: zipfile.ZipFile, name: str) -> bytes:
-    """The content of an array of bytes, stored as it is. Never allocates more than the
-    file's size; ZIP checks the CRC."""
-    member = archive.getinfo(f"{name}.npy")
-    require(member.compress_type == zipfile.ZIP_STORED, f"its {name} are compressed")
-    content = io.BytesIO(archive.read(member))
-    np.lib.format.read_magic(content)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(content)
-    array = content.read()
-    require(dtype == np.uint8 and shape == (len(array),), f"its {name} have another size or type")
-    return array
-
-
-def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], bytes]:
-    """(header, the model's knobs, its tensors, packed steps and plain values). Raises an error if
-    the file is invalid.
-
-    Everything is checked before memory is allocated for it, and nothing is executed."""
-    ours = blob.startswith(b"PK") and blob.count(b"PK\1\2") < MAX_ENTRIES
+    Sizes are checked before memory is filled, and nothing is executed."""
+    ours = blob.startswith(b"PK\3\4") and blob.count(b"PK\1\2") < MAX_ENTRIES
     require(ours, "it is not an artifact, or one before version 11: use the script that made it")
-    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
-        text, codes, values = (read_array(archive, name) for name in ARTIFACT_ARRAYS)
+    with np.load(io.BytesIO(blob)) as archive:
+        # A compressed array could be a thousand times as large as the file.
+        methods = {member.compress_type for member in archive.zip.infolist()}
+        require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
+        text, codes, values = (archive[name].tobytes() for name in ("header", "codes", "values"))
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
     header = json.loads(text)
     require(
@@ -2369,50 +2349,41 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, list[Entry], byte
         f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
-    knobs = {"ROW_RANGE": header["row_range"]}
-    for role in ("model", "evaluation"):  # a knob that is younger than the file has its default
-        unknown = header[role].keys() - set(knobs_with(role))
-        require(
-            not unknown,
-            f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
-        )
-        knobs |= {name.upper(): str(value) for name, value in header[role].items()}
-    hp = Hyperparameters.from_env(knobs)
+    # A knob that is younger than the file has its default.
+    stored = header["model"] | header["evaluation"]
+    unknown = stored.keys() - knobs_with("model", "evaluation")
+    require(
+        not unknown,
+        f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
+    )
+    knobs = {name.upper(): str(value) for name, value in stored.items()}
+    hp = Hyperparameters.from_env(knobs | {"ROW_RANGE": header["row_range"]})
     require(header["coder"] in CODERS, "its coder is unknown")
-    sizes, stream = iter(header["code_bytes"]), io.BytesIO(codes)
-    entries = [
-        Entry(kind, name, tuple(view.shape), stream.read(next(sizes, 0)) if kind else b"")
-        for kind, name, view in export_views(outline(hp))
-    ]
-    whole = stream.tell() == len(codes) and next(sizes, None) is None
-    require(whole, "its tensors are not those of its model")
-    return header, hp, entries, values
-
-
-def decode_artifact(blob: bytes) -> Iterator[tuple[str, np.ndarray | None, Tensor]]:
-    """(name, codes (L, out, in) int16 or None, fp32 values) of each tensor. Raises an error like
-    `open_artifact`."""
-    header, _, entries, values = open_artifact(blob)
-    _, decode = CODERS[header["coder"]]
-    counts = [math.prod(entry.shape[:2] if entry.kind else entry.shape) for entry in entries]
-    plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
-    for entry, values in zip(entries, plain.split(counts), strict=True):
-        if entry.kind is None:
-            yield entry.name, None, values.view(torch.float16).float().view(entry.shape)
-            continue
-        codes = decode(entry.stream, entry.shape)
-        scale = values.view(STEP_TYPES[header["row_range"]]).float().view(*entry.shape[:2], 1)
-        yield entry.name, codes, torch.from_numpy(codes.astype(np.float32)) * scale
+    names = [name for kind, name, _ in export_views(outline(hp)) if kind]
+    sizes, stream = header["code_bytes"], io.BytesIO(codes)
+    require(
+        len(sizes) == len(names) and sum(sizes) == len(codes),
+        "its tensors are not those of its model",
+    )
+    return header, hp, dict(zip(names, map(stream.read, sizes), strict=True)), values
 
 
 def load_artifact(blob: bytes) -> dict[str, Tensor]:
     """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
-    shapes = outline(open_artifact(blob)[1])
-    weights = {name: torch.zeros(tensor.shape) for name, tensor in shapes.items()}
-    decoded = decode_artifact(blob)
-    for (_, name, view), (_, _, values) in zip(export_views(weights), decoded, strict=True):
-        require(values.isfinite().all(), f"{name} has values that are not finite")
-        view.copy_(values)
+    header, hp, streams, values = open_artifact(blob)
+    _, decode = CODERS[header["coder"]]
+    weights = {name: torch.zeros(like.shape) for name, like in outline(hp).items()}
+    views = list(export_views(weights))
+    counts = [(view[..., 0] if kind else view).numel() for kind, _, view in views]
+    plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
+    for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
+        if kind:
+            codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
+            scale = part.view(STEP_TYPES[header["row_range"]]).view_as(view[..., :1])
+            view.copy_(codes * scale.float())
+        else:
+            view.copy_(part.view(torch.float16).view_as(view))
+        require(view.isfinite().all(), f"{name} has values that are not finite")
     return weights
 
 
@@ -2428,15 +2399,15 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         blob = read_small(path)
         header, made, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
-    stored = {name.upper(): str(getattr(made, name)) for name in roles}
+    environ = {name.upper(): str(getattr(made, name)) for name in roles} | environ
     for field in KNOBS:  # before rules that such a value may break
-        here, there = parse(field, stored | environ), getattr(made, field.name)
+        here, there = parse(field, environ), getattr(made, field.name)
         require(
             field.metadata["role"] != "model" or here == there,
             f"{field.name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: "
             "unset it",
         )
-    hp = Hyperparameters.from_env(stored | environ)
+    hp = Hyperparameters.from_env(environ)
     outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
     package = CODER_PACKAGES.get(header["coder"])
     require(not package or find_spec(package), f"{path} needs a package: pip install {package}")

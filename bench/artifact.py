@@ -190,14 +190,17 @@ def compare_coders(path: str, only: list[str] | None) -> None:
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
         began = time.perf_counter()
-        tensors = list(train_gpt.decode_artifact(blob))
+        weights = sum(tensor.numel() for tensor in train_gpt.load_artifact(blob).values())
         decoded = time.perf_counter() - began
-        entries = train_gpt.open_artifact(blob)[2]
-    codes = {name: matrix for name, matrix, _ in tensors if matrix is not None}
-    weights = sum(math.prod(entry.shape) for entry in entries)
+        header, hp, streams, _ = train_gpt.open_artifact(blob)
+        decode = train_gpt.CODERS[header["coder"]][1]
+        views = train_gpt.export_views(train_gpt.outline(hp))
+        codes = {
+            name: decode(streams[name], tuple(view.shape)) for kind, name, view in views if kind
+        }
     entropy = sum(map(order0_entropy, codes.values()))
     count = sum(matrix.size for matrix in codes.values())
-    rest = len(blob) - sum(len(entry.stream) for entry in entries)
+    rest = len(blob) - sum(map(len, streams.values()))
     print(
         f"{path}: {len(blob)} bytes, {weights} weights, {count} of them codes of {entropy / count:.4f} bits, "
         f"{entropy / 8:.0f} bytes; all else {rest} bytes ({100 * rest / len(blob):.2f} %); read in {decoded:.1f} s"

@@ -309,7 +309,7 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
 
 def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
     """A score must be repeatable from the file alone."""
-    header, made_with, entries, _ = train_gpt.open_artifact(
+    header, made_with, streams, _ = train_gpt.open_artifact(
         train_gpt.pack_artifact(weights_of(model), model.hp)
     )
     for role in ("model", "evaluation"):
@@ -318,10 +318,8 @@ def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
         assert all(getattr(made_with, name) == value for name, value in header[role].items())
     twin = GPT(made_with, None, torch.float32)
     assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
-    assert [entry[:3] for entry in entries] == [
-        (kind, name, tuple(view.shape))
-        for kind, name, view in train_gpt.export_views(weights_of(model))
-    ]
+    views = train_gpt.export_views(weights_of(model))
+    assert list(streams) == [name for kind, name, _ in views if kind]
 
 
 def test_matrices_of_any_size_are_codes(model):
@@ -340,20 +338,24 @@ DAMAGES = {
     "last byte": ("BadZipFile", lambda blob: blob[:-1]),
     "foreign": ("it is not an artifact", lambda blob: b"hello"),
     "empty": ("it is not an artifact", lambda blob: b""),
-    "only magic": ("BadZipFile", lambda blob: b"PK"),
+    "only magic": ("it is not an artifact", lambda blob: b"PK"),
     "version 10": ("before version 11: use the script that", lambda blob: b"PGOLF\r\n\x1a\n\0"),
-    "another archive": ("KeyError: .*header.npy", lambda blob: saved(weights=np.ones(3))),
+    "another archive": ("KeyError: .*header is not a file", lambda blob: saved(weights=np.ones(3))),
     "compressed": (
-        "its header are compressed",
+        "its arrays are compressed",
         lambda blob: saved(np.savez_compressed, **arrays_of(blob)),
     ),
-    "other numbers": ("its codes have another size", lambda blob: replaced(blob, codes=np.ones(3))),
+    "other numbers": ("its tensors are not those", lambda blob: replaced(blob, codes=np.ones(3))),
     "two dimensions": (
-        "its codes have another size",
+        "its tensors are not those",
         lambda blob: replaced(blob, codes=np.ones((3, 3), np.uint8)),
     ),
-    "objects": ("its codes have another size", lambda blob: replaced(blob, codes=np.array([{}]))),
-    "a huge array": ("its codes have another size", lambda blob: claiming(blob, 1 << 40)),
+    "objects": (
+        "Object arrays cannot be loaded",
+        lambda blob: replaced(blob, codes=np.array([{}])),
+    ),
+    "a huge array": ("(MemoryError|EOF)", lambda blob: claiming(blob, 1 << 40)),
+    "a longer array": ("EOF: reading array data", lambda blob: claiming(blob, 1 << 34)),
     "a huge header": (
         "its header has 1048577 bytes",
         lambda blob: replaced(blob, header=np.zeros((1 << 20) + 1, np.uint8)),
@@ -409,7 +411,8 @@ def test_numpy_alone_opens_an_artifact(model):
     """Three arrays of bytes, stored as they are, and the same file each time."""
     blob = train_gpt.pack_artifact(weights_of(model), model.hp)
     arrays = arrays_of(blob)
-    assert tuple(arrays) == train_gpt.ARTIFACT_ARRAYS
+    assert list(arrays) == ["header", "codes", "values"]
+    assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays.values())
     assert json.loads(arrays["header"].tobytes())["version"] == train_gpt.ARTIFACT_VERSION
     assert len(blob) - sum(array.nbytes for array in arrays.values()) < 800
     assert train_gpt.pack_artifact(weights_of(model), model.hp) == blob

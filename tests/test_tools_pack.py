@@ -303,14 +303,14 @@ def test_inspection(hyperparameters, tmp_path):
     assert f"{len(blob)} bytes" in lines[0]
     assert '"steps": 12' in result.stdout and '"model_dim": 32' in result.stdout
     assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M)
-    entries = train_gpt.open_artifact(blob)[2]
-    for (kind, name, _, stream), (_, codes, values) in zip(
-        entries, train_gpt.decode_artifact(blob), strict=True
-    ):
+    streams = train_gpt.open_artifact(blob)[2]
+    for kind, name, view in train_gpt.export_views(train_gpt.load_artifact(blob)):
         (line,) = [line for line in lines if line.split()[:1] == [name]]
-        if codes is None:
-            assert line.endswith(f" {2 * values.numel()}   before compression")
+        if kind is None:
+            assert line.endswith(f" {2 * view.numel()}   before compression")
             continue
+        stream = streams[name]
+        codes = train_gpt.decode_ans(stream, tuple(view.shape))
         shape, bits, clip, entropy, coded, nbytes = line.split()[1:]
         assert shape == "x".join(map(str, codes.shape))
         stated = train_gpt.code_range(kind, hp, 1.5)[1]

@@ -34,19 +34,21 @@ def order0_entropy(codes: np.ndarray) -> float:
 
 
 def row(
-    entry: train_gpt.Entry,
-    codes: np.ndarray | None,
+    kind: train_gpt.Matrix | None,
+    name: str,
+    shape: tuple[int, ...],
+    stream: bytes,
+    header: dict,
     hp: train_gpt.Hyperparameters,
-    step_scale: float,
 ) -> str:
-    """The line of one tensor."""
-    kind, name, shape, stream = entry
-    nbytes = len(stream)
+    """The line of one tensor, given its codes' stream."""
     line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
     if kind is None:
         return f"{line} {16:5} {'':7} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
-    bits, clip = train_gpt.code_range(kind, hp, step_scale)
+    bits, clip = train_gpt.code_range(kind, hp, header["step_scale"])
     reach = "max" if clip is None else f"{clip:.3f}"
+    codes = train_gpt.CODERS[header["coder"]][1](stream, shape)
+    nbytes = len(stream)
     entropy = order0_entropy(codes) / codes.size
     return f"{line} {bits:5} {reach:>7} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
 
@@ -56,16 +58,18 @@ def inspection(path: str) -> str:
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
-        header, hp, entries, values = train_gpt.open_artifact(blob)
+        header, hp, streams, values = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
         lines += [
             f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
         ]
         titles = f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}"
         lines.append(f"{titles}   (bits per code)")
-        tensors = zip(entries, train_gpt.decode_artifact(blob), strict=True)
-        lines += [row(entry, codes, hp, header["step_scale"]) for entry, (_, codes, _) in tensors]
-    coded = sum(len(entry.stream) for entry in entries)
+        lines += [
+            row(kind, name, tuple(view.shape), streams.get(name, b""), header, hp)
+            for kind, name, view in train_gpt.export_views(train_gpt.outline(hp))
+        ]
+    coded = sum(map(len, streams.values()))
     rest = len(blob) - coded - len(values)
     lines.append(
         f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"

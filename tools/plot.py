@@ -165,8 +165,8 @@ def byte_shares(path: str) -> dict[str, int]:
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
-        _, _, entries, values = train_gpt.open_artifact(blob)
-    shares = {entry.name: len(entry.stream) for entry in entries if entry.stream}
+        _, _, streams, values = train_gpt.open_artifact(blob)
+    shares = {name: len(stream) for name, stream in streams.items()}
     shares["steps, plain values"] = len(values)
     shares["header, container"] = len(blob) - sum(shares.values())
     return shares
