@@ -2492,7 +2492,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         log.require_unused(hp, runtime.comm)
         log.header(hp, runtime)
-        val = read_validation(hp, runtime.device)
+        val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
         # On a CPU most texts are scored before their forward would be compiled.
@@ -2526,7 +2526,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
         require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
     log.header(hp, runtime, notes, resumed=path is not None)
-    val = read_validation(hp, runtime.device)
+    val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
     log(
         f"model_params:{sum(p.numel() for p in run.model.parameters())} "
@@ -2922,13 +2922,19 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     return stream.read(0, count)
 
 
-def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> np.ndarray:
+def count_bytes(
+    hp: Hyperparameters, tokens: np.ndarray, log: Callable = lambda line: None
+) -> np.ndarray:
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
     our_grammar = check_manifest(hp.data_path, hp.tokenizer_path)
-    exact = read_sidecar(hp.data_path, len(tokens))
+    exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
+        log(
+            f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses; "
+            f"the tokenizer counts {counted.sum()}"
+        )
         return exact[1:]
     require(
         our_grammar or not counter.caseops,
@@ -2936,7 +2942,7 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray) -> np.ndarray:
         "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
         "the bytes are unknown: get one of them",
     )
-    return counter.count(tokens)
+    return counted
 
 
 class Validation:
@@ -2958,7 +2964,9 @@ class Validation:
         return np.stack((begins, np.append(begins[1:], self.targets)), axis=1)
 
 
-def read_validation(hp: Hyperparameters, device: torch.device) -> Validation:
+def read_validation(
+    hp: Hyperparameters, device: torch.device, log: Callable = lambda line: None
+) -> Validation:
     """The validation shards of DATA_PATH with their bytes. Raises UserError."""
     stream = TokenStream(hp.data_path, "val", hp.vocab_size)
     require(
@@ -2967,7 +2975,7 @@ def read_validation(hp: Hyperparameters, device: torch.device) -> Validation:
         f"EVAL_SEQ_LEN={hp.eval_seq_len}: lower it",
     )
     tokens = stream.read(0, len(stream))
-    return Validation(tokens, count_bytes(hp, tokens), device)
+    return Validation(tokens, count_bytes(hp, tokens, log), device)
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
@@ -3166,8 +3174,11 @@ class Log:
         with writing(paths[0]):
             folder.mkdir(parents=True, exist_ok=True)
             self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
-        busy = f"RUN_ID={self.name}: another run is writing {paths[0]}"
-        with explaining(busy, BlockingIOError, advice="wait or set another"):
+        with explaining(
+            f"RUN_ID={self.name}: another run is writing {paths[0]}",
+            BlockingIOError,
+            advice="wait or set another",
+        ):
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -3242,8 +3253,10 @@ class Log:
         heading = f"started: {started}\nhyperparameters (* differs from the default)"
         self(f"{heading}\n{settings}", console=False)
         versions = f"python {platform.python_version()}, {package_versions()}"
-        facts = {"versions": f"{versions}, cuda {torch.version.cuda}"}
-        facts["runtime"] = runtime.describe()
+        facts = {
+            "versions": f"{versions}, cuda {torch.version.cuda}",
+            "runtime": runtime.describe(),
+        }
         if runtime.device.type == "cuda":
             facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
         self("\n".join(facts.values()))
@@ -3266,8 +3279,11 @@ class Log:
         `made` and what to do next. Raises UserError if a write has failed."""
         failure = comm.broadcast(self.failure)
         require(not failure, failure)
-        line = f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes"
-        self(line, event="finished", bytes=total)
+        self(
+            f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes",
+            event="finished",
+            bytes=total,
+        )
         self(f"files: {made}{self.path}.txt, {self.path}.jsonl\nnext: {advice}")
 
 
@@ -3313,8 +3329,12 @@ class Checkpoints:
                 copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
         if self.comm.rank == 0:
             copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
-            metadata = {"version": CHECKPOINT_VERSION, "source_sha256": SOURCE_SHA256, **state}
-            metadata["hyperparameters"] = dataclasses.asdict(self.hp)
+            metadata = {
+                "version": CHECKPOINT_VERSION,
+                "source_sha256": SOURCE_SHA256,
+                "hyperparameters": dataclasses.asdict(self.hp),
+                **state,
+            }
             self.written = self.writer.submit(self.write, metadata, copies, copied)
 
     def write(
@@ -3334,8 +3354,13 @@ class Checkpoints:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
                 older.unlink()
-            fields = {"bytes": path.stat().st_size, "wall_seconds": time.perf_counter() - started}
-            self.log(f"checkpoint: step:{step} {path}", event="checkpoint", step=step, **fields)
+            self.log(
+                f"checkpoint: step:{step} {path}",
+                event="checkpoint",
+                step=step,
+                bytes=path.stat().st_size,
+                wall_seconds=time.perf_counter() - started,
+            )
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
         return max(self.folder.glob(CHECKPOINT_FILES), default=None)
@@ -3352,8 +3377,11 @@ class Checkpoints:
 
 def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
     """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
-    damaged = f"checkpoint {path} is truncated, altered or of another version"
-    with explaining(damaged, Exception, advice="copy or delete it"):
+    with explaining(
+        f"checkpoint {path} is truncated, altered or of another version",
+        Exception,
+        advice="copy or delete it",
+    ):
         with np.load(path, allow_pickle=False) as file:
             require(not file.zip.testzip(), "its checksum is wrong")
             tensors = dict(file)
@@ -3448,8 +3476,12 @@ class Comm:
             f"{self.size} ranks: set a divisor of {self.size}",
         )
         if replicas > 1:
-            shape, names = (replicas, shard_ranks), ("replicate", "shard")
-            mesh = self.named(init_device_mesh, device.type, shape, mesh_dim_names=names)
+            mesh = self.named(
+                init_device_mesh,
+                device.type,
+                (replicas, shard_ranks),
+                mesh_dim_names=("replicate", "shard"),
+            )
             replica, place = divmod(self.rank, shard_ranks)
             self.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
             self.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
