@@ -480,8 +480,11 @@ class Matrix(NamedTuple):
 
     def shape(self, hp: Hyperparameters) -> tuple[int, int]:
         """(out, in)."""
-        kv, mlp = hp.num_kv_heads * hp.head_dim, int(hp.mlp_mult * hp.model_dim)
-        size = {"dim": hp.model_dim, "kv": kv, "mlp": mlp}
+        size = {
+            "dim": hp.model_dim,
+            "kv": hp.num_kv_heads * hp.head_dim,
+            "mlp": int(hp.mlp_mult * hp.model_dim),
+        }
         return size[self.out], size[self.into]
 
 
@@ -1090,8 +1093,10 @@ class ParallelMuon:
     def gradient_norm(self) -> Tensor:
         """Norm () of the reduced gradient. The squares are gathered and not reduced, because
         reductions in two groups may round differently, and replicas would drift apart."""
-        gradients = [shard.grad_shard for shard in self.banks.values()]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+        norms = [
+            torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32)
+            for shard in self.banks.values()
+        ]
         mine = torch.stack(norms).square()
         squares = mine.new_empty(self.comm.shard.size * len(mine))
         self.comm.shard.all_gather(squares, mine)()
@@ -2445,11 +2450,8 @@ def train_and_score(hp: Hyperparameters) -> None:
     )
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
-        run, checkpoint = prepare(hp, runtime, log)
+        run = prepare(hp, runtime, log)
         with contextlib.closing(run.loader):
-            run.warm_up()
-            if checkpoint:
-                run.restore(*checkpoint)
             run.train()
             averaged, hessians = run.finish()
         if memory := peak_memory(runtime.device):
@@ -2496,8 +2498,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
         # On a CPU most texts are scored before their forward would be compiled.
-        on_gpu = runtime.device.type == "cuda"
-        compiled = hp.compile == "1" or (hp.compile == "auto" and on_gpu)
+        compiled = hp.compile == "1" or (hp.compile == "auto" and runtime.device.type == "cuda")
         if compiled:
             log("compiling, which takes minutes the first time", bar=("compiling", 0))
         forward = compile_whole(model.to(runtime.device), compiled)
@@ -2518,9 +2519,8 @@ def require_packages(hp: Hyperparameters) -> None:
     )
 
 
-def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple | None]:
-    """(the run, the arguments of `Run.restore` or None). What would fail the run later fails
-    here."""
+def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
+    """The run, warmed up and, with RESUME, restored. What would fail it later fails here."""
     log.require_unused(hp, runtime.comm)
     if runtime.comm.rank == 0:
         require_space(hp)
@@ -2534,7 +2534,10 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> tuple[Run, tuple
         f"train_shards:{len(run.loader.stream.paths)} "
         f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
     )
-    return run, (path, state, tensors) if path else None
+    run.warm_up()
+    if path:
+        run.restore(path, state, tensors)
+    return run
 
 
 def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None) -> Run:
