@@ -1738,6 +1738,7 @@ def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
     return max(1, min(hp.val_batch_size // runtime.comm.size, runtime.micro_batch_tokens) // width)
 
 
+@dataclasses.dataclass
 class Evaluator:
     """Scores windows of the validation stream. Each rank takes an equal part, in full batches of
     few shapes, which are compiled once.
@@ -1746,29 +1747,23 @@ class Evaluator:
     spare. In a banded pass the windows are long blocks, in which each position attends to itself
     and the EVAL_SEQ_LEN - 1 before it, so every target has that context for about one forward."""
 
-    def __init__(
-        self,
-        forward: Callable,
-        val: Validation,
-        hp: Hyperparameters,
-        runtime: Runtime,
-        how: Pass,
-        stride: int,
-        log: Callable = lambda line, **fields: None,
-        stage: str = "score",
-    ):
-        """`stage` is a name for the progress bar."""
-        self.forward, self.val, self.hp, self.runtime = forward, val, hp, runtime
-        self.how, self.stride, self.log, self.stage = how, stride, log, stage
-        self.window = sum(band_block(hp)) if how.band else hp.eval_seq_len
-        if hp.doc_attention:
-            widths = {self.window}
-            if hp.ttt_enabled and hp.ttt_mode == "sgd":  # its training sequences
-                widths.add(min(hp.eval_seq_len, hp.ttt_chunk_tokens))
-            for width in widths:
-                check_documents(val.documents, width, runtime.attention)
-        self.nats = torch.full((val.targets + 1,), math.nan, device=runtime.device)
-        self.count = torch.zeros((), dtype=torch.int64, device=runtime.device)
+    forward: Callable
+    val: Validation
+    hp: Hyperparameters
+    runtime: Runtime
+    how: Pass
+    stride: int
+    log: Callable = lambda line, **fields: None
+    stage: str = "score"  # for the progress bar
+
+    def __post_init__(self) -> None:
+        hp, device = self.hp, self.runtime.device
+        self.window = sum(band_block(hp)) if self.how.band else hp.eval_seq_len
+        if hp.doc_attention:  # the second width is that of SGD's sequences
+            for width in (self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)):
+                check_documents(self.val.documents, width, self.runtime.attention)
+        self.nats = torch.full((self.val.targets + 1,), math.nan, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.started = self.reported = time.perf_counter()
 
     def score_all(self) -> Score:
@@ -1854,17 +1849,15 @@ class Evaluator:
         target was not scored or scored twice."""
         totals = self.sums()
         self.runtime.comm.all_reduce(totals)()
-        total, *counts = totals.tolist()
-        targets = self.val.targets
-        finite, nbytes, visited = map(int, counts)
+        total, finite, _, visited = totals.tolist()
+        targets, nbytes = self.val.targets, self.val.total_bytes
         require(
             finite == targets or visited != targets,
-            f"{targets - finite} of {targets} validation losses are not finite: the weights are "
-            "damaged; lower the learning rates",
+            f"{targets - finite:.0f} of {targets} validation losses are not finite: the weights "
+            "are damaged; lower the learning rates",
         )
-        scored, wanted = (finite, nbytes, visited), (targets, self.val.total_bytes, targets)
-        if scored != wanted:
-            raise RuntimeError(f"scored (targets, bytes, visits) {scored} instead of {wanted}")
+        if not finite == visited == targets:
+            raise RuntimeError(f"scored {finite:.0f} of {targets} targets, {visited:.0f} times")
         seconds = time.perf_counter() - self.started
         return Score(total / targets, total / math.log(2) / nbytes, targets, nbytes, seconds)
 
@@ -2036,7 +2029,7 @@ def lora_chunks(hp: Hyperparameters, length: int) -> Iterator[tuple[int, int]]:
 
 def lora_widths(hp: Hyperparameters) -> list[int]:
     """The widths of the windows."""
-    return [min(hp.eval_seq_len, whole_tiles(hp.eval_seq_len // part)) for part in LORA_PARTS]
+    return [min(hp.eval_seq_len, round_up(hp.eval_seq_len // part)) for part in LORA_PARTS]
 
 
 def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]:
@@ -3729,9 +3722,12 @@ AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 
 TILE = 128
 
 
-def whole_tiles(length: int) -> int:
-    """`length` rounded up to a multiple of TILE; unchanged below TILE."""
-    return length if length < TILE else -(-length // TILE) * TILE
+TRIAL = (2, 512)  # (B, T): a kernel with wrong strides can be right in the first row
+
+
+def round_up(length: int) -> int:
+    """`length`, rounded up to a multiple of TILE."""
+    return -(-length // TILE) * TILE
 
 
 def refusal(trial: Callable[[], object], comm: Comm) -> str:
@@ -3742,11 +3738,6 @@ def refusal(trial: Callable[[], object], comm: Comm) -> str:
     except Exception as error:  # a missing or unfit kernel can raise anything
         mine = reason(error)
     return next(filter(None, comm.gather(mine)), "")
-
-
-def trial_shape(hp: Hyperparameters, device: torch.device) -> tuple[int, int]:
-    """(B, T) of a trial: two rows, since a kernel with wrong strides can be right in the first."""
-    return 2, 2 * PLAIN_ATTENTION if device.type == "cpu" else min(hp.train_seq_len, 2048)
 
 
 def compare_kernel(
@@ -3788,7 +3779,7 @@ SMALL_HEAD = 32
 DOCUMENT_POSITIONS = 32
 
 
-def visible(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
+def attention_mask(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
     """Whether the last n of T positions see each of the T, (1 or B, 1, n, T): themselves and those
     before them or, with a band, the band - 1 before them; with documents (B, T), only those of the
     same one."""
@@ -3801,25 +3792,25 @@ def visible(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
     return mask
 
 
-def attend_last(
+def reference_attention(
     q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
 ) -> Tensor:
     """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v
     (B, T, K, E)."""
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
-    hidden = ~visible(q, k, band, document)[:, None]
+    hidden = ~attention_mask(q, k, band, document)[:, None]
     weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1).to(v.dtype)
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
 
 
-def attend_chunks(
+def banded_attention(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None
 ) -> Tensor:
     """Causal attention in a band (B, T, H, E), chunk by chunk: a chunk of queries gets its own keys
     and the `band` before them, so `attend` needs a mask of (chunk, band + chunk) only."""
     batch, time = q.shape[:2]
-    chunk = whole_tiles(max(1, band // 4))  # the fastest of band/4, band/2 and band on a CPU
+    chunk = round_up(max(1, band // 4))  # the fastest of band/4, band/2 and band on a CPU
     spare = -time % chunk
     if document is None:
         document = torch.zeros(batch, time, device=q.device)
@@ -3849,7 +3840,7 @@ def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
     require(most <= room, f"{found}, but {limit}: {advice}")
 
 
-def document_bounds(document: Tensor) -> Tensor:
+def cu_seqlens(document: Tensor) -> Tensor:
     """Where documents (B, T) begin among the positions of all rows (cu_seqlens), int32 (S + 1,).
     Spare ones at the end are empty. More documents than `check_documents` allows are an error of
     indexing."""
@@ -3885,33 +3876,25 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     raise UserError(f"ATTENTION={hp.attention}: {'; '.join(notes)}: {advice}")
 
 
-def attention_lengths(hp: Hyperparameters) -> set[int]:
-    """The lengths of the sequences of a run."""
-    lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
-    if hp.ttt_enabled:
-        sgd = {min(hp.eval_seq_len, hp.ttt_chunk_tokens)}
-        lengths |= sgd if hp.ttt_mode == "sgd" else set(lora_widths(hp))
-    return lengths
-
-
 def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
     """The kernel, compiled if a GPU's run is. Raises an error if it is missing, does not run, or
-    differs from `attend_last`."""
+    differs from `reference_attention`."""
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     if name == "cudnn":
-        unfit = next((n for n in sorted(attention_lengths(hp)) if n % TILE), 0)
-        require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
+        lengths = (hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len)
+        unfit = [n for n in (*lengths, min(hp.eval_seq_len, hp.ttt_chunk_tokens)) if n % TILE]
+        require(not unfit, f"sequences of {unfit[:1]} tokens are no multiple of {TILE}")
     attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
-    rows, time = trial_shape(hp, device)
-    heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
-    shapes = [(rows, time, number, hp.head_dim) for number in heads]
+    shapes = [(*TRIAL, n, hp.head_dim) for n in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
     qkv = [torch.randn(shape, device=device).to(runtime.dtype) for shape in shapes]
     document = None
     if hp.doc_attention:
-        document = (torch.arange(time, device=device) >= 100).long().expand(rows, -1)
-    for band in (0, time // 2) if hp.eval_mode == "banded" else (0,):
+        document = (torch.arange(TRIAL[1], device=device) >= 100).long().expand(TRIAL)
+    for band in (0, TRIAL[1] // 2) if hp.eval_mode == "banded" else (0,):
         options = {"band": band, "document": document}
-        kernel, plain = (functools.partial(form, **options) for form in (attend, attend_last))
+        kernel, plain = (
+            functools.partial(form, **options) for form in (attend, reference_attention)
+        )
         compare_kernel(kernel, plain, qkv, backward=band == 0)  # only evaluations have a band
     return attend
 
@@ -3931,12 +3914,12 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
     ) -> Tensor:
         if band and q.size(1) == k.size(1):
-            return attend_chunks(attend, q, k, v, band, document)
+            return banded_attention(attend, q, k, v, band, document)
         on_cpu = q.device.type == "cpu"
         plain = q.size(1) <= PLAIN_ATTENTION if on_cpu else band  # a GPU's kernel takes no mask
         if name == "flash" and plain:
-            return attend_last(q, k, v, band, document)
-        mask = visible(q, k, band, document) if band or document is not None else None
+            return reference_attention(q, k, v, band, document)
+        mask = attention_mask(q, k, band, document) if band or document is not None else None
         dtype = q.dtype
         if on_cpu and dtype == torch.bfloat16 and q.size(-1) <= SMALL_HEAD:
             q, k, v = q.float(), k.float(), v.float()
@@ -3985,7 +3968,7 @@ def load_fa3() -> Callable[..., Tensor]:
             out = fa3.flash_attn_func(q, k, v, **options)
         else:
             rows = (t.flatten(0, 1) for t in (q, k, v))
-            bounds, length = document_bounds(document), q.size(1)
+            bounds, length = cu_seqlens(document), q.size(1)
             out = fa3.flash_attn_varlen_func(*rows, bounds, bounds, length, length, **options)
         # Older builds return (out, log-sum-exp).
         out = out[0] if isinstance(out, tuple) else out
@@ -4126,17 +4109,18 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor
     require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
     fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
     plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
-    compare_kernel(fused, plain, mlp_inputs(trial_shape(hp, device), hp, runtime))
+    compare_kernel(fused, plain, mlp_inputs(TRIAL, hp, runtime))
     return fused
 
 
 def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) -> list[Tensor]:
     """Random x (B, T, D), scale (B, T, 1), up and down of a `batch` (B, T)."""
     _, m, d = bank_shape("mlp_bank", hp)
-    sizes = ((*batch, d), (*batch, 1), (m, d), (d, m))
-    x, scale, up, down = (torch.randn(size, device=runtime.device) for size in sizes)
-    weights = (up / d**0.5).to(runtime.dtype), (down / m**0.5).to(runtime.dtype)
-    return [x.to(runtime.dtype), scale.abs() + 0.5, *weights]
+    x, up, down = (
+        torch.randn(shape, device=runtime.device).to(runtime.dtype) / width**0.5
+        for shape, width in (((*batch, d), 1), ((m, d), d), ((d, m), m))
+    )
+    return [x, torch.randn(*batch, 1, device=runtime.device).abs() + 0.5, up, down]
 
 
 # ---- Main ----------------------------------------------------------------------------------------

@@ -20,6 +20,12 @@ from conftest import PARTS, evaluate, evaluator, made, noise, user_error, weight
 from train_gpt import Comm, read_validation
 
 
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """So that windows of a few tokens have several widths."""
+    monkeypatch.setattr(train_gpt, "TILE", 4)
+
+
 @pytest.fixture
 def setting(one_rank):
     def make(**changes):
@@ -104,11 +110,13 @@ def test_sliding_score_is_the_plain_sum(setting):
         assert found == pytest.approx(nats.double().mean().item(), rel=1e-6)
 
 
-def test_lost_target_is_noticed(setting):
+@pytest.mark.parametrize("windows", [slice(None, -1), [0, *range(57)]])
+def test_a_lost_or_repeated_target_is_noticed(setting, windows):
     hp, runtime, val = setting()
-    val.total_bytes += 1
-    with pytest.raises(RuntimeError, match="instead of"):
-        evaluate(lambda x, y, *_, **__: torch.zeros(y.shape), val, hp, runtime, 8)
+    scorer = evaluator(lambda x, y, *_, **__: torch.zeros(y.shape), val, hp, runtime, 8)
+    scorer.score(scorer.windows()[:, windows])
+    with pytest.raises(RuntimeError, match=f"of {val.targets} targets, "):
+        scorer.result()
 
 
 # Windows, documents, and the head, which only computes what is scored
@@ -243,7 +251,7 @@ def test_progress_is_of_all_ranks(setting):
 def one_long_pass(model, hp, tokens) -> torch.Tensor:
     """Losses of all targets (n,) by one forward of the whole stream with a mask."""
     long = dataclasses.replace(hp, eval_mode="sliding", eval_seq_len=len(tokens), eval_stride=1)
-    reference = made(long, train_gpt.attend_last)  # a mask over all positions
+    reference = made(long, train_gpt.reference_attention)  # a mask over all positions
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
         how = train_gpt.Pass(hp.visits(), band=hp.eval_seq_len)
@@ -393,7 +401,7 @@ def test_attention_within_bands_and_documents(band, time, name, document):
     weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
     expected = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
     torch.testing.assert_close(
-        train_gpt.attend_last(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6
+        train_gpt.reference_attention(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6
     )
     found = train_gpt.load_attention(name)(q, k, v, band, document)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -407,7 +415,7 @@ def fa3(monkeypatch):
     def fixed(q, k, v, causal=False, window_size=(-1, -1), deterministic=False):
         before, after = window_size
         assert causal and after in (0, -1)
-        return train_gpt.attend_last(q, k, v, before + 1), None
+        return train_gpt.reference_attention(q, k, v, before + 1), None
 
     def varlen(q, k, v, queries, keys, longest_q, longest_k, **options):
         assert queries.dtype == keys.dtype == torch.int32 and len(queries) == len(keys)
@@ -431,7 +439,7 @@ def fa3(monkeypatch):
 @pytest.mark.parametrize("document", [None, DOCUMENTS])
 def test_windows_and_lengths_of_flash_attention_3(fa3, band, document):
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
-    expected = train_gpt.attend_last(q, k, v, band, document)
+    expected = train_gpt.reference_attention(q, k, v, band, document)
     torch.testing.assert_close(fa3(q, k, v, band, document), expected)
 
 

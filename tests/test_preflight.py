@@ -415,7 +415,7 @@ def test_a_time_is_the_best_of_three_rounds(monkeypatch):
 def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     """Forward and backward; a kernel that is refused has its reason and no time."""
     hp, runtime = (run := run_of(val=True, MICRO_BATCH_TOKENS=96)).hp, run.runtime
-    shapes, real = [], train_gpt.attend_last
+    shapes, real = [], train_gpt.reference_attention
 
     def attend(q, k, v, band=0, document=None):
         shapes.append((tuple(q.shape), tuple(k.shape)))

@@ -92,7 +92,9 @@ class Reader:
             torch.cat((before, x[:, -new:]), dim=1) for before, x in zip(old, (k, v), strict=True)
         )
         self.kept.append((k, v))
-        return train_gpt.attend_last(q, k, v, band, None if document is None else self.documents)
+        return train_gpt.reference_attention(
+            q, k, v, band, None if document is None else self.documents
+        )
 
     def continued(
         self, tokens: int, temperature: float, generator: torch.Generator

@@ -521,7 +521,7 @@ def main() -> None:
         lengths.add(sum(script.band_block(hp)))
     seen = {length: keys_in_document(length) for length in lengths}
     if options["work"] == "ttt_lora":  # each window is a part of one document
-        tiles = getattr(script, "whole_tiles", lambda width: width)  # not in the previous version
+        tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
         windows = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
         seen |= {window: (window + 1) // 2 for window in windows}
     provide_flash_attention(seen)
