@@ -1911,7 +1911,7 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
         )
     parameters = list(model.parameters())
     # In fp32, as bf16 would lose the steps.
-    weights = torch.cat([p.detach().float().flatten() for p in parameters])
+    weights = nn.utils.parameters_to_vector(parameters).detach().float()
     momentum = torch.zeros_like(weights)
     for number, chunk in enumerate(chunks):
         scorer.score(chunk)
@@ -1971,7 +1971,7 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
     comm = scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
     scored = np.zeros(len(spans), np.int64)  # targets of each document
-    mine = np.arange(comm.rank, len(spans), comm.size)
+    mine = np.arange(len(spans))[comm.rank :: comm.size]
     adapter = lora_adapter(scorer.hp, scorer.runtime.device)
     for batch in np.split(mine, range(LORA_BATCH, len(mine), LORA_BATCH)):
         state = LoraState(spans[batch], adapter)
