@@ -190,6 +190,17 @@ def test_a_run_without_artifact_and_events(swept, tmp_path):
     assert "p is Welch" not in found.text
 
 
+def test_evaluations_are_no_configurations_beside_trainings(swept, tmp_path):
+    """The dated log of an evaluation comes first, and the page compared every training with it."""
+    first, second = logs_of(swept)
+    text = re.sub(r"(?m)^. EVAL_ONLY=.*$", "* EVAL_ONLY=logs/x.int6.xz", first.read_text())
+    scored = written(tmp_path, text, "20261125-012116-27833.txt")
+    found = written_page(tmp_path, scored, second)
+    assert "left out: 1 logs that only evaluate (EVAL_ONLY)." in found.text
+    assert scored.stem not in found.text
+    assert scored.stem in written_page(tmp_path, scored).text
+
+
 def test_runs_that_did_not_finish(swept, tmp_path):
     """Alone, beside others, and one without a step."""
     folder = copy_of(swept, tmp_path) / "logs"

@@ -93,11 +93,18 @@ def is_finished(run: Run) -> bool:
 
 
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
-    """(the groups of all logs, notes on runs that did not finish). A .jsonl stands for the text log
+    """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
+    trainings. A .jsonl stands for the text log
     beside it. Raises UserError if no log has a step."""
     texts = [re.sub(r"\.jsonl$", ".txt", text) for text in texts]
     members, note = runs.read_logs(texts)
     notes = [f"{note}."] if note else []
+    trained = [run for run in members if not run.settings.get("EVAL_ONLY")]
+    if trained and len(trained) < len(members):
+        notes.append(
+            f"left out: {len(members) - len(trained)} logs that only evaluate (EVAL_ONLY)."
+        )
+        members = trained
     named = plot.groups([run for run in members if is_finished(run)])
     found = [Group(name, i, group) for i, (name, group) in enumerate(named.items())]
     for run in members:
