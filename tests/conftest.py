@@ -234,6 +234,13 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+def assert_mistake(arguments: list, folder: Path, part: str, status=1, **environment) -> None:
+    """This program ends with the status and a sentence that has `part`."""
+    result = run(arguments, environment, folder)
+    assert result.returncode == status and part in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def script_after(code: str) -> list[str]:
     """Arguments of a Python that runs train_gpt.py after this code."""
     path = str(ROOT / "train_gpt.py")

@@ -15,7 +15,7 @@ import ablate
 import runs
 import sweep
 import train_gpt
-from conftest import ROOT, run, start, user_error
+from conftest import ROOT, assert_mistake, run, start, user_error
 
 ABLATE = ROOT / "tools" / "ablate.py"
 
@@ -176,7 +176,5 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
     ],
 )
 def test_ablations_name_a_mistake(tmp_path, options, part):
-    result = run([ABLATE, "--steps", 6, *options], {}, tmp_path)
-    # Argparse exits with 2
-    assert result.returncode == (2 if {"--seeds", "--jobs"} & set(options) else 1)
-    assert part in result.stderr and "Traceback" not in result.stderr
+    status = 2 if {"--seeds", "--jobs"} & set(options) else 1  # 2: of argparse
+    assert_mistake([ABLATE, "--steps", 6, *options], tmp_path, part, status)

@@ -18,7 +18,7 @@ import flops
 import h100
 import scaling
 import train_gpt
-from conftest import ROOT, TINY, run, user_error
+from conftest import ROOT, TINY, assert_mistake, run, user_error
 from train_gpt import Hyperparameters
 
 
@@ -171,9 +171,8 @@ def test_what_is_not_another_version_is_refused(tmp_path):
         ("none.py", "is not a Python file"),
         ("empty.py", "has no Hyperparameters: give another version"),
     ):
-        result = run([ROOT / "bench" / "step.py", "--against", tmp_path / name], {}, tmp_path)
-        assert result.returncode == 1
-        assert part in result.stderr and "Traceback" not in result.stderr
+        command = [ROOT / "bench" / "step.py", "--against", tmp_path / name]
+        assert_mistake(command, tmp_path, part)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "1.5", ""])

@@ -10,7 +10,7 @@ import compare
 import page
 import plot
 import runs
-from conftest import ROOT, run, user_error
+from conftest import ROOT, assert_mistake, run, user_error
 from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
 from test_published import log_of
 
@@ -272,6 +272,5 @@ def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
     ],
 )
 def test_a_mistake_is_one_sentence(options, status, part, tmp_path):
-    result = run([ROOT / "tools" / "report.py", *options], {}, tmp_path)
-    assert result.returncode == status and part in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())
+    assert_mistake([ROOT / "tools" / "report.py", *options], tmp_path, part, status)
+    assert not list(tmp_path.iterdir())

@@ -12,7 +12,18 @@ import caseops
 import sample
 import tokenize_text
 import train_gpt
-from conftest import PARTS, ROOT, TINY, VOCAB, made, noise, run, user_error, weights_of
+from conftest import (
+    PARTS,
+    ROOT,
+    TINY,
+    VOCAB,
+    assert_mistake,
+    made,
+    noise,
+    run,
+    user_error,
+    weights_of,
+)
 from train_gpt import BOS
 
 SAMPLE = ROOT / "tools" / "sample.py"
@@ -209,9 +220,5 @@ def test_mistakes_are_named(artifact, data, tmp_path, options, status, part):
     (tmp_path / "cut.xz").write_bytes(blob[:-50])
     (tmp_path / "other.model").write_bytes((data / "tokenizer.model").read_bytes() + b"\0")
     environment = dict(option.split("=") for option in options if "=" in option)
-    result = run(
-        [SAMPLE, *(option for option in options if "=" not in option)], environment, tmp_path
-    )
-    assert (
-        result.returncode == status and part in result.stderr and "Traceback" not in result.stderr
-    ), result.stderr
+    words = [option for option in options if "=" not in option]
+    assert_mistake([SAMPLE, *words], tmp_path, part, status, **environment)

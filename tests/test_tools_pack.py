@@ -14,7 +14,7 @@ import pytest
 import inspect_artifact
 import pack_code
 import train_gpt
-from conftest import ROOT, made, run, user_error, weights_of
+from conftest import ROOT, assert_mistake, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
 LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
@@ -274,18 +274,18 @@ def test_a_large_file_cannot_take_long(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments, part",
+    "program, arguments, part",
     [
-        (["nothing.py"], "cannot read nothing.py"),
-        (["-o", "/dev/null/x"], "cannot write /dev/null/x"),
-        (["bad.py"], "bad.py: comments cannot be removed"),
+        ("pack_code", ["nothing.py"], "cannot read nothing.py"),
+        ("pack_code", ["-o", "/dev/null/x"], "cannot write /dev/null/x"),
+        ("pack_code", ["bad.py"], "bad.py: comments cannot be removed"),
+        ("inspect_artifact", ["nothing.xz"], "artifact nothing.xz does not exist"),
+        ("inspect_artifact", ["bad.py"], "bad.py cannot"),
     ],
 )
-def test_pack_errors(arguments, part, tmp_path):
+def test_mistakes(program, arguments, part, tmp_path):
     (tmp_path / "bad.py").write_text("x = = 1\n")
-    result = run([ROOT / "tools" / "pack_code.py", *arguments], {}, tmp_path)
-    assert result.returncode == 1
-    assert part in result.stderr and "Traceback" not in result.stderr
+    assert_mistake([ROOT / "tools" / f"{program}.py", *arguments], tmp_path, part)
 
 
 # Inspection of an artifact
@@ -322,17 +322,6 @@ def test_inspection(hyperparameters, tmp_path):
         assert float(coded) == pytest.approx(8 * len(stream) / codes.size, abs=1e-4)
     parts = [int(word.strip(",")) for word in lines[-1].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
-
-
-def test_inspection_errors(tmp_path):
-    (tmp_path / "noise.xz").write_bytes(b"noise" * 100)
-    for name, part in (
-        ("nothing.xz", "artifact nothing.xz does not exist"),
-        ("noise.xz", "noise.xz cannot"),
-    ):
-        result = run([ROOT / "tools" / "inspect_artifact.py", name], {}, tmp_path)
-        assert result.returncode == 1
-        assert part in result.stderr and "Traceback" not in result.stderr
 
 
 def test_entropy_is_per_matrix():
