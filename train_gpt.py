@@ -2490,11 +2490,9 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        # On a CPU most texts are scored before their forward would be compiled.
-        compiled = hp.compile == "1" or (hp.compile == "auto" and runtime.device.type == "cuda")
-        if compiled:
+        if runtime.compiled:
             log("compiling, which takes minutes the first time", bar=("compiling", 0))
-        forward = compile_whole(model.to(runtime.device), compiled)
+        forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(model, make_scorer, hp, log)
@@ -3182,10 +3180,11 @@ class Log:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        """Remove the bar from the terminal and write a user's error."""
+        """Remove the bar from the terminal and write what ended the run."""
         self.show("")
-        if self.begun and isinstance(error, UserError):
-            self(f"error: {error}", console=False)
+        if self.begun and error:
+            text = str(error) if isinstance(error, UserError) else repr(error)
+            self(f"error: {text}", console=False)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
@@ -3230,8 +3229,8 @@ class Log:
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
         require(
             not comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: "
-            f"set another, or delete its log, {self.path}.txt and .jsonl",
+            f"RUN_ID={self.name} is used by an earlier run: unset it, set another, or delete its log, "
+            f"{self.path}.txt and .jsonl",
         )
 
     def header(
@@ -3553,7 +3552,10 @@ class Runtime:
         choose_deterministic(hp.deterministic or device.type == "cpu")
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
-        compiled, notes = choose_compile(hp.compile, device)
+        wanted = hp.compile
+        if hp.eval_only and (wanted == "train" or (wanted, device.type) == ("auto", "cpu")):
+            wanted = "0"  # on a CPU most texts are scored before their forward would be compiled
+        compiled, notes = choose_compile(wanted, device)
         micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
         runtime = cls(comm, device, dtype, compiled, micro, notes)
         yield choose_mlp(hp, choose_attention(hp, runtime))
@@ -4129,10 +4131,13 @@ def main() -> None:
     status."""
     about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
     layout = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout).parse_args()
+    parser = argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout)
+    _, unknown = parser.parse_known_args()
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
+        example = "NUM_LAYERS=4 python train_gpt.py"
+        require(not unknown, f"{unknown} is unknown; knobs are environment variables: {example}")
         hp = Hyperparameters.from_env(os.environ)
         return evaluate_only(os.environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:

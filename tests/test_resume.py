@@ -190,6 +190,8 @@ def test_a_signal_without_checkpoints_ends_the_run_with_a_sentence(ranks, fault,
     plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": ""}
     result = faulty(fault, 7, plain, tmp_path, ranks, rank=ranks - 1)
     assert result.returncode == (143 if ranks == 1 else 1)
+    log = next((tmp_path / "logs").glob("*.txt")).read_text()
+    assert log.endswith("error: KeyboardInterrupt(<Signals.SIGTERM: 15>)\n")
     assert not list(tmp_path.rglob("checkpoints"))
     name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
     advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
@@ -228,6 +230,8 @@ def test_sigterm_outside_the_training_ends_the_run_with_a_sentence(ranks, knobs,
     plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": "", "WARMUP_STEPS": "0"}
     result = faulty("score", 0, plain, tmp_path, ranks)
     assert result.returncode == (143 if ranks == 1 else 1)
+    log = next((tmp_path / "logs").glob("*.txt")).read_text()
+    assert log.endswith("error: KeyboardInterrupt(<Signals.SIGTERM: 15>)\n")
     assert (
         "error: interrupted by SIGTERM; what was finished until then is in the log\n"
         in result.stderr

@@ -224,7 +224,13 @@ def test_evaluations_are_timed_without_compiling(
     path = finished[0] / "final_model.int6.xz"
     train_gpt.evaluate_only(evaluating(env, path, **changes), str(path))
     assert before == [shapes] and len(shapes) >= 2 and asked[-1] == (compiles == "1")
-    assert ("compiling, which takes minutes" in capsys.readouterr().out) == (compiles == "1")
+    printed = capsys.readouterr().out
+    assert f" compile:{int(compiles == '1')}\n" in printed  # the log said 1 for an eager score
+    assert ("compiling, which takes minutes" in printed) == (compiles == "1")
+
+
+def test_knobs_are_no_arguments(script):
+    assert "knobs are environment variables" in script(arguments=("NUM_LAYERS=4",)).stderr
 
 
 def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path):
@@ -232,7 +238,7 @@ def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path):
     shutil.copytree(finished[0], tmp_path / "run")
     log, path = tmp_path / "run" / "logs" / "tiny.txt", finished[0] / "final_model.int6.xz"
     before = log.read_bytes()
-    used = "RUN_ID=tiny is used by an earlier run: set another, or delete its log, logs/tiny.txt"
+    used = "RUN_ID=tiny is used by an earlier run: unset it, set another, or delete its log, logs/tiny.txt"
     for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
         result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks=2)
         assert result.returncode == 1 and result.stderr.count(used) == 1
