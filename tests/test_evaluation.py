@@ -693,7 +693,7 @@ def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
     setting, monkeypatch, mode, steps
 ):
     """What was scored until then stays, and the rest is scored once."""
-    monkeypatch.setattr(train_gpt, "LORA_ROWS", (128, 128))  # so each step is one forward
+    monkeypatch.setattr(train_gpt, "LORA_ROWS", (16, 16))  # so each step is one forward
     learnt, asked = [], itertools.count()
     over = lambda *_: next(asked) >= steps  # noqa: E731
     update = {"sgd": "sgd_gradients", "lora": "lora_update"}[mode]
