@@ -39,6 +39,7 @@ import functools
 import gc
 import hashlib
 import io
+import itertools
 import json
 import linecache
 import lzma
@@ -276,6 +277,7 @@ class Hyperparameters:
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
+    canonical_mask: bool = knob(False, "no probability for tokens that the tokenizer never emits there", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
@@ -709,11 +711,13 @@ class GPT(nn.Module):
         how: Pass | None = None,
         adapter: Adapter | None = None,
         observe: Observer | None = None,
+        refused: Tensor | None = None,
     ) -> Tensor:
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats:
         their mean () or, with "none", each (B, n). `how` is by default a plain pass.
 
-        An `adapter` adds low-rank products. `observe(matrix, layer, input)` runs before each product
+        No probability goes to tokens that `refused` (V, V) has for the token before them. An
+        `adapter` adds low-rank products. `observe(matrix, layer, input)` runs before each product
         of a matrix, eagerly only."""
         hp = self.hp
         how = how or Pass(hp.visits())
@@ -738,6 +742,8 @@ class GPT(nn.Module):
             x = x[:, -targets.size(1) :]
         logits = ends.adapt(ends.linear(x, "tok_emb"), x, "head").float()
         logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
+        if refused is not None:
+            logits = logits.masked_fill(refused[ids[:, -logits.size(1) :]], -math.inf)
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -1817,7 +1823,9 @@ class Evaluator:
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
         targets = self.val.tokens[place[:, -n:] + 1].long()
-        nats = self.forward(ids, targets, "none", how=self.how, adapter=adapter)
+        nats = self.forward(
+            ids, targets, "none", how=self.how, adapter=adapter, refused=self.val.refused
+        )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
@@ -1941,7 +1949,7 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
     mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(sum(p.numel() for p in parameters), device=runtime.device)
     for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
-        loss = scorer.forward(rows[:, :-1], rows[:, 1:], how=scorer.how)
+        loss = scorer.forward(rows[:, :-1], rows[:, 1:], how=scorer.how, refused=scorer.val.refused)
         loss = loss * (len(rows) / len(sequences))
         # A model of one layer does not use its skips.
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -2867,6 +2875,56 @@ class ByteCounter:
         return self.length[after] - (self.spaced[after] & self.boundary[before])
 
 
+def last_merge(piece: str, scores: dict[str, float]) -> list[str]:
+    """The two parts whose merge completes a piece of a BPE tokenizer; fewer or more parts if the
+    merges do not lead to it."""
+    parts = list(piece)
+    while len(parts) > 2:
+        merges = [scores.get(a + b, -math.inf) for a, b in itertools.pairwise(parts)]
+        first = merges.index(max(merges))  # the leftmost of equal ones
+        if merges[first] == -math.inf:
+            break
+        parts[first : first + 2] = ["".join(parts[first : first + 2])]
+    return parts
+
+
+def refused_pairs(tokenizer_path: str) -> np.ndarray:
+    """Whether a BPE tokenizer never emits piece b right after piece a, (V, V) bool: a merge across
+    their boundary would come before the merge inside a or b that hides its parts. Control, unknown,
+    byte and user-defined pieces are never refused. Raises UserError without merges in order.
+
+    A piece p = xy is merged across the boundary if x is the end of a, and y the start of b, at that
+    time. So for each split of each p, all a that end in x until a later merge are refused before all
+    b that start with y until then; of equal merges the leftmost comes first (arXiv:2506.07956)."""
+    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
+    ids = list(range(pieces.vocab_size()))
+    texts = pieces.id_to_piece(ids)
+    # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
+    merged = [i for i in ids if math.copysign(1, pieces.get_score(i)) < 0]
+    scores = {texts[i]: pieces.get_score(i) for i in merged}
+    require(
+        merged and list(scores.values()) == [-float(n) for n in range(len(merged))],
+        f"CANONICAL_MASK=1 needs a BPE model, and TOKENIZER_PATH={tokenizer_path} is none: set 0",
+    )
+    parts = {text: last_merge(text, scores) for text in scores}
+    ends, starts = collections.defaultdict(list), collections.defaultdict(list)
+    for i in merged:
+        for side, edges in ((0, starts), (-1, ends)):
+            edge, hidden = texts[i], -math.inf  # score of the merge that hides this edge
+            while True:
+                edges[edge].append((i, hidden))
+                if len(parts.get(edge, ())) != 2:
+                    break
+                edge, hidden = parts[edge][side], scores[edge]
+    refused = np.zeros((len(ids), len(ids)), dtype=bool)
+    for piece, score in scores.items():
+        for cut in range(1, len(piece)):
+            before = [i for i, hidden in ends[piece[:cut]] if hidden < score]
+            after = [i for i, hidden in starts[piece[cut:]] if hidden <= score]
+            refused[np.ix_(before, after)] = True
+    return refused
+
+
 def read_small(path: str | Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""
@@ -2941,7 +2999,9 @@ def count_bytes(
 
 class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
-    targets."""
+    targets; `refused` pairs (V, V) with CANONICAL_MASK=1."""
+
+    refused: Tensor | None = None
 
     def __init__(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device):
         self.targets = len(tokens) - 1
@@ -2969,7 +3029,17 @@ def read_validation(
         f"EVAL_SEQ_LEN={hp.eval_seq_len}: lower it",
     )
     tokens = stream.read(0, len(stream))
-    return Validation(tokens, count_bytes(hp, tokens, log), device)
+    val = Validation(tokens, count_bytes(hp, tokens, log), device)
+    if hp.canonical_mask:
+        refused = refused_pairs(hp.tokenizer_path)
+        wrong = refused[tokens[:-1], tokens[1:]].sum()
+        if wrong:
+            log(
+                f"note: CANONICAL_MASK is off: it would refuse {wrong} targets of the validation text"
+            )
+        else:
+            val.refused = torch.from_numpy(refused).to(device)
+    return val
 
 
 # ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------

@@ -62,7 +62,7 @@ def chunk_sees_itself(model, evaluator):
         return torch.ones(1, 1, q.size(1), k.size(1), dtype=torch.bool)
 
     def attend_all(*arguments):
-        with mock.patch.object(train_gpt, "visible", everything):
+        with mock.patch.object(train_gpt, "attention_mask", everything):
             return attend(*arguments)
 
     model.attend = attend_all
