@@ -1917,9 +1917,9 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
             f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
             "so SGD learns nothing: lower it"
         )
-    parameters = list(model.parameters())
+    views = [p.detach().flatten() for p in model.parameters()]
     # In fp32, as bf16 would lose the steps.
-    weights = nn.utils.parameters_to_vector(parameters).detach().float()
+    weights = torch.cat(views).float()
     momentum = torch.zeros_like(weights)
     for number, chunk in enumerate(chunks):
         scorer.score(chunk)
@@ -1932,9 +1932,7 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
                 return
             momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(model, scorer, number * size))
             weights.sub_(momentum, alpha=rate)
-            parts = weights.split([p.numel() for p in parameters])
-            for p, part in zip(parameters, parts, strict=True):
-                p.detach().copy_(part.view_as(p))
+            torch._foreach_copy_(views, weights.split([len(view) for view in views]))
     scorer.score(last)
 
 
@@ -2035,16 +2033,12 @@ def lora_chunks(hp: Hyperparameters, length: int) -> Iterator[tuple[int, int]]:
         begin = stop
 
 
-def lora_widths(hp: Hyperparameters) -> list[int]:
-    """The widths of the windows."""
-    return [min(hp.eval_seq_len, round_up(hp.eval_seq_len // part)) for part in LORA_PARTS]
-
-
 def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]:
     """(documents of a forward, width of the window that scores a chunk, positions whose losses it
     computes)."""
     window = scorer.hp.eval_seq_len
-    width = min(width for width in lora_widths(scorer.hp) if width >= min(stop, window))
+    widths = (min(window, round_up(window // part)) for part in LORA_PARTS)
+    width = min(width for width in widths if width >= min(stop, window))
     rows = min(LORA_ROWS[stop > window], scorer.runtime.micro_batch_tokens // window)
     # Within the first window all positions have losses, for few shapes.
     return max(1, rows), width, stop - begin if stop > window else width
@@ -2662,7 +2656,7 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
 
 # ---- Data: shards, the training loader, the validation stream with its byte counts ---------------
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-SHARD_HEADER_INTS = 256  # int32: magic, version, number of tokens, zeros
+SHARD_HEADER = 1024  # bytes, int32: magic, version, number of tokens, zeros
 BOS = 1  # starts every document of the challenge's data
 MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 
@@ -2670,26 +2664,22 @@ MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 def read_shard(path: Path) -> np.ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if header and file size
     disagree."""
-    with explaining(f"cannot read shard {path}", OSError, advice="check the file and DATA_PATH"):
+    advice = "check the file and DATA_PATH"
+    with explaining(f"cannot read shard {path}", OSError, ValueError, advice=advice):
         size = path.stat().st_size
-        header = np.fromfile(path, "<i4", SHARD_HEADER_INTS)
-    require(
-        len(header) == SHARD_HEADER_INTS,
-        f"shard {path} has {size} bytes, less than a header: download it again",
-    )
-    magic, version, count = header[:3].tolist()
+        magic, version, count = np.fromfile(path, "<i4", 3).tolist()
     require(
         (magic, version) == (SHARD_MAGIC, SHARD_VERSION),
         f"shard {path} starts with {magic}, {version}, not with {SHARD_MAGIC}, {SHARD_VERSION}: it "
         "is not a token shard of this version",
     )
-    length = header.nbytes + 2 * count
+    length = SHARD_HEADER + 2 * count
     require(
         count > 0 and size == length,
         f"shard {path} has {size} bytes, but its header promises {count} tokens in {length}: "
         "download it again",
     )
-    return np.asarray(np.memmap(path, "<u2", "r", header.nbytes))
+    return np.asarray(np.memmap(path, "<u2", "r", SHARD_HEADER))
 
 
 def shard_paths(folder: str | Path, split: str) -> list[Path]:
@@ -2725,7 +2715,7 @@ class TokenStream:
             shard = int(np.searchsorted(self.starts, start, side="right")) - 1
             path, (begin, end) = self.paths[shard], self.starts[shard : shard + 2].tolist()
             n = min(count, end - start)
-            offset = 4 * SHARD_HEADER_INTS + 2 * (start - begin)
+            offset = SHARD_HEADER + 2 * (start - begin)
             # Not a memory map: if the file is truncated, reading one kills the process.
             raw = os.pread(self.files[shard].fileno(), 2 * n, offset)
             require(
@@ -2961,17 +2951,18 @@ def check_manifest(data_path: str, tokenizer_path: str) -> bool:
 
 def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     """The exact bytes (count,) uint16 of the validation tokens, from fineweb_val_bytes_NNNNNN.bin
-    beside the shards; None without such files. Raises UserError if they are for another number of
-    tokens or impossible."""
+    beside the shards; None without such files. Raises UserError if they cannot be those of as many
+    tokens."""
     if not shard_paths(data_path, "val_bytes"):
         return None
-    stream = TokenStream(data_path, "val_bytes", 1 << 15)
+    stream = TokenStream(data_path, "val_bytes", 1 << 16)
+    exact = stream.read(0, len(stream))
     require(
-        len(stream) == count,
-        f"{data_path}/fineweb_val_bytes_*.bin holds the bytes of {len(stream)} tokens, but the "
-        f"shards hold {count}: download both again",
+        len(exact) == count and 0 < exact.max() < 1 << 15,
+        f"{data_path}/fineweb_val_bytes_*.bin holds {len(exact)} numbers up to {exact.max()}, not "
+        f"the bytes of the {count} tokens of the shards: download both again",
     )
-    return stream.read(0, count)
+    return exact
 
 
 def count_bytes(
@@ -3315,11 +3306,13 @@ class Log:
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = hp.describe()
-        heading = f"started: {started}\nhyperparameters (* differs from the default)"
-        self(f"{heading}\n{settings}", console=False)
-        versions = f"python {platform.python_version()}, {package_versions()}"
+        self(
+            f"started: {started}\nhyperparameters (* differs from the default)\n{settings}",
+            console=False,
+        )
         facts = {
-            "versions": f"{versions}, cuda {torch.version.cuda}",
+            "versions": f"python {platform.python_version()}, {package_versions()}, "
+            f"cuda {torch.version.cuda}",
             "runtime": runtime.describe(),
         }
         if runtime.device.type == "cuda":
@@ -3391,27 +3384,22 @@ class Checkpoints:
         copies = {}
         for name, tensor in tensors:  # collected from the owners, so every rank iterates
             if self.comm.rank == 0:
-                copies[name] = tensor.to("cpu", non_blocking=True, copy=True)  # to pinned memory
+                copies[name] = tensor.to("cpu", copy=True)
         if self.comm.rank == 0:
-            copied = torch.cuda.current_stream().record_event() if tensor.is_cuda else None
             metadata = {
                 "version": CHECKPOINT_VERSION,
                 "source_sha256": SOURCE_SHA256,
                 "hyperparameters": dataclasses.asdict(self.hp),
                 **state,
             }
-            self.written = self.writer.submit(self.write, metadata, copies, copied)
+            self.written = self.writer.submit(self.write, metadata, copies)
 
-    def write(
-        self, metadata: dict, tensors: dict[str, Tensor], copied: torch.cuda.Event | None
-    ) -> Path | None:
-        """In the writer's thread, once the tensors are `copied`. Returns the newest checkpoint.
-        After an error, such as a full disk, the run continues."""
+    def write(self, metadata: dict, tensors: dict[str, Tensor]) -> Path | None:
+        """In the writer's thread. Returns the newest checkpoint. After an error, such as a full
+        disk, the run continues."""
         started = time.perf_counter()
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
-        if copied is not None:
-            copied.synchronize()
         try:
             finite = all(torch.linalg.vector_norm(t).isfinite() for t in tensors.values())
             require(finite, "some of its values are not finite")
@@ -3736,8 +3724,7 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
-        names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        fast = any(getattr(torch.cpu, name, lambda: False)() for name in names)
+        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -3755,14 +3742,14 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     slower, that is a UserError."""
     if wanted in ("0", "1"):
         return wanted == "1", ()
-    on_gpu = device.type == "cuda"
-    needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
-    if on_gpu:
-        needs["triton"] = find_spec("triton")
-        needs["a C compiler"] = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
-    else:
-        needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
-        needs["a C++ compiler"] = shutil.which(os.environ.get("CXX", "g++"))
+    on_gpu, which = device.type == "cuda", shutil.which
+    needs = {
+        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
+        "triton": not on_gpu or find_spec("triton"),
+        "a C compiler": not on_gpu or which(os.environ.get("CC", "gcc")) or which("clang"),
+        "Linux": on_gpu or sys.platform == "linux",  # elsewhere C++ needs an OpenMP of its own
+        "a C++ compiler": on_gpu or which(os.environ.get("CXX", "g++")),
+    }
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
@@ -3792,8 +3779,6 @@ AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
 # #196678).
 TILE = 128
-
-
 TRIAL = (2, 512)  # (B, T): a kernel with wrong strides can be right in the first row
 
 
@@ -3802,40 +3787,28 @@ def round_up(length: int) -> int:
     return -(-length // TILE) * TILE
 
 
-def refusal(trial: Callable[[], object], comm: Comm) -> str:
+def refusal(comm: Comm, trial: Callable, *arguments) -> str:
     """Collective. Why `trial` fails on the first rank where it does; "" if it passes on all."""
     try:
-        trial()
+        trial(*arguments)
         mine = ""
     except Exception as error:  # a missing or unfit kernel can raise anything
         mine = reason(error)
     return next(filter(None, comm.gather(mine)), "")
 
 
-def compare_kernel(
-    call: Callable[..., Tensor],
-    plain: Callable[..., Tensor],
-    inputs: list[Tensor],
-    backward: bool = True,
-) -> None:
-    """Raise UserError unless `call` has the output of the `plain` form in fp32 and, with
-    `backward`, its gradients."""
+def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **options) -> None:
+    """Raise UserError unless `call` has the output of the `plain` form in fp32 and, where autograd
+    is on, its gradients, up to rounding."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     exact = [t.detach().float().requires_grad_() for t in inputs]
-    with torch.set_grad_enabled(backward):
-        found, expected = [call(*inputs)], [plain(*exact)]
-        if backward:
-            grad = torch.randn_like(found[0])
-            found += torch.autograd.grad(found[0], inputs, grad)
-            expected += torch.autograd.grad(expected[0], exact, grad.float())
-    require_agreement(found, expected)
-
-
-@torch.no_grad()
-def require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Raise UserError if two results differ by more than rounding."""
-    for mine, exact in zip(found, expected, strict=True):
-        error = float((mine.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+    found, expected = [call(*inputs, **options)], [plain(*exact, **options)]
+    if torch.is_grad_enabled():
+        grad = torch.randn_like(found[0])
+        found += torch.autograd.grad(found[0], inputs, grad)
+        expected += torch.autograd.grad(expected[0], exact, grad.float())
+    for mine, right in zip(found, expected, strict=True):
+        error = ((mine.float() - right).norm() / right.norm().clamp(min=1e-30)).item()
         require(
             error <= AGREEMENT,
             f"its results differ from the plain form's by {error:.2g} of their norm",
@@ -3843,6 +3816,8 @@ def require_agreement(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 # ---- Attention: FlashAttention 3, torch's operators, plain products ------------------------------
+# What ATTENTION=auto tries, in this order. On a GPU `math` takes several times as long.
+AUTO_KERNELS = {"cpu": ("flash", "math"), "cuda": KERNELS[:-1]}
 # Up to this length plain products are faster on a CPU than torch's kernel, 2.6 times at 128.
 PLAIN_ATTENTION = 128
 # Up to this width of a head torch's CPU kernel is twice as fast in fp32 as in bf16 (without AMX).
@@ -3906,10 +3881,11 @@ def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
         return
     most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
     room = width // DOCUMENT_POSITIONS
-    found = f"{most} documents begin within {width} positions"
-    limit = f"with DOC_ATTENTION=1 ATTENTION=fa3 takes {room}"
-    advice = "set ATTENTION=mem_efficient, which is slower, or join short documents"
-    require(most <= room, f"{found}, but {limit}: {advice}")
+    require(
+        most <= room,
+        f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "
+        f"takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
+    )
 
 
 def cu_seqlens(document: Tensor) -> Tensor:
@@ -3925,19 +3901,13 @@ def cu_seqlens(document: Tensor) -> Tensor:
     return bounds.scatter_reduce(0, number, positions, "amin").int()
 
 
-def attention_kernels(device: torch.device) -> tuple[str, ...]:
-    """What ATTENTION=auto tries, in this order."""
-    # On a GPU `math` takes several times as long.
-    return ("flash", "math") if device.type == "cpu" else KERNELS[:-1]
-
-
 def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the kernel asked for, or with the first that works on all ranks. Raises
     UserError if none does."""
-    names = attention_kernels(runtime.device) if hp.attention == "auto" else (hp.attention,)
+    auto = hp.attention == "auto"
     notes = []
-    for name in names:
-        refused = refusal(functools.partial(try_attention, name, hp, runtime), runtime.comm)
+    for name in AUTO_KERNELS[runtime.device.type] if auto else (hp.attention,):
+        refused = refusal(runtime.comm, try_attention, name, hp, runtime)
         if not refused:
             notes = (*runtime.notes, *notes)
             attend = load_attention(name)
@@ -3963,11 +3933,8 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[
     if hp.doc_attention:
         document = (torch.arange(TRIAL[1], device=device) >= 100).long().expand(TRIAL)
     for band in (0, TRIAL[1] // 2) if hp.eval_mode == "banded" else (0,):
-        options = {"band": band, "document": document}
-        kernel, plain = (
-            functools.partial(form, **options) for form in (attend, reference_attention)
-        )
-        compare_kernel(kernel, plain, qkv, backward=band == 0)  # only evaluations have a band
+        with torch.set_grad_enabled(band == 0):  # only evaluations have a band
+            compare_kernel(attend, reference_attention, qkv, band=band, document=document)
     return attend
 
 
@@ -3979,7 +3946,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     if name == "fa3":
         return load_fa3()
     # Exactly one kernel stays enabled; otherwise torch would silently fall back to another one.
-    for kernel in ("cudnn", "flash", "mem_efficient", "math"):
+    for kernel in KERNELS[1:]:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
     def attend(
@@ -3998,44 +3965,38 @@ def load_attention(name: str) -> Callable[..., Tensor]:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
         if name == "mem_efficient":  # has no grouped-query form
             k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
-        options = {"is_causal": mask is None, "enable_gqa": q.size(1) != k.size(1)}
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
+        )
         return y.transpose(1, 2).to(dtype)
 
     return attend
 
 
-def import_fa3() -> object:
-    """FlashAttention 3's module: a wheel that is installed, or else the build that Hugging Face's
-    `kernels` downloads. Raises ImportError if there is neither package."""
-    try:
-        import flash_attn_interface
-
-        return flash_attn_interface
-    except ImportError:
-        if not find_spec("kernels"):
-            raise
-    from kernels import get_kernel
-
-    return get_kernel("kernels-community/flash-attn3", version=1)
-
-
 def load_fa3() -> Callable[..., Tensor]:
-    """FlashAttention 3 (arXiv:2407.08608). Raises if it is missing or the GPU is not a Hopper."""
+    """FlashAttention 3 (arXiv:2407.08608): a wheel that is installed, or else the build that Hugging
+    Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     # The capability of an MI300 begins with 9 as well.
     cuda = torch.cuda.is_available() and not torch.version.hip
     hopper = cuda and torch.cuda.get_device_capability()[0] == 9
     require(hopper, "it needs a Hopper GPU")
-    fa3 = import_fa3()
+    try:
+        import flash_attn_interface as fa3
+    except ImportError:
+        if not find_spec("kernels"):
+            raise
+        from kernels import get_kernel
+
+        fa3 = get_kernel("kernels-community/flash-attn3", version=1)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
     ) -> Tensor:
-        options = {"causal": True}
-        if band:
-            options["window_size"] = (band - 1, 0)
-        if torch.are_deterministic_algorithms_enabled():
-            options["deterministic"] = True
+        options = {
+            "causal": True,
+            "window_size": (band - 1, 0) if band else (-1, -1),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
         if document is None:
             out = fa3.flash_attn_func(q, k, v, **options)
         else:
@@ -4051,7 +4012,7 @@ def load_fa3() -> Callable[..., Tensor]:
 
 # ---- Fused MLP: the activation inside matrix products, by a Triton kernel ------------------------
 def mlp_kernel() -> Callable:
-    """The Triton kernel behind `load_mlp_product`. TMA reads and writes its tiles and cuts them at
+    """The Triton kernel behind `load_fused_mlp`. TMA reads and writes its tiles and cuts them at
     the edges."""
     # Triton reads a kernel's source from a file, which a packed script has not got.
     linecache.cache[__file__] = (len(SOURCE), None, SOURCE.decode().splitlines(True), __file__)
@@ -4059,9 +4020,7 @@ def mlp_kernel() -> Callable:
     import triton.language as tl
 
     @triton.jit
-    def fused_mlp(
-        a, b, scale, out, slopes, slope: tl.constexpr, forward: tl.constexpr, keep: tl.constexpr
-    ):
+    def fused_mlp(a, b, scale, out, slopes, slope: tl.constexpr, forward: tl.constexpr):
         rows: tl.constexpr = a.block_shape[0]
         columns: tl.constexpr = b.block_shape[0]
         across = tl.cdiv(b.shape[0], columns)
@@ -4083,8 +4042,7 @@ def mlp_kernel() -> Callable:
                     place = row + tl.arange(0, rows)
                     factor = tl.load(scale + place, mask=place < a.shape[0], other=0.0)[:, None]
                     bend = tl.where(value > 0, 1.0, slope)
-                    if keep:
-                        slopes.store(at, (2 * bend * bend * value * factor).to(out.dtype))
+                    slopes.store(at, (2 * bend * bend * value * factor).to(out.dtype))
                     value = bend * value * (bend * value) * factor
                 else:
                     value *= slopes.load(at)
@@ -4093,8 +4051,9 @@ def mlp_kernel() -> Callable:
     return fused_mlp
 
 
-def load_mlp_product(slope: float, device: torch.device) -> Callable:
-    """The function `product` below. Raises if Triton is missing or does not support the device."""
+def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
+    """`FusedMLP` as a function of x (B, T, D), scale (B, T, 1), up and down. Raises if Triton is
+    missing or does not support the device."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     kernel = mlp_kernel()
@@ -4103,23 +4062,27 @@ def load_mlp_product(slope: float, device: torch.device) -> Callable:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
 
     def product(
-        a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None, keep: bool = False
-    ):
+        a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(a (n, k) @ b (m, k)^T times `slopes`; slopes) or, without them, (f(a @ b^T) times scale
-        (n, 1); its derivative, if `keep`), f the squared leaky ReLU; (n, m) each."""
+        (n, 1); its derivative), f the squared leaky ReLU; (n, m) each."""
         out = a.new_empty(len(a), len(b))
         forward = slopes is None
         if forward:
-            slopes = torch.empty_like(out) if keep else out
+            slopes = torch.empty_like(out)
         # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
         depth = 128 // a.element_size()
         tiled = TensorDescriptor.from_tensor
         inputs = (tiled(a, [128, depth]), tiled(b, [256, depth]), scale)
         outputs = (tiled(out, [128, 128]), tiled(slopes, [128, 128]))
-        kernel[(programs,)](*inputs, *outputs, slope, forward, keep, num_warps=8, num_stages=3)
+        kernel[(programs,)](*inputs, *outputs, slope, forward, num_warps=8, num_stages=3)
         return out, slopes
 
-    return product
+    def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = (x.flatten(0, -2), scale.flatten(0, -2))
+        return FusedMLP.apply(*rows, up, down, product).view_as(x)
+
+    return fused
 
 
 class FusedMLP(torch.autograd.Function):
@@ -4128,9 +4091,9 @@ class FusedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable, keep: bool
+        ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable
     ) -> Tensor:
-        hidden, slopes = product(x, up, scale, keep=keep)  # (N, M) each
+        hidden, slopes = product(x, up, scale)  # (N, M) each
         ctx.save_for_backward(x, scale, up, down, hidden, slopes)
         ctx.product = product
         return F.linear(hidden, down)
@@ -4144,7 +4107,7 @@ class FusedMLP(torch.autograd.Function):
         # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum
         # over hidden units.
         dscale = (dx.float() * x).sum(dim=-1, keepdim=True) / (2 * scale)
-        return dx, dscale, inner.mT @ x, grad.mT @ hidden, None, None
+        return dx, dscale, inner.mT @ x, grad.mT @ hidden, None
 
 
 def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) -> Tensor:
@@ -4153,22 +4116,11 @@ def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) 
     return F.linear(hidden.to(x.dtype), down)
 
 
-def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
-    """`FusedMLP` as a function of x (B, T, D), scale (B, T, 1), up and down."""
-    product = load_mlp_product(slope, device)
-
-    def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        rows = (x.flatten(0, -2), scale.flatten(0, -2))
-        return FusedMLP.apply(*rows, up, down, product, torch.is_grad_enabled()).view_as(x)
-
-    return fused
-
-
 def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the form of the MLP that FUSED_MLP asks for."""
     if not hp.fused_mlp:
         return runtime
-    refused = refusal(functools.partial(try_fused_mlp, hp, runtime), runtime.comm)
+    refused = refusal(runtime.comm, try_fused_mlp, hp, runtime)
     require(not refused, f"FUSED_MLP=1: {refused}: set FUSED_MLP=0")
     return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
@@ -4188,11 +4140,10 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor
 def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) -> list[Tensor]:
     """Random x (B, T, D), scale (B, T, 1), up and down of a `batch` (B, T)."""
     _, m, d = bank_shape("mlp_bank", hp)
-    x, up, down = (
-        torch.randn(shape, device=runtime.device).to(runtime.dtype) / width**0.5
-        for shape, width in (((*batch, d), 1), ((m, d), d), ((d, m), m))
-    )
-    return [x, torch.randn(*batch, 1, device=runtime.device).abs() + 0.5, up, down]
+    shapes = (*batch, d), (*batch, 1), (m, d), (d, m)
+    x, scale, up, down = (torch.randn(shape, device=runtime.device) for shape in shapes)
+    x, up, down = (t.to(runtime.dtype) for t in (x, up, down))
+    return [x, scale.abs() + 0.5, up, down]
 
 
 # ---- Main ----------------------------------------------------------------------------------------
@@ -4206,8 +4157,11 @@ def main() -> None:
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        example = "NUM_LAYERS=4 python train_gpt.py"
-        require(not unknown, f"{unknown} is unknown; knobs are environment variables: {example}")
+        require(
+            not unknown,
+            f"{unknown} is unknown; knobs are environment variables: "
+            "NUM_LAYERS=4 python train_gpt.py",
+        )
         hp = Hyperparameters.from_env(os.environ)
         return evaluate_only(os.environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:

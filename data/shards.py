@@ -43,7 +43,7 @@ def write_file(path: Path, content: bytes) -> None:
 def write_shard(path: Path, tokens: np.ndarray) -> dict:
     """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the
     manifest."""
-    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
+    header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
     data = b"".join(
         (header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))

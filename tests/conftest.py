@@ -48,7 +48,7 @@ def write_shard(
     count=None,
 ) -> None:
     """Write a shard. Every field of the header can be set to a wrong value."""
-    header = np.zeros(train_gpt.SHARD_HEADER_INTS, dtype="<i4")
+    header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 

@@ -29,7 +29,7 @@ def main() -> None:
         return torch.tensor([1.0, run.clock.elapsed(), 0.0]).to(device)
 
     train_gpt.Run.train_step = train_step
-    train_gpt.require_agreement = lambda found, expected: None
+    train_gpt.AGREEMENT = float("inf")
 
     def made_up(self):
         """The kernels of a pretended GPU compute nothing."""

@@ -62,7 +62,6 @@ def test_the_kernel_equals_the_plain_form(packed, tmp_path):
     for name, found in cases.items():
         for fused, plain in zip(found["fused"], found["plain"], strict=True):
             assert fused < (1e-6 if "float32" in name else plain), (name, found)
-        assert found["kept"] == [0.0], "without slopes for a backward the output is the same"
 
 
 def test_only_plain_forwards_are_fused(hyperparameters):
@@ -86,14 +85,18 @@ def test_only_plain_forwards_are_fused(hyperparameters):
 def test_a_kernel_that_agrees_is_used(hyperparameters, monkeypatch):
     """The check of the results passes the same mathematics without Triton."""
 
-    def product(a, b, scale, slopes=None, keep=False):
+    def product(a, b, scale, slopes=None):
         z = a @ b.mT
         if slopes is not None:
             return z * slopes, slopes
         bend = torch.where(z > 0, 1.0, 0.5)
         return (bend * z).square() * scale, 2 * bend * bend * z * scale
 
-    monkeypatch.setattr(train_gpt, "load_mlp_product", lambda slope, device: product)
+    def fused(x, scale, up, down):
+        rows = (x.flatten(0, 1), scale.flatten(0, 1))
+        return train_gpt.FusedMLP.apply(*rows, up, down, product).view_as(x)
+
+    monkeypatch.setattr(train_gpt, "load_fused_mlp", lambda slope, device: fused)
     with train_gpt.Runtime.start(hyperparameters(FUSED_MLP=1)) as runtime:
         assert runtime.fused_mlp is not None and not runtime.notes
 
@@ -122,7 +125,7 @@ def test_the_kernel_compiles_for_an_h100(version, tmp_path):
         0 < int(registers) <= 255 and int(spilled) == 0 for _, _, registers, spilled in launches
     ), launches
     kernels = [path.read_text() for path in (tmp_path / "triton").rglob("fused_mlp.ptx")]
-    assert len(kernels) == 3
+    assert len(kernels) == 2
     for ptx in kernels:
         assert ".target sm_90a" in ptx and "wgmma.mma_async" in ptx
         assert "cp.async.bulk.tensor.2d" in ptx

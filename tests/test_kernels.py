@@ -317,6 +317,7 @@ def test_nothing_is_downloaded_for_another_gpu(hopper, monkeypatch, capability, 
     """An MI300 has a capability of 9, too."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(train_gpt, "import_fa3", None)
+    monkeypatch.setattr(train_gpt, "find_spec", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with user_error("it needs a Hopper GPU"):
         train_gpt.load_fa3()

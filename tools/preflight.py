@@ -195,7 +195,7 @@ def attention_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
         attend = train_gpt.try_attention(name, hp, runtime)
         return functools.partial(attend, document=document)
 
-    found = kernel_times(load, train_gpt.attention_kernels(runtime.device), qkv, runtime)
+    found = kernel_times(load, train_gpt.AUTO_KERNELS[runtime.device.type], qkv, runtime)
     train_gpt.load_attention(runtime.attention)  # a trial sets torch's switches
     return found
 
