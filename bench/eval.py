@@ -84,6 +84,7 @@ def random_text(
         targets=targets,
         nbytes=torch.ones(targets, dtype=torch.int16, device=device),
         total_bytes=targets,
+        refused=None,
         spans=lambda documents: np.array([[0, targets]]),
     )
 

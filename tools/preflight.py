@@ -324,6 +324,7 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
         end = int([*val.documents, val.targets][: documents + 1][-1])
     tokens, nbytes = val.tokens[: end + 1].cpu().numpy(), val.nbytes[:end].cpu().numpy()
     part = train_gpt.Validation(tokens, nbytes, runtime.device)
+    part.refused = val.refused
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
