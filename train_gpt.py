@@ -222,6 +222,7 @@ class Hyperparameters:
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
+    doc_len: int = knob(0, "training cuts documents every n tokens from their start, not at rows; 0: never")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -542,6 +543,7 @@ class Pass(NamedTuple):
     visits: tuple[int, ...]  # layers, in order; depth recurrence visits some repeatedly
     qat: bool = False  # round the banks as a plain export does
     band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
+    doc_len: int = 0  # documents are cut after so many tokens; 0: never
 
 
 class LayerCall(NamedTuple):
@@ -722,7 +724,7 @@ class GPT(nn.Module):
         hp = self.hp
         how = how or Pass(hp.visits())
         factors = self.low_rank_factors(adapter or {}, how.visits)
-        document = (ids == BOS).cumsum(dim=1) if hp.doc_attention else None
+        document = number_documents(ids, how.doc_len) if hp.doc_attention else None
         shared = (self.matrices(how.qat), factors, observe, how.band, document)
         ends = LayerCall(0, 0, *shared)
         x = x0 = self.embed(ids, ends)  # (B, T, D)
@@ -1399,7 +1401,7 @@ class Run:
 
     def backward(self, batch: Tensor, settings: StepSettings) -> None:
         """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
-        how = Pass(self.hp.visits(settings.looping), settings.qat)
+        how = Pass(self.hp.visits(settings.looping), settings.qat, doc_len=self.hp.doc_len)
         for rows in batch.chunk(self.accumulation):
             ids = rows.to(torch.int64)
             x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
@@ -1565,9 +1567,10 @@ class Run:
         """(GPTQ's Hessians by matrix, over the batches of these steps on all ranks; seconds)."""
         started = time.perf_counter()
         collected = Hessians(self.model)
+        how = Pass(self.hp.visits(), doc_len=self.hp.doc_len)
         for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
-                self.model(rows[:, :-1].to(torch.int64), observe=collected)
+                self.model(rows[:, :-1].to(torch.int64), how=how, observe=collected)
         for total in collected.sums.values():
             self.comm.all_reduce(total)()
         self.runtime.synchronize()
@@ -2803,7 +2806,7 @@ class TrainingLoader:
         rows = [self.stream.read(self.start(number), count) for number in numbers]
         for tokens in rows if hp.doc_attention else ():
             begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
-            check_documents(begins, shortest, self.runtime.attention)
+            check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
         return torch.from_numpy(np.stack(rows))
 
     def start(self, number: int) -> int:
@@ -3874,13 +3877,24 @@ def banded_attention(
     return attend(q, k, v, band, document).unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]
 
 
-def check_documents(begins: np.ndarray, width: int, attention: str) -> None:
+def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
+    """The number of the document of each token (B, T), counted in its row. A document that is longer
+    than `limit` is cut every `limit` tokens from its start or from the row's (#2135)."""
+    begins = ids == BOS
+    if limit:
+        place = torch.arange(ids.size(1), device=ids.device)
+        start = torch.where(begins, place, 0).cummax(dim=1).values
+        begins = (place - start) % limit == 0
+    return begins.cumsum(dim=1)
+
+
+def check_documents(begins: np.ndarray, width: int, attention: str, limit: int = 0) -> None:
     """Raise UserError if a row of `width` positions could hold more documents than `attention` has
     room for, given where they begin in the stream, (S,) in order."""
     if attention != "fa3":
         return
     most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-    room = width // DOCUMENT_POSITIONS
+    room = width // DOCUMENT_POSITIONS - (width // limit if limit else 0)
     require(
         most <= room,
         f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "

@@ -204,12 +204,13 @@ def test_rows_hold_the_documents_that_begin_anywhere_in_them():
 
 
 @pytest.mark.parametrize(
-    "attention, starts, refused", [("fa3", 2, False), ("fa3", 3, True), ("flash", 3, False)]
+    "attention, starts, limit, refused",
+    [("fa3", 2, 0, 0), ("fa3", 3, 0, 2), ("flash", 3, 0, 0), ("fa3", 2, 64, 1), ("fa3", 1, 64, 0)],
 )
 def test_documents_are_counted_for_flash_attention_3(
-    one_rank, tmp_path, data, attention, starts, refused
+    one_rank, tmp_path, data, attention, starts, limit, refused
 ):
-    """On a GPU, too many would be an error of indexing that kills the run."""
+    """On a GPU, too many would be an error of indexing that kills the run. `refused`: the limit."""
     shutil.copytree(data, tmp_path / "data")
     tokens = np.full(1000, 5)
     tokens[500 : 500 + starts] = train_gpt.BOS
@@ -218,18 +219,19 @@ def test_documents_are_counted_for_flash_attention_3(
         *train_gpt.shard_paths(tmp_path / "data", "val"),
     ):
         write_shard(path, tokens)
-    sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64}
+    sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64, "DOC_LEN": limit}
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
     runtime = dataclasses.replace(runtime, attention=attention)
     sentence = (
-        "3 documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 takes 2"
+        f"{starts} documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "
+        f"takes {refused}"
     )
     outcome = user_error(sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
         for step in range(loader.blocks // loader.rows + 1):
             loader.batch(step)
-    with outcome:
+    with outcome if not limit else contextlib.nullcontext():  # evaluations do not cut documents
         evaluator(None, read_validation(hp, runtime.device), hp, runtime, 64)
 
 

@@ -482,3 +482,21 @@ def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):
             torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx, raising=False
         )
         assert train_gpt.choose_dtype("auto", cpu) is expected
+
+
+def test_training_cuts_long_documents_and_evaluation_does_not(run_of):
+    """DOC_LEN is for the positions that training sees: also those that GPTQ calibrates on."""
+    ids = torch.tensor([[5, 5, 5, 1, 5, 5, 5, 5, 1, 1]])
+    assert train_gpt.number_documents(ids).tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 2, 3]]
+    assert train_gpt.number_documents(ids, 2).tolist() == [[1, 1, 2, 3, 3, 4, 4, 5, 6, 7]]
+    run, seen = run_of(val=True, DOC_ATTENTION=1, DOC_LEN=8, GPTQ_BATCHES=1), []
+    real = train_gpt.number_documents
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            train_gpt, "number_documents", lambda ids, limit: seen.append(limit) or real(ids, limit)
+        )
+        run.train_step(0, next(iter(train_gpt.phases(run.hp))))
+        run.calibrate(range(1))
+        assert set(seen) == {8} and len(seen) > 1
+        run.make_scorer(*train_gpt.final_passes(run.hp)["roundtrip"]).score_all()
+    assert seen[-1] == 0

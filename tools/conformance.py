@@ -147,7 +147,7 @@ def check_forward(golden: Golden) -> Iterator[Finding]:
         name, fixed = case["name"], case.get("fixed", {})
         hp = golden.knobs(case["knobs"])
         model = golden.model(hp, fixed)
-        how = script.Pass(hp.visits(case.get("looping", True)))
+        how = script.Pass(hp.visits(case.get("looping", True)), doc_len=hp.doc_len)
         ids = golden.ids(case, hp.vocab_size)
         logits = model(ids[:, :-1], how=how).detach()
         loss = model(ids[:, :-1], ids[:, 1:], how=how)

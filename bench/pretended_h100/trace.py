@@ -211,12 +211,17 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def keys_in_document(time: int) -> int:
+def keys_in_document(time: int, limit: int = 0) -> int:
     """The keys of its own document that a position of a sequence of `time` tokens sees on average,
-    if lengths are random with the challenge's mean."""
+    if lengths are random with the challenge's mean and documents are cut every `limit` tokens."""
     lengths = np.exp(SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS))
     ends = np.rint((lengths * CHALLENGE_TOKENS / lengths.sum()).cumsum()).astype(np.int64)
-    parts = np.diff(np.union1d(ends, np.arange(0, ends[-1] + 1, time)))
+    cuts = np.union1d(ends, np.arange(0, ends[-1] + 1, time))
+    if limit:
+        begins = np.append(0, ends[:-1])
+        own = [np.arange(a, b, limit) for a, b in zip(begins, ends, strict=True)]
+        cuts = np.union1d(cuts, np.concatenate(own))
+    parts = np.diff(cuts)
     return round((parts * (parts + 1) / 2).sum() / parts.sum())
 
 
@@ -522,7 +527,8 @@ def main() -> None:
     }
     if hasattr(script, "band_block"):
         lengths.add(sum(script.band_block(hp)))
-    seen = {length: keys_in_document(length) for length in lengths}
+    cut = {hp.train_seq_len: getattr(hp, "doc_len", 0)}  # not in the previous version
+    seen = {length: keys_in_document(length, cut.get(length, 0)) for length in lengths}
     if options["work"] == "ttt_lora":  # each window is a part of one document
         tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
         windows = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
