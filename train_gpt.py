@@ -154,20 +154,6 @@ def writing(path: str | Path) -> contextlib.AbstractContextManager:
     )
 
 
-def run_program(main: Callable[[], object]) -> None:
-    """Call a program's `main`. A user's mistake, a missing package or Ctrl-C is one sentence."""
-    try:
-        with importing("requirements-dev.txt"):
-            main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    except OSError as error:
-        sys.exit(f"error: cannot use {error.filename or 'a file'}: {reason(error)}; check the path")
-
-
 # ---- Hyperparameters: each knob is declared once -------------------------------------------------
 # The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
 # change on resume.

@@ -40,6 +40,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import train_gpt
 from common import SMALL, image_file
 from inspect_artifact import order0_entropy
+from program import run_program
 
 # isort: split
 import numpy as np
@@ -343,4 +344,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

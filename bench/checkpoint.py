@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import shards
 import train_gpt
 from common import SMALL, positive
+from program import run_program
 
 # isort: split
 import numpy as np
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt
 from common import SMALL, image_file, load_script, positive, report, score_of, take_turns
 from flops import peak_flops, window_flops
+from program import run_program
 
 # isort: split
 import numpy as np
@@ -329,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -35,7 +35,8 @@ SUPPORT = HERE / "pretended_h100"
 sys.path.insert(0, str(HERE))
 
 import flops
-from train_gpt import Hyperparameters, UserError, run_program
+from program import run_program
+from train_gpt import Hyperparameters, UserError
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # 7 GB per version of torch

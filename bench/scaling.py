@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 from common import SMALL, image_file, positive
+from program import run_program
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -441,4 +442,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -40,6 +40,7 @@ import shards
 import train_gpt
 from common import SMALL, load_script, positive, report, run_of, take_turns
 from flops import flops_per_token, peak_flops
+from program import run_program
 
 # isort: split
 import numpy as np
@@ -267,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -11,7 +11,7 @@ import argparse
 import sys
 
 import download_fineweb
-import train_gpt
+from program import run_program
 
 
 def main() -> None:
@@ -37,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

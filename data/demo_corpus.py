@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
 import tokenize_text
-from train_gpt import UserError, run_program
+from program import run_program
+from train_gpt import UserError
 
 VOCAB_SIZE = 1024
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}

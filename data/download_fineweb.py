@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import shards
 import train_gpt
+from program import run_program
 from train_gpt import UserError
 
 CASEOPS = "sp8192_lossless_caps_caseops_v1_reserved"
@@ -405,4 +406,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import caseops
 import shards
 import train_gpt
+from program import run_program
 from train_gpt import BOS, UserError
 
 # isort: split
@@ -223,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

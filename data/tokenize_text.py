@@ -45,6 +45,7 @@ sys.path.insert(0, str(ROOT))
 import caseops
 import shards
 import train_gpt
+from program import run_program
 from train_gpt import UserError
 
 # isort: split
@@ -771,4 +772,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

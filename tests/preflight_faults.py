@@ -23,6 +23,7 @@ import torch
 
 import preflight
 import train_gpt
+from program import run_program
 
 
 def main() -> None:
@@ -57,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -3,6 +3,7 @@ mistake."""
 
 import pytest
 
+import program
 import train_gpt
 from conftest import ROOT, run
 
@@ -41,7 +42,7 @@ def test_every_program_answers_help(path, tmp_path):
 )
 def test_a_mistake_is_one_sentence(mistake, status, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
-        train_gpt.run_program(lambda: exec(f"raise {mistake}", vars(train_gpt)))
+        program.run_program(lambda: exec(f"raise {mistake}", vars(train_gpt)))
     printed = capsys.readouterr().err.strip()
     # sys.exit(sentence) exits with 1
     assert (ended.value.code, printed) in ((status, sentence), (sentence, ""))

@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import track
-import train_gpt
 from conftest import ROOT, run, start
+from program import run_program
 
 tensorboard = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",
@@ -85,7 +85,7 @@ def program(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["track.py", "logs/r.jsonl", *arguments])
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            train_gpt.run_program(track.main)
+            run_program(track.main)
         except SystemExit as ended:
             if isinstance(ended.code, str):
                 print(ended.code, file=sys.stderr)

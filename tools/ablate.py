@@ -49,6 +49,7 @@ import runs
 import sweep
 import train_gpt
 from common import positive
+from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -406,4 +407,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

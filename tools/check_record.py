@@ -31,8 +31,9 @@ import make_record
 import pack_code
 import runs
 from make_record import CAP, SECONDS
+from program import run_program
 from runs import Run
-from train_gpt import UserError, run_program
+from train_gpt import UserError
 
 # isort: split
 import legality

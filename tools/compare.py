@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import published
 import runs
+from program import run_program
 from runs import Run, UserError
-from train_gpt import run_program
 
 
 class Rule(NamedTuple):

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from train_gpt import importing, require, run_program
+from program import run_program
+from train_gpt import importing, require
 
 with importing("requirements.txt"):
     import numpy as np

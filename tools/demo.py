@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import launch
 import shards
 import train_gpt
+from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -312,4 +313,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

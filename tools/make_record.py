@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import pack_code
 import runs
 import train_gpt
+from program import run_program
 from runs import Run, UserError, mean_std
 
 CAP = train_gpt.SUBMISSION_CAP
@@ -333,4 +334,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

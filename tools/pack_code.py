@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train_gpt
+from program import run_program
 from train_gpt import UserError, require
 
 # The compressed source is one large number. Its digits, to base 251, are the Latin-1 characters
@@ -225,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

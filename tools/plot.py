@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import runs
 import train_gpt
 from common import image_file
+from program import run_program
 from runs import Point, Run
 
 with train_gpt.importing("requirements-dev.txt"):
@@ -190,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

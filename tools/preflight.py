@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 import flops
 import shards
 import train_gpt
+from program import run_program
 from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
@@ -774,4 +775,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

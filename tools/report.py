@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 import caseops
 import published
 import train_gpt
+from program import run_program
 from runs import read_events
 from sample import load
 from train_gpt import UserError
@@ -178,4 +179,4 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import caseops
 import train_gpt
+from program import run_program
 from train_gpt import BOS, UserError
 
 # isort: split
@@ -223,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    train_gpt.run_program(main)
+    run_program(main)

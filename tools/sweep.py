@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pack_code
 import runs
 import train_gpt
-from train_gpt import Hyperparameters, UserError, run_program
+from program import run_program
+from train_gpt import Hyperparameters, UserError
 
 LOGS = Path("logs")
 RUNNING: set[subprocess.Popen] = set()

@@ -28,7 +28,8 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from train_gpt import explaining, require, run_program, writing
+from program import run_program
+from train_gpt import explaining, require, writing
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 POLL = 1.0  # seconds between two looks at the log
