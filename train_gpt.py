@@ -155,9 +155,6 @@ def writing(path: str | Path) -> contextlib.AbstractContextManager:
 
 
 # ---- Hyperparameters: each knob is declared once -------------------------------------------------
-# The artifact stores the knobs of "model" and "evaluation". Those of "evaluation" and "run" may
-# change on resume.
-ROLES = ("training", "model", "evaluation", "run")
 # A bound may name another knob. "low" is checked first, so no divisor is 0.
 LIMITS = {
     "low": ("at least", operator.ge),
@@ -173,9 +170,12 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
 def knob(default, text: str, role="training", **limits):
-    """An environment variable. `limits` are those of LIMITS and `section`, a heading of --help;
-    numbers are at least 0 unless `low` says otherwise."""
-    assert role in ROLES and limits.keys() <= {*LIMITS, "section"}
+    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation";
+    on resume those of "evaluation" and "run" may change, but not those of "training" and "model".
+
+    `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 unless
+    `low` says otherwise."""
+    assert limits.keys() <= {*LIMITS, "section"}
     if type(default) in (int, float):  # not bool
         limits.setdefault("low", 0)
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
@@ -284,7 +284,7 @@ class Hyperparameters:
     seed: int = knob(1337, "initialisation and data order")
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
-    resume: str = knob("", "auto: continue from the newest complete checkpoint of RUN_ID; empty: a new run", "run")
+    resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     deterministic: bool = knob(False, "a GPU repeats a run bit for bit, but slower; a CPU always does", "run")
@@ -303,7 +303,7 @@ class Hyperparameters:
         return cls(**{field.name: parse(field, environ) for field in KNOBS})
 
     def __post_init__(self) -> None:
-        values = dataclasses.asdict(self)
+        values = vars(self)
         for name, value in values.items():
             require(
                 not isinstance(value, float) or math.isfinite(value),
@@ -313,8 +313,7 @@ class Hyperparameters:
             for field in KNOBS:
                 if limit in field.metadata:
                     value, bound = values[field.name], field.metadata[limit]
-                    other = f"{bound.upper()}={values[bound]}" if bound in values else bound
-                    shown = ", ".join(bound) if limit == "choices" else other
+                    shown = f"{bound.upper()}={values[bound]}" if bound in values else bound
                     require(
                         holds(value, values.get(bound, bound)),
                         f"{field.name.upper()}={value!r} is not {relation} {shown}",
@@ -323,11 +322,11 @@ class Hyperparameters:
 
     def check_combinations(self) -> None:
         """Raise UserError if knobs contradict each other, or a text is malformed."""
-        width = f"MODEL_DIM / NUM_HEADS = {self.head_dim}"
-        require(self.head_dim % 2 == 0, f"{width} is odd; rotary embeddings need pairs")
+        rotated = self.rope_dims or self.head_dim
         require(
-            self.rope_dims % 2 == 0 and self.rope_dims <= self.head_dim,
-            f"ROPE_DIMS={self.rope_dims} must be even and at most {width}",
+            rotated % 2 == 0 and rotated <= self.head_dim,
+            f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and at "
+            f"most MODEL_DIM / NUM_HEADS = {self.head_dim}",
         )
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
@@ -357,11 +356,6 @@ class Hyperparameters:
         require(
             "/" not in self.run_id and not self.run_id.startswith("."),
             f"RUN_ID={self.run_id} is no file name: it must not have a slash or begin with a dot",
-        )
-        require(
-            self.resume in ("", "auto"),
-            f"RESUME={self.resume} is not auto: set RESUME=auto; it continues from the newest "
-            "checkpoint of RUN_ID",
         )
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
@@ -438,12 +432,11 @@ def knob_help() -> str:
     lines = []
     for field in KNOBS:
         meta = field.metadata
-        default = int(field.default) if isinstance(field.default, bool) else field.default
         bounds = [f"{LIMITS[key][0]} {str(meta[key]).upper()}" for key in LIMITS if key in meta]
         limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
         if "section" in meta:
             lines.append(f"\n{meta['section']}")
-        lines.append(f"  {field.name.upper()}={default}")
+        lines.append(f"  {field.name.upper()}={field.default}")
         lines.append(f"      {meta['text']}{f'  [{limits}]' if limits else ''}")
     return "\n".join(lines)
 
@@ -501,10 +494,9 @@ BANKS = {one.bank: [kind for kind in MATRICES if kind.bank == one.bank] for one 
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
-    """(R, a, b)."""
-    shapes = {kind.shape(hp)[:: -1 if kind.transposed else 1] for kind in BANKS[bank]}
-    assert len(shapes) == 1, f"the matrices of {bank} differ in shape"
-    return len(BANKS[bank]) * hp.num_layers, *shapes.pop()
+    """(R, a, b). Raises ValueError if its matrices differ in shape."""
+    (shape,) = {kind.shape(hp)[:: -1 if kind.transposed else 1] for kind in BANKS[bank]}
+    return len(BANKS[bank]) * hp.num_layers, *shape
 
 
 def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
@@ -542,8 +534,7 @@ class LayerCall(NamedTuple):
     layer: int
     visit: int
     matrices: dict[str, tuple[Tensor, ...]]  # (out, in), one per layer
-    # Low-rank changes by target, one per visit: a (B, rank, in) and b (B, out, rank).
-    factors: dict[str, list[tuple[Tensor, Tensor]]]
+    factors: dict[str, tuple[Tensor, ...]]  # NAME.a (B, rank, in), NAME.b (B, out, rank) per visit
     observe: Observer | None
     band: int  # a position sees itself and the band - 1 before it; 0: all before it
     document: Tensor | None  # (B, T), numbered: a position sees only its own
@@ -560,9 +551,9 @@ class LayerCall(NamedTuple):
 
     def adapt(self, y: Tensor, x: Tensor, target: str) -> Tensor:
         """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
-        if target not in self.factors:
+        if f"{target}.a" not in self.factors:
             return y
-        a, b = self.factors[target][self.visit]
+        a, b = (self.factors[f"{target}.{part}"][self.visit] for part in "ab")
         return y + (x @ a.mT @ b.mT).view_as(y)
 
 
@@ -612,6 +603,11 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
     return (grouped - along * v).to(y.dtype).flatten(2, 3)
 
 
+def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
+    """A parameter in fp32, filled with one value."""
+    return nn.Parameter(torch.full(shape, value))
+
+
 class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and
     the loss are fp32.
@@ -633,25 +629,25 @@ class GPT(nn.Module):
         for bank in BANKS:
             empty = torch.zeros(bank_shape(bank, hp), dtype=dtype)
             self.register_parameter(bank, nn.Parameter(empty))
-        self.tok_emb = nn.Parameter(torch.zeros(hp.vocab_size, dim))
+        self.tok_emb = filled(hp.vocab_size, dim)
         if hp.bigram_vocab_size:
-            self.bigram_emb = nn.Parameter(torch.zeros(hp.bigram_vocab_size, hp.bigram_dim))
-            self.bigram_proj = nn.Parameter(torch.zeros(dim, hp.bigram_dim))
-            self.bigram_scale = nn.Parameter(torch.tensor(0.05))
+            self.bigram_emb = filled(hp.bigram_vocab_size, hp.bigram_dim)
+            self.bigram_proj = filled(dim, hp.bigram_dim)
+            self.bigram_scale = filled(value=0.05)
         inputs = min(GATE_INPUTS, dim)
         # SMEAR_TOKEN: a factor, then the weights of the gate.
-        self.smear_gate = nn.Parameter(torch.zeros(1 + inputs if hp.smear_token else dim))
+        self.smear_gate = filled(1 + inputs if hp.smear_token else dim)
         skips = len(hp.visits()) // 2
-        self.skip_scale = nn.Parameter(torch.full((skips, dim), -1.5 if hp.skip_gates else 1.0))
+        self.skip_scale = filled(skips, dim, value=-1.5 if hp.skip_gates else 1.0)
         if hp.skip_lerp:
-            self.skip_gate = nn.Parameter(torch.zeros(skips, dim))
-        mix = torch.tensor([1.0, 0.0])[None, :, None]  # of the stream and the embedding
+            self.skip_gate = filled(skips, dim)
+        mix = torch.tensor([[1.0], [0.0]])  # of the stream and the embedding
         self.resid_mix = nn.Parameter(mix.repeat(layers, 1, dim))  # (L, 2, D)
-        self.q_gain = nn.Parameter(torch.full((layers, hp.num_heads), hp.qk_gain_init))
-        self.attn_scale = nn.Parameter(torch.ones(layers, dim))
-        self.mlp_scale = nn.Parameter(torch.ones(layers, dim))
+        self.q_gain = filled(layers, hp.num_heads, value=hp.qk_gain_init)
+        self.attn_scale = filled(layers, dim, value=1.0)
+        self.mlp_scale = filled(layers, dim, value=1.0)
         if hp.attn_gate:
-            self.attn_gate = nn.Parameter(torch.zeros(layers, hp.num_heads, inputs))
+            self.attn_gate = filled(layers, hp.num_heads, inputs)
         if hp.mlp_gate:  # weights, then a bias: initially 0.993
             self.mlp_gate = nn.Parameter(F.pad(torch.zeros(layers, inputs), (0, 1), value=5.0))
         if hp.lanes_last_n:  # (layer, lane, what it is the sum of: lane, attention, MLP)
@@ -664,9 +660,8 @@ class GPT(nn.Module):
         hp = self.hp
         rotated = hp.rope_dims or hp.head_dim
         frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-        longest = max(hp.train_seq_len, hp.eval_seq_len)
-        if hp.eval_mode == "banded":
-            longest = max(longest, sum(band_block(hp)))
+        window = sum(band_block(hp)) if hp.eval_mode == "banded" else hp.eval_seq_len
+        longest = max(hp.train_seq_len, window)
         angle = torch.arange(longest, dtype=torch.float64)[:, None, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
@@ -678,8 +673,7 @@ class GPT(nn.Module):
         """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns
         them in fp32."""
         weights = {
-            name: parameter.detach().to("cpu", torch.float32, copy=True)
-            for name, parameter in self.named_parameters()
+            name: parameter.detach().float().clone() for name, parameter in self.named_parameters()
         }
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
@@ -709,10 +703,9 @@ class GPT(nn.Module):
         of a matrix, eagerly only."""
         hp = self.hp
         how = how or Pass(hp.visits())
-        factors = self.low_rank_factors(adapter or {}, how.visits)
+        factors = self.low_rank_factors(adapter or {}, list(how.visits))
         document = number_documents(ids, how.doc_len) if hp.doc_attention else None
-        shared = (self.matrices(how.qat), factors, observe, how.band, document)
-        ends = LayerCall(0, 0, *shared)
+        ends = LayerCall(0, 0, self.matrices(how.qat), factors, observe, how.band, document)
         x = x0 = self.embed(ids, ends)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
@@ -722,7 +715,7 @@ class GPT(nn.Module):
                 lane = x  # without the skip of this visit (#2135)
             if visit >= half and skips:
                 x = self.add_skip(x, skips.pop(), visit - half)
-            x, lane = self.block(x, lane, x0, LayerCall(layer, visit, *shared))
+            x, lane = self.block(x, lane, x0, ends._replace(layer=layer, visit=visit))
             if visit < half:
                 skips.append(x)
         x = rms_norm(x if lane is None else x + lane)
@@ -796,13 +789,12 @@ class GPT(nn.Module):
         else:
             hidden = F.leaky_relu(call.linear(x, "up"), self.hp.mlp_slope).square() * scale
             y = call.linear(hidden.to(self.dtype), "down")
-        if "mlp" in call.factors:
+        if "mlp.a" in call.factors:
             y = call.adapt(y, rms_norm(x), "mlp")
         if self.hp.mlp_gate:  # (#1941)
-            weights, bias = (
-                self.mlp_gate[call.layer].to(x.dtype).split([self.mlp_gate.size(1) - 1, 1])
-            )
-            y = y * torch.sigmoid(F.linear(x[..., :GATE_INPUTS], weights[None], bias))
+            weights = self.mlp_gate[call.layer].to(x.dtype)
+            gate = F.linear(x[..., :GATE_INPUTS], weights[None, :-1], weights[-1:])
+            y = y * torch.sigmoid(gate)
         return y
 
     def embed(self, ids: Tensor, ends: LayerCall) -> Tensor:
@@ -850,22 +842,20 @@ class GPT(nn.Module):
         return matrices
 
     def low_rank_factors(
-        self, adapter: Adapter, visits: tuple[int, ...]
-    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """(a, b) by target for each visit, (B, ., .) in the compute dtype. Layer scale and output
-        gain are folded into b, as into the matrices."""
-        layers = list(visits)
-        gains = {"out": self.attn_scale, "mlp": self.mlp_scale}
-        scale = self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank
+        self, adapter: Adapter, layers: list[int]
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """The adapter by visit of these layers, (B, ., .) in the compute dtype. Layer scale and
+        output gain are folded into b, as into the matrices."""
+        gains = {"out.b": self.attn_scale, "mlp.b": self.mlp_scale}
         factors = {}
-        for name in (name for name in LORA_TARGETS if f"{name}.a" in adapter):
-            a, b = adapter[f"{name}.a"], adapter[f"{name}.b"] * scale
-            if name != "head":
-                b = b * self.layer_scale[layers]
+        for name, factor in adapter.items():
+            if name.endswith(".b"):
+                factor = factor * (self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank)
+                if name != "head.b":
+                    factor = factor * self.layer_scale[layers]
             if name in gains:
-                b = b * gains[name][layers, :, None]
-            pairs = zip(a.to(self.dtype).unbind(1), b.to(self.dtype).unbind(1), strict=True)
-            factors[name] = list(pairs)
+                factor = factor * gains[name][layers, :, None]
+            factors[name] = factor.to(self.dtype).unbind(1)
         return factors
 
 
@@ -911,10 +901,11 @@ def muon_update(
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
     if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
-        of_rows, of_columns = (
-            torch.linalg.vector_norm(update, dim=dim, keepdim=True) for dim in (-1, -2)
-        )
-        update = update / torch.where(shard.transposed, of_columns, of_rows).clamp(min=1e-7)
+        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True)
+        if shard.transposed is not None:
+            of_columns = torch.linalg.vector_norm(update, dim=-2, keepdim=True)
+            norm = torch.where(shard.transposed, of_columns, norm)
+        update = update / norm.clamp(min=1e-7)
     update = newton_schulz(update, shard.owned_rows.dtype, hp.muon_backend_steps, hp.muon_coeffs)
     shard.master.mul_(1 - rate * hp.muon_wd).sub_(update * (rate * shard.scale))
     shard.owned_rows.copy_(shard.master)
@@ -933,7 +924,7 @@ class BankShard:
         comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
         grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
-        transposed   (r, 1, 1)    whether a row is stored as (in, out)
+        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
 
     New state of Muon goes beside `momentum`, here and in ParallelMuon.tensors; checkpoints and the
     warm-up then restore it.
@@ -963,8 +954,8 @@ class BankShard:
         shapes = [kind.shape(model.hp) for kind in kinds[self.mine]]
         scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
-        transposed = [kind.transposed for kind in kinds[self.mine]]
-        self.transposed = torch.tensor(transposed, device=bank.device)[:, None, None]
+        transposed = torch.tensor([kind.transposed for kind in kinds[self.mine]])[:, None, None]
+        self.transposed = transposed.to(bank.device) if transposed.any() else None
 
 
 class Report(NamedTuple):
@@ -992,23 +983,19 @@ class ParallelMuon:
         for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel()):  # largest first
             self.banks[bank] = BankShard(bank, model, weights[bank], comm.shard, accumulate)
         self.small = {name: p for name, p in model.named_parameters() if name not in BANKS}
-        assert not any(name.endswith("_bank") for name in self.small), "not in BANKS"
         # The fp32 weights that this rank updates.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
-        self.add_flat_gradients()
+        # One buffer for the small gradients and the report, so one all-reduce is enough.
+        sizes = [parameter.numel() for parameter in self.small.values()]
+        scalars = len(Report._fields)
+        self.flat = torch.zeros(sum(sizes) + scalars, device=self.small["tok_emb"].device)
+        self.flat_grad, report = self.flat.tensor_split([-scalars])
+        self.report = Report(*report)  # views (), filled before `step`
+        for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
+            parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
         self.add_adam()
         self.muon_update = compile_whole(muon_update, compiled)
-
-    def add_flat_gradients(self) -> None:
-        """One buffer for the small gradients and the report, so one all-reduce is enough."""
-        sizes = [parameter.numel() for parameter in self.small.values()]
-        sizes += [1] * len(Report._fields)
-        self.flat = torch.zeros(sum(sizes), device=self.small["tok_emb"].device)
-        self.flat_grad, report = self.flat.tensor_split([-len(Report._fields)])
-        self.report = Report(*report)  # views (), filled before `step`
-        for parameter, view in zip(self.small.values(), self.flat.split(sizes), strict=False):
-            parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
 
     def add_adam(self) -> None:
         """AdamW, with its state, which a checkpoint may restore before the first step. A new
@@ -1072,8 +1059,7 @@ class ParallelMuon:
         gradients and report in one flat all-reduce."""
         scattered, reduced = [], []
         for shard in self.banks.values():
-            if shard.comm_buffer is not shard.grad_sum:
-                shard.comm_buffer.copy_(shard.grad_sum)
+            shard.comm_buffer.copy_(shard.grad_sum)  # nothing to do if they are one
             arrived = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
             scattered.append((shard, arrived))
         for shard, arrived in scattered:
@@ -1193,15 +1179,13 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
     return StepSettings(max(hp.min_lr, lr_scale), momentum, qat, seq_len, looping)
 
 
-def phases(hp: Hyperparameters) -> dict[StepSettings, float]:
-    """{a step of each kind in the schedule, at the peak learning rate: its share of the run}, in
+def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
+    """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run}, in
     order. Each kind is a graph."""
-    kinds: dict[StepSettings, float] = collections.defaultdict(float)
-    for place in range(1001):
-        settings = schedule(hp, max(hp.iterations, 1) * place / 1000, 0.0, 0.0)
-        peak = settings._replace(lr_scale=1.0, momentum=hp.muon_momentum_warmup_start)
-        kinds[peak] += 1 / 1001
-    return kinds
+    planned = max(hp.iterations, 1)
+    steps = (schedule(hp, planned * place / 1000, 0.0, 0.0) for place in range(1001))
+    peak = {"lr_scale": 1.0, "momentum": hp.muon_momentum_warmup_start}
+    return collections.Counter(settings._replace(**peak) for settings in steps)
 
 
 class Clock:
@@ -1211,7 +1195,11 @@ class Clock:
         self.cap = cap or math.inf
         self.reserve = 0.0  # seconds of it for GPTQ
         self.in_flight = in_flight  # steps that the host may queue ahead of the device
-        self.reset(0, 0.0, [])
+        self.step = -1  # the last one whose time is known
+        self.seconds = 0.0  # that time
+        self.recent = [0.0]  # seconds of the last 20 steps
+        self.paused_at = 0.0
+        self.started = None
 
     def start(self) -> None:
         self.started = self.started or time.perf_counter()
@@ -1229,14 +1217,6 @@ class Clock:
         self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
         self.step = step
         self.seconds = seconds
-
-    def reset(self, step: int, seconds: float, recent: list[float]) -> None:
-        """Set the clock to the start of `step`."""
-        self.step = step - 1  # the last step whose time is known
-        self.seconds = seconds  # that time
-        self.paused_at = seconds
-        self.recent = recent or [0.0]  # seconds of the last 20 steps
-        self.started = None
 
     def begins(self, step: int) -> float:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
@@ -1426,7 +1406,6 @@ class Run:
         seconds = clock.elapsed()
         rate = step * hp.train_batch_tokens / seconds
         eta = min((hp.iterations - step) * seconds / step, clock.cap - clock.reserve - seconds)
-        text = f"training: step {step}, loss {loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, "
         self.log_progress(
             "train",
             step,
@@ -1435,7 +1414,11 @@ class Run:
             f"qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s",
             train_loss=loss,
             tokens_per_second=rate,
-            bar=(f"{text}{eta:.0f} s left", min(1, max(step / hp.iterations, seconds / clock.cap))),
+            bar=(
+                f"training: step {step}, loss {loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, "
+                f"{eta:.0f} s left",
+                max(step / hp.iterations, seconds / clock.cap),
+            ),
             **settings._asdict(),
         )
 
@@ -1456,8 +1439,8 @@ class Run:
         self.read_reports()
         self.clock.pause()
         self.log.stage("validation")
-        scorer = self.make_scorer(*validation_pass(self.hp, looping), self.log, "validation")
-        score = scorer.score_all()
+        how, stride = validation_pass(self.hp, looping)
+        score = self.make_scorer(how, stride, self.log, "validation").score_all()
         self.bpb = f"bpb {score.bits_per_byte:.4f}, "
         self.log_progress(
             "val",
@@ -1487,19 +1470,21 @@ class Run:
                 "recent": self.clock.recent,
                 "reserve": self.clock.reserve,
             }
-            gather, tensors = self.optimizer.gather, self.tensors()
-            self.checkpoints.save(((name, gather(name, tensors[name])) for name in tensors), state)
+            gather = self.optimizer.gather
+            whole = ((name, gather(name, tensor)) for name, tensor in self.tensors().items())
+            self.checkpoints.save(whole, state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.scatter(name, tensor, tensors.pop(name, None))
         self.optimizer.sync_banks()
-        step, seconds = state["step"], state["seconds"]
+        clock, step, seconds = self.clock, state["step"], state["seconds"]
         self.average.samples = state["samples"]
-        self.clock.reset(step, seconds, state["recent"])
+        clock.step, clock.recent = step - 1, state["recent"]
+        clock.seconds = clock.paused_at = seconds
         # With a smaller reserve, a finished run would take another step.
-        self.clock.reserve = max(self.clock.reserve, state["reserve"])
+        clock.reserve = max(clock.reserve, state["reserve"])
         self.checkpoints.continue_from(path, state)
         self.log(
             f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
@@ -1518,8 +1503,6 @@ class Run:
         number = min(received)  # SIGINT if there is one
         newest = self.comm.broadcast(self.checkpoints.written.result())
         advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        if self.hp.checkpoint_every:
-            advice = "no checkpoint could be written, see the log"
         if newest:
             advice = f"set RESUME=auto to continue from {newest}"
         error = UserError(f"stopped by {number.name} after step {step}; {advice}")
@@ -1575,8 +1558,6 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *kinds, last = phases(hp)
         kinds += [last] * hp.warmup_steps
-        queued = []  # when each step was
-        self.clock.start()
         for step, settings in enumerate(kinds):
             if settings not in kinds[:step]:  # compiled now, which can take minutes
                 self.log(
@@ -1585,16 +1566,12 @@ class Run:
                     f"seconds:{time.perf_counter() - started:.1f}",
                     bar=("compiling" if self.runtime.compiled else "warm-up", step / len(kinds)),
                 )
-            queued.append(Report(*self.train_step(step, settings).tolist()).seconds)
-        if hp.val_loss_every and hp.loop_visits > 1:  # validations before the loop begins
-            self.make_scorer(*validation_pass(hp, looping=False)).warm_up()
+            self.train_step(step, settings)
         warm_up_evaluation(self.make_scorer, hp)
         torch._foreach_copy_(state, before)
         self.optimizer.sync_banks()
         self.average.samples = 0
         self.runtime.synchronize()
-        # The pace of the last kind, if one of its steps came after the compiling
-        self.clock.reset(0, 0.0, np.diff(queued[-hp.warmup_steps :])[-1:].tolist())
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
@@ -1664,13 +1641,17 @@ class Score(NamedTuple):
 
     def log(self, log: Callable, name: str) -> None:
         """The line that tools look for."""
-        result = f"val_loss:{self.nats:.8f} val_bpb:{self.bits_per_byte:.8f}"
-        counts = f"val_tokens:{self.targets} val_bytes:{self.nbytes}"
-        fields = {"val_loss": self.nats, "val_bpb": self.bits_per_byte}
-        fields |= {"eval_seconds": self.seconds}
-        fields |= {"val_tokens": self.targets, "val_bytes": self.nbytes}
-        line = f"{name} {result} eval_time:{1000 * self.seconds:.0f}ms {counts}"
-        log(line, event=name, **fields)
+        log(
+            f"{name} val_loss:{self.nats:.8f} val_bpb:{self.bits_per_byte:.8f} "
+            f"eval_time:{1000 * self.seconds:.0f}ms "
+            f"val_tokens:{self.targets} val_bytes:{self.nbytes}",
+            event=name,
+            val_loss=self.nats,
+            val_bpb=self.bits_per_byte,
+            eval_seconds=self.seconds,
+            val_tokens=self.targets,
+            val_bytes=self.nbytes,
+        )
 
 
 def validation_pass(hp: Hyperparameters, looping: bool) -> tuple[Pass, int]:
@@ -1718,14 +1699,12 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
 
     A matrix, as there may be a million windows: they are cut into chunks, grouped by n and copied
     to a device without a loop."""
-    begin, end = spans.T
-    later = np.maximum(0, -(-(end - begin - window) // stride))  # windows after the first
-    count = later + 1
-    span = np.repeat(np.arange(len(spans)), count)
-    number = np.arange(len(span)) - np.repeat(count.cumsum() - count, count)  # in its span
-    start = begin[span] + number * stride
-    n = np.where(number > 0, stride, window)
-    return np.stack((start, start + window - n, np.minimum(start + window, end[span]), n))
+    windows = []
+    for begin, end in spans:
+        start = np.arange(begin, max(begin + 1, end - window + stride), stride)
+        n = np.where(start > begin, stride, window)
+        windows.append(np.stack((start, start + window - n, np.minimum(start + window, end), n)))
+    return np.concatenate(windows, axis=1)
 
 
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
@@ -1789,7 +1768,7 @@ class Evaluator:
             members = windows[:3, windows[3] == n]
             members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))  # spare: [0, 0)
             mine = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
-            table = torch.from_numpy(mine.copy())
+            table = torch.from_numpy(mine)
             if self.nats.is_cuda:
                 table = table.pin_memory()  # or the host would wait for the copy
             batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
@@ -1830,8 +1809,10 @@ class Evaluator:
         done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
         way = f"band:{self.how.band}" if self.how.band else f"stride:{self.stride}"
-        line = f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s"
-        self.log(line, bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done))
+        self.log(
+            f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
+            bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done),
+        )
 
     def sums(self) -> Tensor:
         """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
@@ -2439,7 +2420,8 @@ def train_and_score(hp: Hyperparameters) -> None:
             run.train()
             averaged, hessians = run.finish()
         if memory := peak_memory(runtime.device):
-            log(memory_line(memory), event="peak_memory", **memory)
+            sizes = " ".join(f"{kind}: {size} MiB" for kind, size in memory.items())
+            log(f"peak memory {sizes}", event="peak_memory", **memory)  # in the challenge's words
         log(f"exporting {averaged}")
         log.stage("averaged weights")
         plain = final_passes(hp)["roundtrip"]
@@ -2547,11 +2529,6 @@ def peak_memory(device: torch.device) -> dict[str, int]:
         "allocated": torch.cuda.max_memory_allocated() >> 20,
         "reserved": torch.cuda.max_memory_reserved() >> 20,
     }
-
-
-def memory_line(memory: dict[str, int]) -> str:
-    """In the challenge's words."""
-    return f"peak memory {' '.join(f'{kind}: {size} MiB' for kind, size in memory.items())}"
 
 
 def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes, int]:

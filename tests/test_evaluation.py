@@ -558,21 +558,6 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
         assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
 
 
-@pytest.mark.parametrize("every, expected", [(5, 2), (0, 1)])
-def test_the_warm_up_of_a_model_that_does_not_loop_yet(run_of, every, expected):
-    """Before the loop begins, a run only validates, if at all."""
-    loop = {"LOOP_VISITS": 2, "LOOP_FIRST": 1, "LOOP_LAYERS": 1}
-    run = run_of(val=True, **loop, VAL_LOSS_EVERY=every, TTT_ENABLED=1)
-    hp = run.hp
-    shapes = noting_shapes(run.model)
-    run.warm_up()
-    scored = [shape for shape in shapes if shape[3] == "none"]
-    early = [shape for shape in scored if shape[-1].visits == hp.visits(looping=False)]
-    assert len(early) == expected - 1 and all(shape[2] == hp.eval_seq_len for shape in early)
-    # Whole windows and their ends
-    assert len({shape[2] for shape in scored if shape[-1].visits == hp.visits()}) == 2
-
-
 # Test-time training
 
 

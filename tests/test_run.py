@@ -431,7 +431,6 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     training = run_of(val=True, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
     before = training.clock.end(0)
     training.warm_up()
-    training.clock.reset(0, 0.0, [])
     limit = 3 * (1 - train_gpt.MARGIN)
     assert training.clock.end(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
 
@@ -458,18 +457,16 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
     assert len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
 
-def test_warm_up_leaves_no_trace(run_of, monkeypatch):
+def test_warm_up_leaves_no_trace(run_of):
     """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A
     run after it is equal to one without it."""
     knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
     runs = [run_of(val=True, WARMUP_STEPS=steps, **knobs) for steps in (0, 3)]
-    taken, now = [], [1.0]
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+    taken = []
     for one in runs:
 
         def step(number, settings, real=one.train_step):
             taken.append((settings.seq_len, settings.looping, settings.qat))
-            now[0] += 100 if taken.count(taken[-1]) == 1 else 2  # each kind is compiled once
             return real(number, settings)
 
         one.train_step = step
@@ -477,7 +474,6 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
     assert (
         taken == [(8, False, False), (8, True, False), (32, True, False)] + [(32, True, True)] * 3
     )
-    assert runs[1].clock.recent == [2.0], "the pace of a step that compiles nothing"
     state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:
@@ -583,12 +579,12 @@ def test_windows_is_one_sentence(program, tmp_path):
 
 
 def test_peak_memory(monkeypatch):
-    """In MiB and the challenge's words."""
+    """In MiB."""
     assert train_gpt.peak_memory(torch.device("cpu")) == {}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7 << 20)
-    line = train_gpt.memory_line(train_gpt.peak_memory(torch.device("cuda")))
-    assert line == "peak memory allocated: 5 MiB reserved: 7 MiB"
+    found = train_gpt.peak_memory(torch.device("cuda"))
+    assert found == {"allocated": 5, "reserved": 7}
 
 
 @pytest.mark.parametrize(

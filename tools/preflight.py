@@ -272,13 +272,14 @@ def training(run: train_gpt.Run) -> dict:
         return loss
 
     loss = math.nan
-    for settings, share in train_gpt.phases(hp).items():
+    phases = train_gpt.phases(hp)
+    for settings, places in phases.items():
         ordinary = settings.seq_len == hp.train_seq_len and not gradients_ms
         count = STEPS if ordinary else MORE_STEPS
         loss = steps(settings, 2)
         seconds = seconds_of(functools.partial(steps, settings, count), runtime)
         kind = {name: getattr(settings, name) for name in ("seq_len", "qat", "looping")}
-        kinds.append({**kind, "share": share, "ms": 1000 * seconds / count})
+        kinds.append({**kind, "share": places / sum(phases.values()), "ms": 1000 * seconds / count})
         if ordinary:  # without collectives, so each rank has its own time
             batch = run.loader.batch(next(numbers))
             work = functools.partial(run.backward, batch, settings)
@@ -608,7 +609,8 @@ def about_training(report: dict) -> str:
     parts.append(f"micro-batches of at most {tokens:,} tokens")
     parts.append(f"GPTQ {one['gptq_seconds']:.1f} s")
     if one["memory_mib"]:
-        parts.append(train_gpt.memory_line(one["memory_mib"]))
+        sizes = (f"{kind}: {size} MiB" for kind, size in one["memory_mib"].items())
+        parts.append(f"peak memory {' '.join(sizes)}")
     return "; ".join(parts)
 
 
