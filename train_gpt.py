@@ -305,10 +305,7 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         values = vars(self)
         for name, value in values.items():
-            require(
-                not isinstance(value, float) or math.isfinite(value),
-                f"{name.upper()}={value} is not a finite number",
-            )
+            require(value != math.inf, f"{name.upper()}={value} is not a finite number")
         for limit, (relation, holds) in LIMITS.items():
             for field in KNOBS:
                 if limit in field.metadata:
@@ -565,7 +562,7 @@ def rms_norm(x: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
     half = cos.size(-1)
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
 
@@ -954,8 +951,9 @@ class BankShard:
         shapes = [kind.shape(model.hp) for kind in kinds[self.mine]]
         scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
-        transposed = torch.tensor([kind.transposed for kind in kinds[self.mine]])[:, None, None]
-        self.transposed = transposed.to(bank.device) if transposed.any() else None
+        transposed = [kind.transposed for kind in kinds[self.mine]]
+        flags = torch.tensor(transposed, device=bank.device)[:, None, None]
+        self.transposed = flags if any(transposed) else None
 
 
 class Report(NamedTuple):
@@ -986,12 +984,13 @@ class ParallelMuon:
         # The fp32 weights that this rank updates.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
         self.owned |= {name: parameter.detach() for name, parameter in self.small.items()}
-        # One buffer for the small gradients and the report, so one all-reduce is enough.
+        # One buffer for the small gradients, the squared norm of the banks' gradients and the
+        # report, so one all-reduce is enough.
         sizes = [parameter.numel() for parameter in self.small.values()]
-        scalars = len(Report._fields)
-        self.flat = torch.zeros(sum(sizes) + scalars, device=self.small["tok_emb"].device)
-        self.flat_grad, report = self.flat.tensor_split([-scalars])
-        self.report = Report(*report)  # views (), filled before `step`
+        self.flat = self.small["tok_emb"].new_zeros(sum(sizes) + 1 + len(Report._fields))
+        self.flat_grad, scalars = self.flat.tensor_split([sum(sizes)])
+        self.squares, *report = scalars  # views ()
+        self.report = Report(*report)  # filled before `step`
         for parameter, view in zip(self.small.values(), self.flat_grad.split(sizes), strict=True):
             parameter.grad = view.view_as(parameter)  # backward adds into it: no packing
         self.add_adam()
@@ -1012,7 +1011,7 @@ class ParallelMuon:
         )
         for parameter in self.small.values():
             self.adam.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
+                "step": parameter.new_zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -1055,8 +1054,8 @@ class ParallelMuon:
 
     def reduce_gradients(self) -> None:
         """Sum over the ranks: each bank by a reduce-scatter in the node and an all-reduce of the
-        owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then small
-        gradients and report in one flat all-reduce."""
+        owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then the
+        flat buffer."""
         scattered, reduced = [], []
         for shard in self.banks.values():
             shard.comm_buffer.copy_(shard.grad_sum)  # nothing to do if they are one
@@ -1067,20 +1066,17 @@ class ParallelMuon:
             reduced.append(self.comm.replicate.all_reduce(shard.grad_shard))
         for arrived in reduced:
             arrived()
-        # Last, as NCCL may hang if two groups that share ranks run collectives in either order.
-        self.comm.all_reduce(self.flat)()
-
-    def gradient_norm(self) -> Tensor:
-        """Norm () of the reduced gradient. The squares are gathered and not reduced, because
-        reductions in two groups may round differently, and replicas would drift apart."""
         norms = [
             torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32)
             for shard in self.banks.values()
         ]
-        mine = torch.stack(norms).square()
-        squares = mine.new_empty(self.comm.shard.size * len(mine))
-        self.comm.shard.all_gather(squares, mine)()
-        return (squares.sum() + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
+        self.squares.copy_(torch.stack(norms).square().sum() / self.comm.replicate.size)
+        # Last, as NCCL may hang if two groups that share ranks run collectives in either order.
+        self.comm.all_reduce(self.flat)()
+
+    def gradient_norm(self) -> Tensor:
+        """Norm () of the reduced gradient, the same on all ranks, or replicas would drift apart."""
+        return (self.squares + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
         """AdamW on the small parameters while the all-gathers run; the same on all ranks."""

@@ -102,7 +102,8 @@ def test_challenge_names_are_knobs():
     [
         ("NUM_LAYERS", "eleven", "not a whole number"),
         ("MATRIX_LR", "fast", "not a number"),
-        ("MATRIX_LR", "nan", "not a finite number"),
+        ("MATRIX_LR", "nan", "is not at least 0"),
+        ("MATRIX_LR", "inf", "not a finite number"),
         ("EMA_ENABLED", "maybe", "not a switch, 0 or 1"),
         ("NUM_LAYERS", "0", "is not at least 1"),
         ("VOCAB_SIZE", "70000", "is not at most 65536"),

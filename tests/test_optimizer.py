@@ -278,26 +278,35 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     advance(optimizer, 1.0, 0.9)
     banks = [getattr(model, name) for name in optimizer.banks]
     assert [full.data_ptr() for full in scattered] == [bank.grad.data_ptr() for bank in banks]
-    # Without the squares of the gradient norm
-    gathered = [full for full in gathered if full.dim() == 3]
     assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
 
 
-def test_the_gradient_norm_is_gathered_and_not_reduced(hyperparameters, monkeypatch):
-    """Two groups may add in another order, and replicas that clip differently drift apart."""
-    hp = hyperparameters()
-    model = made(hp)
-    optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
-    for name in ("all_reduce", "reduce_scatter"):
-        monkeypatch.setattr(Comm, name, lambda *tensors: pytest.fail("the norm is reduced"))
-    # Rank 0 has all squares twice as large.
-    gather = lambda self, full, mine: (full.copy_(torch.cat([2 * mine, mine])), lambda: None)[1]  # noqa: E731
-    monkeypatch.setattr(Comm, "all_gather", gather)
+def two_nodes() -> Comm:
+    """The first of four ranks, two on each node."""
+    whole = Comm(0, 4)
+    whole.shard, whole.replicate = Comm(0, 2), Comm(0, 2)
+    return whole
+
+
+def test_the_gradient_norm_is_reduced_over_all_ranks_at_once(hyperparameters, monkeypatch):
+    """Two groups may add in another order, and replicas that clip differently drift apart. Each row
+    counts once, though every node has it."""
+    hp, model, optimizer = prepared(hyperparameters)
+    whole = two_nodes()
+    optimizer = ParallelMuon(model, weights_of(model), hp, whole)
+
+    def start(comm, collective, out, *source):
+        if comm is whole:
+            out.mul_(4)  # four equal ranks
+        return lambda: None
+
+    monkeypatch.setattr(Comm, "start", start)
     optimizer.flat_grad.fill_(0.1)
     for shard in optimizer.banks.values():
         shard.grad_shard.normal_()
     squares = sum(shard.grad_shard.square().sum() for shard in optimizer.banks.values())
-    expected = (3 * squares + optimizer.flat_grad.square().sum()).sqrt()
+    optimizer.reduce_gradients()
+    expected = (2 * squares + optimizer.flat_grad.square().sum()).sqrt()
     torch.testing.assert_close(optimizer.gradient_norm(), expected)
 
 
@@ -306,8 +315,8 @@ def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
     its result is there after its wait. Replicas would add up rows that the node has not summed yet;
     NCCL may hang if the group of all ranks is in use together with one of its parts."""
     hp, model, optimizer = prepared(hyperparameters)
-    whole, node, replicas = Comm(0, 4), Comm(0, 2), Comm(0, 2)
-    whole.shard, whole.replicate = node, replicas
+    whole = two_nodes()
+    node = whole.shard
     optimizer = ParallelMuon(model, weights_of(model), hp, whole)
     in_flight = []
 
@@ -325,9 +334,9 @@ def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
     monkeypatch.setattr(Comm, "start", start)
     set_gradients(model, 1)
     expected = {name: 3 * shard.grad[shard.mine] for name, shard in optimizer.banks.items()}
-    flat = 3 * optimizer.flat
+    flat = 3 * optimizer.flat_grad
     optimizer.reduce_gradients()
-    assert not in_flight and torch.equal(optimizer.flat, flat)
+    assert not in_flight and torch.equal(optimizer.flat_grad, flat)
     for name, shard in optimizer.banks.items():
         assert torch.equal(shard.grad_shard, expected[name]), name
 
