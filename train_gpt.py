@@ -378,11 +378,10 @@ class Hyperparameters:
     def describe(self) -> str:
         """One `name=value` per line for the log; a leading * marks a value that differs from the
         default."""
-        lines = []
-        for field in KNOBS:
-            value = getattr(self, field.name)
-            lines.append(f"{' ' if value == field.default else '*'} {field.name.upper()}={value}")
-        return "\n".join(lines)
+        return "\n".join(
+            f"{' ' if value == field.default else '*'} {field.name.upper()}={value}"
+            for field, value in zip(KNOBS, vars(self).values(), strict=True)
+        )
 
 
 KNOBS = dataclasses.fields(Hyperparameters)
@@ -559,6 +558,11 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
 
 
+def mean_square(x: Tensor) -> Tensor:
+    """Of the last dimension, which is kept, in fp32, plus the epsilon of the norms."""
+    return x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
     half = cos.size(-1)
@@ -576,13 +580,13 @@ class NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(x, gain, cos, sin)
-        scale = (x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
+        scale = mean_square(x).rsqrt()
         return (rotate(x.float(), cos, sin) * (gain * scale)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, gain, cos, sin = ctx.saved_tensors
-        scale = (x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
+        scale = mean_square(x).rsqrt()
         back = rotate(grad.float(), cos, -sin)
         along = (back * x.float()).sum(dim=-1, keepdim=True) * scale  # (B, T, H, 1)
         dx = gain * scale * (back - x.float() * (scale * along / x.size(-1)))
@@ -780,7 +784,7 @@ class GPT(nn.Module):
         The activation f is written three times: here, in `plain_mlp` and in `mlp_kernel`. All need
         f(c z) = c^2 f(z) for c > 0: then the norm is one factor behind f. With another f, give "up"
         rms_norm(x) instead, drop `scale`, and let FUSED_MLP be 0."""
-        scale = 1 / (x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS)
+        scale = 1 / mean_square(x)
         if self.fused_mlp and not (call.observe or call.factors):
             y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
@@ -946,12 +950,12 @@ class BankShard:
         self.comm_buffer = self.grad_sum if comm.size == 1 else self.grad
         shard = self.comm_buffer[self.mine]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
-        kinds += kinds[-1:] * (len(full) - self.rows)  # any: the update of a padding row is zero
-        shapes = [kind.shape(model.hp) for kind in kinds[self.mine]]
+        rows = np.arange(len(full))[self.mine].clip(max=self.rows - 1)  # padding is like the last
+        kinds = [BANKS[name][row // model.hp.num_layers] for row in rows]
+        shapes = [kind.shape(model.hp) for kind in kinds]
         scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
-        transposed = [kind.transposed for kind in kinds[self.mine]]
+        transposed = [kind.transposed for kind in kinds]
         flags = torch.tensor(transposed, device=bank.device)[:, None, None]
         self.transposed = flags if any(transposed) else None
 
@@ -1235,7 +1239,7 @@ class WeightAverage:
 
     def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
         self.hp = hp
-        self.weights = weights
+        self.weights = list(weights.values())
         self.samples = 0
         averaging = hp.ema_enabled or hp.swa_enabled
         self.mean = {name: w.clone() for name, w in weights.items()} if averaging else {}
@@ -1247,13 +1251,13 @@ class WeightAverage:
         if hp.ema_enabled or (hp.swa_enabled and late):
             self.samples += 1
             weight = 1 - hp.ema_decay if hp.ema_enabled else 1 / self.samples
-            torch._foreach_lerp_(list(self.mean.values()), list(self.weights.values()), weight)
+            torch._foreach_lerp_(list(self.mean.values()), self.weights, weight)
 
     def apply(self) -> str:
         """Replace the weights by the average. Returns what they are now, for the log."""
         if not self.samples:
             return "the last weights"
-        torch._foreach_copy_(list(self.weights.values()), list(self.mean.values()))
+        torch._foreach_copy_(self.weights, list(self.mean.values()))
         if self.hp.ema_enabled:
             return f"EMA of {self.samples} steps"
         return f"SWA of {self.samples} samples"
