@@ -2046,11 +2046,9 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> Non
         adapter = {name: f[index[:, 0]].requires_grad_() for name, f in state.factors.items()}
         position = start + max(0, stop - width) + torch.arange(width, device=device)
         scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
-        try:
-            last = end.minimum(start + stop)
-            nats, counts = scorer.batch(position, n, start + begin, last, adapter)
-        finally:
-            scorer.forward.requires_grad_(True)
+        last = end.minimum(start + stop)
+        nats, counts = scorer.batch(position, n, start + begin, last, adapter)
+        scorer.forward.requires_grad_(True)
         if learners.any():
             loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
             grads = torch.autograd.grad(loss, list(adapter.values()))
@@ -2678,7 +2676,7 @@ class TokenStream:
         pieces = []
         while count:
             start %= len(self)
-            shard = int(np.searchsorted(self.starts, start, side="right")) - 1
+            shard = np.searchsorted(self.starts, start, side="right") - 1
             path, (begin, end) = self.paths[shard], self.starts[shard : shard + 2].tolist()
             n = min(count, end - start)
             offset = SHARD_HEADER + 2 * (start - begin)
@@ -3628,10 +3626,10 @@ def ask_driver(device: torch.device, query: str) -> str:
     """nvidia-smi's values of `query` for this GPU, or "unknown"."""
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", gpu]
+    output = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         output = subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=20)
-        return output.strip() or "unknown"
-    return "unknown"
+    return output.strip() or "unknown"
 
 
 def package_versions() -> str:
@@ -3731,13 +3729,13 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
     `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
-    options = None
-    if hasattr(torch._inductor.config.triton, "mix_order_reduction"):
+    triton = torch._inductor.config.triton
+    if hasattr(triton, "mix_order_reduction"):
         # From torch 2.10 on; it made this model 6 ms a step slower on 8 x H100 (pytorch #179494).
-        options = {"triton.mix_order_reduction": False}
+        triton.mix_order_reduction = False
     # Training, short sequences, late QAT and the few evaluation shapes.
     torch._dynamo.config.recompile_limit = 64
-    return torch.compile(function, dynamic=False, fullgraph=True, options=options)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 # ---- Kernels: the first one that runs here and agrees with the plain form in fp32 ----------------
@@ -3891,8 +3889,10 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
             return dataclasses.replace(runtime, attention=name, attend=attend, notes=notes)
         notes.append(f"attention {name} skipped: {refused}")
     rocm = " or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
-    advice = f"install one{rocm}; ATTENTION=math always works, slowly"
-    raise UserError(f"ATTENTION={hp.attention}: {'; '.join(notes)}: {advice}")
+    raise UserError(
+        f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one{rocm}; "
+        "ATTENTION=math always works, slowly"
+    )
 
 
 def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
@@ -3900,9 +3900,10 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[
     differs from `reference_attention`."""
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     if name == "cudnn":
-        lengths = (hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len)
-        unfit = [n for n in (*lengths, min(hp.eval_seq_len, hp.ttt_chunk_tokens)) if n % TILE]
-        require(not unfit, f"sequences of {unfit[:1]} tokens are no multiple of {TILE}")
+        training = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts}
+        lengths = training | {hp.eval_seq_len, min(hp.eval_seq_len, hp.ttt_chunk_tokens)}
+        unfit = [n for n in lengths if n % TILE]
+        require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
     attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
     shapes = [(*TRIAL, n, hp.head_dim) for n in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
     qkv = [torch.randn(shape, device=device).to(runtime.dtype) for shape in shapes]
@@ -4038,22 +4039,17 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def product(
-        a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(a (n, k) @ b (m, k)^T times `slopes`; slopes) or, without them, (f(a @ b^T) times scale
-        (n, 1); its derivative), f the squared leaky ReLU; (n, m) each."""
-        out = a.new_empty(len(a), len(b))
-        forward = slopes is None
-        if forward:
-            slopes = torch.empty_like(out)
+    def product(a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor, forward: bool) -> Tensor:
+        """z = a (n, k) @ b (m, k)^T: f(z) times scale (n, 1), with its derivative written to `slopes`
+        (n, m), f the squared leaky ReLU, or else z times `slopes`."""
+        out = torch.empty_like(slopes)
         # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
         depth = 128 // a.element_size()
         tiled = TensorDescriptor.from_tensor
         inputs = (tiled(a, [128, depth]), tiled(b, [256, depth]), scale)
         outputs = (tiled(out, [128, 128]), tiled(slopes, [128, 128]))
         kernel[(programs,)](*inputs, *outputs, slope, forward, num_warps=8, num_stages=3)
-        return out, slopes
+        return out
 
     def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
         rows = (x.flatten(0, -2), scale.flatten(0, -2))
@@ -4070,7 +4066,8 @@ class FusedMLP(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable
     ) -> Tensor:
-        hidden, slopes = product(x, up, scale)  # (N, M) each
+        slopes = x.new_empty(len(x), len(up))
+        hidden = product(x, up, scale, slopes, forward=True)  # (N, M)
         ctx.save_for_backward(x, scale, up, down, hidden, slopes)
         ctx.product = product
         return F.linear(hidden, down)
@@ -4079,7 +4076,7 @@ class FusedMLP(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, up, down, hidden, slopes = ctx.saved_tensors
         # `inner` is the gradient of x @ up^T.
-        inner, _ = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes)
+        inner = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes, forward=False)
         dx = inner @ up
         # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum
         # over hidden units.
@@ -4127,18 +4124,16 @@ def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) ->
 def main() -> None:
     """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero
     status."""
-    about, knobs = __doc__.split("\n\n")[0], f"Knobs (environment variables):\n{knob_help()}"
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=about, epilog=knobs, formatter_class=layout)
-    _, unknown = parser.parse_known_args()
+    parser = argparse.ArgumentParser(
+        usage="NUM_LAYERS=4 python train_gpt.py (knobs are environment variables)",
+        description=__doc__.split("\n\n")[0],
+        epilog=f"Knobs (environment variables):\n{knob_help()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args()
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        require(
-            not unknown,
-            f"{unknown} is unknown; knobs are environment variables: "
-            "NUM_LAYERS=4 python train_gpt.py",
-        )
         hp = Hyperparameters.from_env(os.environ)
         return evaluate_only(os.environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
     except UserError as error:

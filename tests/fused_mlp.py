@@ -102,8 +102,7 @@ def main() -> None:
     runtime = script.Runtime(script.Comm(), device, torch.bfloat16, True, 98_304)
     fused = script.compile_whole(script.choose_mlp(hp, runtime).fused_mlp, True)
     with torch.no_grad():
-        shapes = ((48, 2048, 512), (48, 2048, 1), (1536, 512), (512, 1536))
-        fused(*(torch.zeros(shape, device=device, dtype=torch.bfloat16) for shape in shapes))
+        fused(*script.mlp_inputs((48, 2048), hp, runtime))
 
 
 if __name__ == "__main__":

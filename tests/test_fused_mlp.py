@@ -85,12 +85,13 @@ def test_only_plain_forwards_are_fused(hyperparameters):
 def test_a_kernel_that_agrees_is_used(hyperparameters, monkeypatch):
     """The check of the results passes the same mathematics without Triton."""
 
-    def product(a, b, scale, slopes=None):
+    def product(a, b, scale, slopes, forward):
         z = a @ b.mT
-        if slopes is not None:
-            return z * slopes, slopes
+        if not forward:
+            return z * slopes
         bend = torch.where(z > 0, 1.0, 0.5)
-        return (bend * z).square() * scale, 2 * bend * bend * z * scale
+        slopes.copy_(2 * bend * bend * z * scale)
+        return (bend * z).square() * scale
 
     def fused(x, scale, up, down):
         rows = (x.flatten(0, 1), scale.flatten(0, 1))
