@@ -508,7 +508,7 @@ def noting_shapes(model) -> set:
     """The set that gets all that a compiled graph of this model depends on, at each call."""
     shapes, forward = set(), model.forward
 
-    def noted(ids, targets, reduction="mean", how=None, adapter=None):
+    def noted(ids, targets, reduction="mean", how=None, adapter=None, refused=None):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         changed = adapter is not None
         shapes.add((*ids.shape, targets.size(1), reduction, changed, trained, how))
