@@ -4102,9 +4102,11 @@ def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
 def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
-    device, dtype = runtime.device, runtime.dtype
-    fits = device.type == "cpu" or dtype == torch.bfloat16
-    require(fits, "on a GPU it needs COMPUTE_DTYPE=bfloat16")
+    device = runtime.device
+    require(
+        device.type == "cpu" or runtime.dtype == torch.bfloat16,
+        "on a GPU it needs COMPUTE_DTYPE=bfloat16",
+    )
     fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
     plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
     compare_kernel(fused, plain, mlp_inputs(TRIAL, hp, runtime))
