@@ -366,8 +366,7 @@ def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
     fa3 = dataclasses.replace(runtime, attention="fa3")
     with user_error("2 documents begin within 32 positions"):
         evaluator(None, val, hp, fa3, 128)
-    for unused in ({"ttt_enabled": False}, {"ttt_mode": "lora", "ttt_lora_chunk": 8}):
-        evaluator(None, val, dataclasses.replace(hp, **unused), fa3, 128)
+    evaluator(None, val, dataclasses.replace(hp, ttt_chunk_tokens=128), fa3, 128)
 
 
 @pytest.mark.parametrize("number", [1, 450])
