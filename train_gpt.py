@@ -397,8 +397,9 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
         return SWITCH[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[kind]
+        example = int(field.default) if kind is bool else field.default
         raise UserError(
-            f"{name}={text!r} is not {wanted}: set for example {name}={field.default}"
+            f"{name}={text!r} is not {wanted}: set for example {name}={example}"
         ) from None
 
 
@@ -1550,6 +1551,8 @@ class Run:
         state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
         evaluations."""
         hp, started = self.hp, time.perf_counter()
+        slow = "compiling takes minutes the first time" if self.runtime.compiled else "not compiled"
+        self.log(f"warmup: steps of {hp.train_batch_tokens} tokens; {slow}", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
             self.reserve_for_gptq()
         if not hp.warmup_steps:
@@ -2421,6 +2424,9 @@ def train_and_score(hp: Hyperparameters) -> None:
             sizes = " ".join(f"{kind}: {size} MiB" for kind, size in memory.items())
             log(f"peak memory {sizes}", event="peak_memory", **memory)  # in the challenge's words
         log(f"exporting {averaged}")
+        initial = hp.ema_decay**run.average.samples
+        if hp.ema_enabled and initial > 0.1:
+            log(f"note: {initial:.0%} of it are the initial weights: set a lower EMA_DECAY")
         log.stage("averaged weights")
         plain = final_passes(hp)["roundtrip"]
         before = run.make_scorer(*plain, log, "averaged weights").score_all()
@@ -4136,8 +4142,9 @@ def main() -> None:
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        hp = Hyperparameters.from_env(os.environ)
-        return evaluate_only(os.environ, hp.eval_only) if hp.eval_only else train_and_score(hp)
+        if artifact := os.environ.get("EVAL_ONLY", "").strip():
+            return evaluate_only(os.environ, artifact)
+        return train_and_score(Hyperparameters.from_env(os.environ))
     except UserError as error:
         status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:

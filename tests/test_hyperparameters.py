@@ -104,7 +104,7 @@ def test_challenge_names_are_knobs():
         ("MATRIX_LR", "fast", "not a number"),
         ("MATRIX_LR", "nan", "is not at least 0"),
         ("MATRIX_LR", "inf", "not a finite number"),
-        ("EMA_ENABLED", "maybe", "not a switch, 0 or 1"),
+        ("EMA_ENABLED", "maybe", "not a switch, 0 or 1: set for example EMA_ENABLED=1"),
         ("NUM_LAYERS", "0", "is not at least 1"),
         ("VOCAB_SIZE", "70000", "is not at most 65536"),
         ("COMPRESSOR", "zip", "not one of ('ans', 'lzma'"),
