@@ -161,7 +161,7 @@ train() {  # this command: one run, or a sweep if SEEDS or GRID is set
 
 next_steps() {
     local python=$PYTHON data="" artifact=final_model.int6.xz name
-    if [ -n "${RUN_ID:-}" ]; then artifact=logs/$RUN_ID.int6.xz; fi
+    if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID.int6.xz"); fi
     echo
     echo "next:"
     if [ "$caller" != "$PWD" ]; then echo "    cd $(printf %q "$PWD")"; fi
@@ -177,7 +177,7 @@ next_steps() {
         echo "    ${data}EVAL_ONLY=$artifact $python train_gpt.py"
         echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
     else
-        echo "    $python tools/compare.py 'logs/${RUN_ID:-run}_*.txt' 'logs/OTHER_*.txt'"
+        echo "    $python tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"
     fi
 }
 

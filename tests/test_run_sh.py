@@ -4,6 +4,7 @@ is downloaded."""
 import ast
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -466,6 +467,20 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     assert lines[-1] == f"    DATA_PATH={data} SEEDS='1337 42 2025' ./run.sh"
     plain = complete.run().stdout.partition("\nnext:\n")[2].splitlines()
     assert plain[-1] == "    SEEDS='1337 42 2025' ./run.sh" and len(plain) == 3
+
+
+def test_the_end_quotes_the_name_of_the_run(complete):
+    result = complete.run(GPUS="8", USABLE="1", RUN_ID="own text")
+    sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
+    assert "logs/own text.int6.xz" in shlex.split(sample)
+    assert "EVAL_ONLY=logs/own text.int6.xz" in shlex.split(evaluate)
+
+
+def test_the_end_of_a_sweep_names_its_groups(complete):
+    """tools/sweep.py knows them."""
+    (complete.repository / "tools" / "sweep.py").write_text("import sys; print(*sys.argv[1:])")
+    result = complete.run(GRID="SEED=1,2")
+    assert result.stdout.endswith("\nnext:\n    python3 tools/compare.py --patterns\n")
 
 
 def test_requirements_are_what_is_imported():

@@ -1,6 +1,7 @@
 """tools/sweep.py: a run per seed and combination."""
 
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +35,18 @@ def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
     assert re.search(rf"^mean .* {mean:.5f} ", table, re.M)
     assert re.search(rf"^std .* {std:.5f} ", table, re.M)
     assert re.search(r"^n +2$", table, re.M)
+
+
+def test_the_next_comparison_does_not_mix_configurations(swept, tmp_path, monkeypatch):
+    folder = copy_of(swept, tmp_path)
+    planned = sweep.plan({"GRID": "MATRIX_LR=0.005,0.025", "SEEDS": "1 2", "RUN_ID": "t"})
+    words = shlex.split(sweep.patterns(planned))
+    assert words == ["logs/t_MATRIX_LR=0.005_*.txt", "logs/t_MATRIX_LR=0.025_*.txt"]
+    result = run([ROOT / "tools" / "compare.py", *words], {}, folder)
+    assert result.returncode in (0, 3) and "B - A: " in result.stdout, result.stderr
+    for grid, first in (("", "logs/run_*.txt"), ("MATRIX_LR=1", "logs/run_MATRIX_LR=1_*.txt")):
+        words = shlex.split(sweep.patterns(sweep.plan({"GRID": grid, "SEEDS": "1 2"})))
+        assert words == [first, "logs/OTHER_*.txt"]
 
 
 def test_an_artifact_is_kept_for_each_run(swept):
@@ -153,7 +166,8 @@ def test_a_signal_ends_a_sweep_with_what_is_there(number, swept, sweep_knobs, tm
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "seed 1 " in out
-    assert re.search(r"not run yet: t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3", out)
+    missing = "t_MATRIX_LR=0.025_seed2 t_MATRIX_LR=0.025_seed3"
+    assert f"not finished: {missing}; start again to go on\n" in out
 
 
 @pytest.mark.parametrize(

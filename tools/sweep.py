@@ -154,11 +154,18 @@ def report(planned: list[dict[str, str]], done: dict[str, runs.Run], failed: dic
         v["RUN_ID"] for v in planned if v["RUN_ID"] not in done and v["RUN_ID"] not in failed
     ]
     if missing:
-        lines.append(f"\nnot run yet: {' '.join(missing)}")
+        lines.append(f"\nnot finished: {' '.join(missing)}; start again to go on")
     lines.append(
         "\nbefore: bpb of the averaged weights; after: of the artifact, non-overlapping windows; score: final"
     )
     return "\n".join(lines)
+
+
+def patterns(planned: list[dict[str, str]]) -> str:
+    """Words for tools/compare.py: the logs of the first two combinations, or of the only one and
+    another sweep's."""
+    groups = dict.fromkeys(variables["RUN_ID"].rpartition("seed")[0] for variables in planned)
+    return shlex.join([f"{LOGS}/{name}*.txt" for name in [*groups, "OTHER_"][:2]])
 
 
 def sweep(command: list[str]) -> int:
@@ -215,10 +222,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", nargs="+", help="the command that starts one run, after --")
-    command = parser.parse_args().command
+    parser.add_argument("command", nargs="*", help="the command that starts one run, after --")
+    parser.add_argument(
+        "--patterns", action="store_true", help="print words for tools/compare.py; run nothing"
+    )
+    arguments = parser.parse_args()
+    if arguments.patterns:
+        print(patterns(plan(dict(os.environ))))
+        return
+    if not arguments.command:
+        parser.error("give the command that starts one run, after --")
     signal.signal(signal.SIGTERM, end_runs)
-    sys.exit(sweep(command))
+    sys.exit(sweep(arguments.command))
 
 
 if __name__ == "__main__":
