@@ -28,6 +28,16 @@ def test_runs_of_one_configuration_are_one_curve(swept):
     assert steps[-1] == 12 and ms[-1] == pytest.approx(1000 * (b.seconds - a.seconds) / 2)
 
 
+def test_a_point_that_not_every_run_has_gets_no_marker():
+    long, short = [
+        (x, np.zeros(len(x))) for x in (np.array([0.0, 5.0, 10.0]), np.array([0.0, 10.0]))
+    ]
+    for curves, marker in (([long, short], ""), ([short, long], ""), ([long, long], "o")):
+        axis = plot.plt.figure().subplots()
+        plot.panel(axis, {"a": [0, 1]}, lambda run, curves=curves: curves[run], marker="o")
+        assert axis.lines[0].get_marker() == marker
+
+
 def test_groups_with_equal_titles_are_all_kept(swept, tmp_path):
     """Seeds 1 and 2 of one configuration, 3 and 4 of another, named alike."""
     for number, path in enumerate([*logs_of(swept, "0.005"), *logs_of(swept, "0.025")], 1):

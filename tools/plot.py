@@ -116,7 +116,7 @@ def panel(
             continue
         x, y = together(curves)
         # Interpolated points get no marker
-        measured = len(curves) == 1 or np.array_equal(x, curves[0][0])
+        measured = all(np.array_equal(x, points[0]) for points in curves)
         color = f"C{number % 10}"
         style = {"marker": marker if measured else "", "ms": 3.5, "lw": 1.4}
         axis.plot(x, y.mean(axis=0), color=color, label=name, **style)
