@@ -92,6 +92,16 @@ def test_training_losses_need_the_same_tokens(tmp_path):
     assert "in all 9 compared losses" in text
 
 
+def test_another_validation_text_is_not_compared(tmp_path):
+    there = CURVES["399"]["42"]["curve"][34][2]
+    text = log_of("399", "42").replace(f"val_loss:{there:.4f}", "val_loss:9.0000")
+    for tokens, expected in ((62_021_632, False), (1_000_000, True)):
+        start = f"model_params:9 val_tokens:{tokens} val_bytes:9 train_shards:1\nstep:0/"
+        ok, report = followed(tmp_path, "399", text.replace("step:0/", start, 1))
+        assert ok is expected
+        assert ("not compared: another validation text" in report) is expected
+
+
 def test_another_learning_rate_is_not_compared(tmp_path):
     """A faster machine begins its warmdown at a later step."""
     text = log_of("399", "42")

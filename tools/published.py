@@ -39,6 +39,7 @@ def rate_2135(step: int, seconds: float) -> float:
 
 
 RATES = {"399": rate_399, "1493": rate_1493, "2135": rate_2135}
+VAL_TOKENS_399 = 62_021_632  # targets of its validation text
 VOCABULARIES = {"399": "1024", "1493": "8192", "2135": "8192"}
 
 
@@ -120,6 +121,7 @@ def read_curves(name: str) -> dict[tuple[str, int], Published]:
 def rows_of(run: Run, name: str) -> Iterator[Row]:
     """The steps that both have, in order, training before validation."""
     curves = read_curves(name)
+    other_text = name == "399" and run.val_tokens not in (None, VAL_TOKENS_399)
     same_data = name == "399" and run.settings.get("SHUFFLE_SEED") == "0"
     rates = {
         point.step: point.fields["lr_scale"] for point in run.train if "lr_scale" in point.fields
@@ -139,6 +141,8 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         here, there = rates.get(step), published.rate
         if kind == "train" and not same_data:
             why_not = "other tokens"
+        elif kind == "val" and other_text:
+            why_not = "another validation text"
         elif not final and None not in (here, there) and abs(here - there) > SAME_RATE:
             why_not = f"learning rate {here:.2f} of the peak, there {there:.2f}"
         ours = point.fields[f"{kind}_loss"]

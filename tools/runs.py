@@ -85,6 +85,7 @@ class Run:
     step_seconds: float | None  # of these without GPTQ
     resumed: int  # how many times the run was resumed
     finished: bool  # to the end of its evaluation
+    val_tokens: int | None  # targets of the validation text
     scores: dict[str, Score]  # by name, in log order
     model_bytes: int | None
     code_bytes: int | None
@@ -193,6 +194,7 @@ def read_run(path: Path) -> Run:
         resumed=len(resumes),
         # The logs of other scripts end with their scores.
         finished=not ours or any(line.startswith("finished: ") for line in last),
+        val_tokens=_int(find(r"^model_params:.*? val_tokens:(\d+)")),
         train=train,
         val=val,
         steps=max(steps, default=None),
