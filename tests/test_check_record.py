@@ -52,6 +52,12 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     return result.returncode, lines
 
 
+def test_the_help_keeps_its_table():
+    text = run([CHECK, "--help"], {}, ROOT).stdout
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("    ok ")] == ["ok"]
+    assert re.search(r"\n    ok .*\n    FAIL .*\n    n/a ", text)
+
+
 FILES = ["README.md", "requirements.txt", "submission.json", "train_gpt.py"]
 FILES += ["train_seed1.log", "train_seed2.log"]
 
@@ -137,12 +143,13 @@ def as_record(text: str) -> str:
     )
 
 
-def test_a_record_needs_its_machine(made):
+def test_a_record_needs_its_machine(made, tmp_path):
     """It is told how to show its significance."""
     status, lines = checked(made(track="10min_16mb", change=as_record))
     assert status == 0, lines
     assert "n/a   a record" in "".join(lines["n/a"]) and "compare.py" in "".join(lines["n/a"])
-    status, lines = checked(made(track="10min_8mb"))
+    shutil.rmtree(tmp_path / "records")
+    status, lines = checked(made(track="10min_16mb"))
     assert status == 1 and "they ran on CPU" in "".join(lines["FAIL"])
 
 
@@ -277,12 +284,29 @@ def test_make_warns_and_quotes(swept, tmp_path, monkeypatch, capsys):
     fewer = re.sub(r"(?m)^step:1[12]/12 .*\n", "", second.read_text())
     fewer = re.sub(r"(?m)^stopping_early.*\n", "", fewer)
     monkeypatch.setattr(make_record, "ROOT", tmp_path / "two words")
-    about = ["--track", "t", "--name", "A", "--author", "Me", first, written(tmp_path, fewer)]
+    about = [
+        "--track",
+        "track_non_record_16mb",
+        "--name",
+        "A",
+        "--author",
+        "Me",
+        first,
+        written(tmp_path, fewer),
+    ]
     monkeypatch.setattr(sys, "argv", ["make_record.py", *map(str, about)])
     make_record.main()
     printed = capsys.readouterr()
     assert "warning: these runs have 10 to 12 steps" in printed.err
     assert Path(shlex.split(printed.out)[-1]).is_dir()
+
+
+def test_a_track_is_one_of_the_challenge(made, tmp_path, capsys):
+    for track in ("10mn_16mb", "track_10mn_16mb"):
+        with pytest.raises(SystemExit):
+            made(track=track)
+        assert "(choose from " in capsys.readouterr().err
+    assert not (tmp_path / "records").exists()
 
 
 def test_make_refuses(made, swept, tmp_path):

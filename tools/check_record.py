@@ -5,8 +5,10 @@ is broken.
     python tools/check_record.py records/track_10min_16mb/2026-11-21_mine
     python tools/check_record.py FOLDER --legality
 
-ok    the rule is kept, as far as the folder shows FAIL  the rule is broken n/a   the rule does not
-apply (a non-record need not run on 8 x H100) or could not be checked, with the reason
+    ok    the rule is kept, as far as the folder shows
+    FAIL  the rule is broken
+    n/a   the rule does not apply (a non-record need not run on 8 x H100) or could not be checked,
+          with the reason
 
 The program runs the folder's train_gpt.py (--help, and its evaluation with --legality), so check a
 stranger's folder in a container. Published folders can be checked too; what their logs do not

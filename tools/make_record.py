@@ -32,6 +32,7 @@ from program import run_program
 from runs import Run, UserError, mean_std
 
 CAP = train_gpt.SUBMISSION_CAP
+TRACKS = ("10min_16mb", "non_record_16mb")
 SECONDS = 600.0  # the challenge's limit for training, and for evaluation
 READABLE = "train_gpt.readable.py"
 
@@ -318,15 +319,16 @@ def main() -> None:
     parser.add_argument(
         "logs", nargs="+", help="text logs, one per seed; folders of logs and patterns"
     )
-    parser.add_argument("--track", required=True, help="10min_16mb, non_record_16mb, ...")
+    parser.add_argument(
+        "--track", required=True, type=lambda name: name.removeprefix("track_"), choices=TRACKS
+    )
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
     parser.add_argument("--github-id", default="", help="default: the author")
     arguments = parser.parse_args()
     given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
-    track = arguments.track.removeprefix("track_")
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
-    folder = make(members, given, track)
+    folder = make(members, given, arguments.track)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
     check = f"python tools/check_record.py {shlex.quote(str(folder))}"
