@@ -30,6 +30,8 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert first.returncode == second.returncode == 0, first.stderr
     assert first.stdout.count("== ") == 4 and "== " not in second.stdout
     assert first.stdout.endswith(second.stdout)
+    log = tmp_path / "a/work/base_seed1/logs/base_seed1.txt"
+    assert f"== base_seed1: progress in {log}; compiling takes minutes" in first.stdout
     base, still = json.loads(second.stdout.splitlines()[-1])["score"]
     found = [
         [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt") for seed in (1, 2)]
@@ -163,7 +165,8 @@ def test_side_by_side_runs_share_the_cores(monkeypatch):
 @pytest.mark.parametrize(
     "options, part",
     [
-        (["x: MATRIX_LRR=1"], "is not a variant: write"),
+        (["x: MATRIX_LRR=1"], "did you mean MATRIX_LR?"),
+        (["x: NOTHING=1"], "is not a variant: write"),
         ([": SEED=1"], "is not a variant: write"),
         (["QK_GAIN_INIT=4"], "is not a variant: write"),
         (["x: MATRIX_LR="], "is not a variant: write"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import shutil
 import sys
 
 import pytest
@@ -153,6 +154,13 @@ def test_the_program_repeats_itself(artifact, data, tmp_path):
     assert said("--seed", 2) != first
     greedy = said("--temperature", 0)
     assert greedy == said("--temperature", 0, "--seed", 2) != first
+
+
+def test_the_tokenizer_of_the_demonstration_is_named(artifact, data, tmp_path):
+    (tmp_path / "demo_data").mkdir()
+    shutil.copy(data / "tokenizer.model", tmp_path / "demo_data")
+    part = "does not exist: for the demonstration set TOKENIZER_PATH=demo_data/tokenizer.model"
+    assert_mistake([SAMPLE, artifact, "--prompt", "x"], tmp_path, part)
 
 
 def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):

@@ -324,6 +324,13 @@ def test_inspection(hyperparameters, tmp_path):
     assert sum(parts) == len(blob) and len(parts) == 3
 
 
+def test_a_checkpoint_is_named_as_one(tmp_path):
+    np.savez(tmp_path / "step_00000005.npz", metadata=np.zeros(1), weights=np.zeros(9))
+    inspect = ROOT / "tools" / "inspect_artifact.py"
+    part = "step_00000005.npz is a checkpoint: give logs/<RUN_ID>.int6.xz"
+    assert_mistake([inspect, "step_00000005.npz"], tmp_path, part)
+
+
 def test_entropy_is_per_matrix():
     codes = np.array([[[0, 1], [1, 0]], [[3, 3], [3, 3]]], dtype=np.int16)
     # One bit per code of the first matrix, none of the second

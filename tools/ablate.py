@@ -86,8 +86,8 @@ def variant(text: str) -> tuple[str, Variant]:
     name, _, rest = text.partition(":")
     rest, _, price = rest.partition("@")
     chosen = dict(pair.partition("=")[::2] for pair in rest.split())
-    unknown = [knob for knob in chosen if knob.lower() not in Hyperparameters.__dataclass_fields__]
-    if unknown or not (name and chosen and all(chosen.values())):
+    train_gpt.refuse_misspelt(chosen, sorted(runs.KNOBS))
+    if not (chosen.keys() <= runs.KNOBS and name and chosen and all(chosen.values())):
         raise UserError(
             f'{text!r} is not a variant: write "name: KNOB=value KNOB=value" with knobs of train_gpt.py --help'
         )
@@ -213,9 +213,10 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     environ = {**environ, "RUN_ID": run_id}
     if done := sweep.finished(environ, run_id):
         return done
-    print(f"== {run_id}", flush=True)
-    folder = Path("work", run_id)
+    folder = Path("work", run_id).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    log = folder / sweep.LOGS / f"{run_id}.txt"
+    print(f"== {run_id}: progress in {log}; compiling takes minutes the first time", flush=True)
     fault = sweep.execute(
         [sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder
     )

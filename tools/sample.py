@@ -136,6 +136,12 @@ class Tokenizer:
 def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, Tokenizer]:
     """The artifact's model and its tokenizer. Raises UserError if one of them cannot be used."""
     blob, hp = train_gpt.read_artifact(artifact, environ)
+    demonstration = Path("demo_data/tokenizer.model")
+    train_gpt.require(
+        Path(hp.tokenizer_path).exists() or not demonstration.exists(),
+        f"TOKENIZER_PATH={hp.tokenizer_path} does not exist: for the demonstration set "
+        f"TOKENIZER_PATH={demonstration}",
+    )
     tokenizer = Tokenizer(hp.tokenizer_path, hp.vocab_size)
     with train_gpt.reading_artifact(artifact):
         weights = train_gpt.load_artifact(blob)
