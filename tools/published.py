@@ -3,9 +3,9 @@
 `tools/compare.py LOG --published 399` prints this for a running or a finished log. The losses are
 in records/published/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
 record folders. A loss is compared where both runs have the same learning rate. Training losses are
-compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step. #2135 cuts the
-text of its validation otherwise, so none of its losses is compared; the page of `tools/report.py`
-draws them.
+compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step; validation
+losses for #399 only on a text of as many tokens. #2135 cuts the text of its validation otherwise,
+so none of its losses is compared; the page of `tools/report.py` draws them.
 """
 
 import json
