@@ -440,16 +440,11 @@ def knob_help() -> str:
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
 class Matrix(NamedTuple):
-    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16.
-
-    `bits` limits the range of the codes. After entropy coding a code takes about 4.6 bits, set by
-    the step size, which is clip / (2^(bits-1) - 1) standard deviations of the row."""
+    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
     reads: str  # the matrix whose Hessian it shares; "" for a lookup
-    bits: int = 8
-    clip: float = 20.0
     out: str = "dim"  # outputs: "dim", "kv" or "mlp"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
@@ -480,12 +475,10 @@ MATRICES = (
     Matrix("up", "mlp_bank", reads="up", out="mlp", normed=True),
     Matrix("down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
 )
-# Rounding the token embedding, a fiftieth of the weights at 1,024 pieces, costs as much as rounding
-# all others at ten times the step. `code_range` widens its step for larger vocabularies.
 TABLES = (
-    Matrix("tok_emb", "", "tok_emb", bits=10, clip=8.0),
-    Matrix("bigram_emb", "", "", clip=16.0),
-    Matrix("bigram_proj", "", "bigram_proj", bits=9, clip=12.0),
+    Matrix("tok_emb", "", "tok_emb"),
+    Matrix("bigram_emb", "", ""),
+    Matrix("bigram_proj", "", "bigram_proj"),
 )
 BANKS = {one.bank: [kind for kind in MATRICES if kind.bank == one.bank] for one in MATRICES}
 
@@ -1305,9 +1298,7 @@ class Run:
         try:
             self.backward(batch, kind)
             if self.hp.gptq_batches:
-                rows = batch.chunk(self.accumulation)[0]
-                with torch.no_grad():
-                    self.model(rows[:, :-1].to(torch.int64))
+                Calibration(self.model, 1).add(batch.chunk(self.accumulation)[0])
         except torch.OutOfMemoryError:
             full = True
         self.optimizer.clear()
@@ -1511,14 +1502,14 @@ class Run:
         raise error
 
     def finish(self) -> tuple[str, dict[str, Tensor]]:
-        """Average the weights and calibrate GPTQ, within the wall clock. Returns (name of the
-        average, Hessians)."""
+        """Average the weights and calibrate the export, within the wall clock. Returns (name of the
+        average, `Calibration.sums`)."""
         batches, first = self.hp.gptq_batches, self.clock.step + 1
         self.log.stage("GPTQ" if batches else "averaging")
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_banks()
-        hessians, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
+        calibration, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
         self.clock.pause()
         if batches:
             seconds = self.clock.elapsed()
@@ -1530,17 +1521,15 @@ class Run:
                 train_seconds=seconds,
                 wall_seconds=took,
             )
-        return averaged, hessians
+        return averaged, calibration
 
-    @torch.no_grad()
     def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
-        """(GPTQ's Hessians by matrix, over the batches of these steps on all ranks; seconds)."""
+        """(`Calibration.sums` over the batches of these steps on all ranks; seconds)."""
         started = time.perf_counter()
-        collected = Hessians(self.model)
-        how = Pass(self.hp.visits(), doc_len=self.hp.doc_len)
+        collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
         for step in steps:
             for rows in self.loader.batch(step).chunk(self.accumulation):
-                self.model(rows[:, :-1].to(torch.int64), how=how, observe=collected)
+                collected.add(rows)
         for total in collected.sums.values():
             self.comm.all_reduce(total)()
         self.runtime.synchronize()
@@ -2089,20 +2078,15 @@ def warm_up_lora(scorer: Evaluator) -> None:
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
-def code_range(
-    kind: Matrix, hp: Hyperparameters, step_scale: float = 1.0
-) -> tuple[int, float | None]:
-    """(bits, range of the codes in standard deviations of a row). #399's rule: int6 for the blocks,
-    int8 for the rest, and None."""
+FINEST = 0.0005  # nats per token that rounding with the finest steps costs
+
+
+def code_range(kind: Matrix, hp: Hyperparameters) -> tuple[int, float | None]:
+    """(bits, range of the codes in standard deviations of a row), in QAT and without calibration.
+    #399's rule: int6 for the blocks, int8 for the rest, and None."""
     if hp.row_range == "published":
         return (6 if kind.bank else 8), None
-    clip = kind.clip * step_scale
-    if kind.name == "tok_emb":
-        # A piece of a larger vocabulary is rarer, so its row needs less precision: a tenth of the
-        # matrices' step up to 1,024 pieces, about half at 8,192 (docs/log.md). A narrower range
-        # would cut weights off.
-        clip *= max(1.0, (hp.vocab_size / 1024) ** 0.75)
-    return kind.bits, clip
+    return (8, 20.0) if kind.bank else (10, 10.0)
 
 
 def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
@@ -2117,8 +2101,11 @@ def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
     else:
         reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
         dropped = 20
-    scale = reach / (2 ** (bits - 1) - 1)
-    # Rounded as an integer, as a compiler could drop two casts.
+    return round_scale(reach / (2 ** (bits - 1) - 1), dropped)
+
+
+def round_scale(scale: Tensor, dropped: int) -> Tensor:
+    """Without the last bits of fp32. Rounded as an integer, as a compiler could drop two casts."""
     rounded = (scale.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
     return rounded.view(torch.float32)
 
@@ -2129,18 +2116,43 @@ def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
     return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
 
 
-class Hessians:
-    """Observes a forward: sums of x^T x (L or 1, in, in) over the inputs x of each matrix."""
+class Calibration:
+    """Sums over `tokens` tokens for the export: as NAME of a matrix x^T x (L or 1, in, in) of its
+    inputs x, and as NAME.cost (L or 1, out) the nats per token that a squared error of 1 costs, if
+    all weights of the model were as sensitive as those of the row. That is half the mean square of
+    the gradient of a token's loss."""
 
-    def __init__(self, model: GPT):
+    def __init__(self, model: GPT, tokens: int):
+        self.model, self.parameters = model, dict(model.named_parameters())
+        self.how = Pass(model.hp.visits(), doc_len=model.hp.doc_len)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        self.weight = (count / (2 * tokens)) ** 0.5
+        self.random = torch.Generator().manual_seed(0)
         self.sums: dict[str, Tensor] = {}
-        matrices = model.matrices()
-        for kind in (*MATRICES, *TABLES):
-            if layers := matrices.get(kind.reads):
-                first = layers[0]
-                shape = len(layers), first.size(1), first.size(1)
-                self.sums[kind.reads] = torch.zeros(shape, device=first.device)
+        for kind, name, view in export_views(self.parameters):
+            if kind:
+                self.sums[f"{name}.cost"] = torch.zeros(view.shape[:2], device=view.device)
+            if kind and kind.reads == name:
+                shape = len(view), view.size(2), view.size(2)
+                self.sums[name] = torch.zeros(shape, device=view.device)
 
+    def add(self, batch: Tensor) -> None:
+        """Observe a micro-batch (B, T + 1).
+
+        A backward has the gradient of a sum over tokens. With random weights of mean 0 and variance
+        1 its square is, on average, the sum of the tokens' squares."""
+        for rows in batch.to(torch.int64).chunk(4):  # without compiling, a forward keeps more
+            nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.how, observe=self)
+            weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
+            loss = (nats * weights).sum() * self.weight
+            grads = torch.autograd.grad(
+                loss, list(self.parameters.values()), materialize_grads=True
+            )
+            for kind, name, grad in export_views(dict(zip(self.parameters, grads, strict=True))):
+                if kind:
+                    self.sums[f"{name}.cost"] += grad.float().square().mean(dim=-1)
+
+    @torch.no_grad()
     def __call__(self, name: str, layer: int, x: Tensor) -> None:
         # The MLP normalises behind its first matrix, so x is not normalised yet.
         rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
@@ -2154,22 +2166,29 @@ class Hessians:
             matmul.fp32_precision = before
 
 
-def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int = 128) -> Tensor:
-    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
-    Hessian (L, in, in).
-
-    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
-    ones compensate each error along the inverse Hessian. The diagonal is raised by 1 % of its mean,
-    also for inputs that are all 0."""
+def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
+    of the Hessian in this order). The diagonal is raised by this part of its mean, also for inputs
+    that are all 0."""
     hessian = hessian.clone()
     diagonal = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in), a view
     order = diagonal.argsort(dim=-1, descending=True)
     mean = diagonal.mean(dim=-1, keepdim=True)
-    diagonal += torch.where(mean > 0, 0.01 * mean, 1.0)
+    diagonal += torch.where(mean > 0, damping * mean, 1.0)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    factor = torch.linalg.cholesky(inverse, upper=True).float()  # (L, in, in)
+    return order, torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def gptq(
+    weights: Tensor, order: Tensor, factor: Tensor, scale: Tensor, bits: int, block: int = 128
+) -> Tensor:
+    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
+    `inverse_factor`.
+
+    GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
+    ones compensate each error along the inverse Hessian."""
     remaining = torch.take_along_dim(weights, order[:, None], 2)
     codes = []
     for first in range(0, weights.size(-1), block):
@@ -2185,13 +2204,41 @@ def gptq(weights: Tensor, hessian: Tensor, scale: Tensor, bits: int, block: int 
     return torch.take_along_dim(torch.cat(codes, dim=2), order.argsort()[:, None], 2)
 
 
+def quantise(
+    kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor], loss: float
+) -> tuple[Tensor, Tensor]:
+    """(codes, steps (L, out, 1)) of rows (L, out, in), where rounding all matrices so costs
+    `loss` nats per token.
+
+    A weight costs step^2 / 12, times its sensitivity, and an octave of its step is worth a bit. So
+    the loss at given bytes is least where all weights cost alike."""
+    bits, clip = code_range(kind, hp)
+    hessian = calibration.get(kind.reads)
+    # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not seen.
+    factor = None if hessian is None else inverse_factor(hessian, 0.1 if clip else 0.01)
+    if calibration and clip:
+        cost = calibration[f"{kind.name}.cost"]
+        if factor:
+            # GPTQ leaves the pivots of a Hessian where rounding leaves its diagonal.
+            pivots = factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
+            left = pivots.mean(dim=-1) / hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
+            cost = (cost * left[:, None]).nan_to_num(0.0)  # of inputs that are all 0
+        # Rows that the calibration has hardly seen are not free of cost.
+        cost = (cost + 0.05 * cost.mean(dim=-1, keepdim=True))[..., None]
+        largest = rows.abs().amax(dim=-1, keepdim=True)
+        wanted = (12 * loss / cost).sqrt().clamp(largest / 2000, 64 * largest)
+        bits, scale = 12, round_scale(wanted, 20)
+    else:
+        scale = row_scales(rows, bits, clip and clip * (loss / FINEST) ** 0.5)
+    return gptq(rows, *factor, scale, bits) if factor else to_codes(rows, scale, bits), scale
+
+
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 11
+ARTIFACT_VERSION = 12
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
-MAX_OCTAVES = 4.0  # by which TARGET_BYTES may widen the steps
 # These hold the steps of ROW_RANGE exactly.
 STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
 
@@ -2225,23 +2272,18 @@ def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, st
 def pack_artifact(
     weights: dict[str, Tensor],
     hp: Hyperparameters,
-    hessians: dict[str, Tensor] | None = None,
+    calibration: dict[str, Tensor] | None = None,
     metadata: dict | None = None,
-    step_scale: float = 1.0,
+    loss: float = FINEST,
 ) -> bytes:
-    """The artifact's bytes (docs/formats.md), with steps `step_scale` times as wide."""
+    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
     encode, _ = CODERS[hp.compressor]
     streams, plain = [], []
     for kind, _, tensor in export_views(weights):
         if kind is None:
             values = tensor.half()
         else:
-            bits, clip = code_range(kind, hp, step_scale)
-            scale = row_scales(tensor, bits, clip)
-            if hessians and kind.reads in hessians:
-                codes = gptq(tensor, hessians[kind.reads], scale, bits)
-            else:
-                codes = to_codes(tensor, scale, bits)
+            codes, scale = quantise(kind, tensor, hp, calibration or {}, loss)
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
             values = scale.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
@@ -2250,7 +2292,7 @@ def pack_artifact(
         "version": ARTIFACT_VERSION,
         **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
         "row_range": hp.row_range,
-        "step_scale": step_scale,
+        "expected_loss": loss if calibration and hp.row_range != "published" else None,
         "coder": hp.compressor,
         **(metadata or {}),
         "code_bytes": [len(stream) for stream in streams],
@@ -2268,37 +2310,31 @@ def pack_artifact(
 def fit_artifact(
     weights: dict[str, Tensor],
     hp: Hyperparameters,
-    hessians: dict[str, Tensor] | None,
+    calibration: dict[str, Tensor],
     metadata: dict,
     max_bytes: float,
     log: Callable,
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
-    tables'; the smallest one if none fits."""
-    pack = functools.partial(pack_artifact, weights, hp, hessians, metadata)
-    blob = pack()
-    if len(blob) <= max_bytes:
-        return blob
-    best = pack(2**MAX_OCTAVES)
-    fine, coarse = (len(blob), 0.0), (len(best), MAX_OCTAVES)  # (bytes, octaves of wider steps)
-    slack = max_bytes / 1000
+    finest; a larger one if none fits."""
+    weights_per_byte = sum(tensor.numel() for tensor in weights.values()) / 8
+    best, slack = b"", max_bytes / 1000
+    low, loss, high = 0.0, FINEST, math.inf
     for turn in range(12):
-        if len(best) >= max_bytes - slack:  # close enough, or even the widest steps do not fit
-            break
-        octaves = np.interp(max_bytes - slack / 2, *zip(coarse, fine, strict=True))
-        if turn % 2:  # one end alone may move for long
-            octaves = (fine[1] + coarse[1]) / 2
-        blob = pack(float(2**octaves))
-        log(
-            f"export: steps {2**octaves:.3f} times wider give {len(blob)} bytes; "
-            f"{max_bytes} are available"
-        )
-        if len(blob) > max_bytes:
-            fine = len(blob), octaves
+        blob = pack_artifact(weights, hp, calibration, metadata, loss)
+        if len(blob) <= max_bytes:
+            best, high = max(best, blob, key=len), loss
         else:
-            coarse = len(blob), octaves
-            best = max(best, blob, key=len)
-    return best
+            low = loss
+        if len(best) >= max_bytes - slack or (best and loss == FINEST):
+            break
+        log(f"export: {len(blob)} bytes, {max_bytes} are available")
+        # A bit per weight is worth a factor of 4. Where steps are alike, bytes fall in stairs.
+        loss *= 4 ** ((len(blob) - max_bytes + slack / 2) / weights_per_byte)
+        loss = max(loss, 1.1 * low)
+        if loss >= high or (best and turn % 3 == 2):
+            loss = math.sqrt(low * high)
+    return best or blob
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
@@ -2419,7 +2455,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         run = prepare(hp, runtime, log)
         with contextlib.closing(run.loader):
             run.train()
-            averaged, hessians = run.finish()
+            averaged, calibration = run.finish()
         if memory := peak_memory(runtime.device):
             sizes = " ".join(f"{kind}: {size} MiB" for kind, size in memory.items())
             log(f"peak memory {sizes}", event="peak_memory", **memory)  # in the challenge's words
@@ -2441,7 +2477,7 @@ def train_and_score(hp: Hyperparameters) -> None:
             "weights": averaged,
             "val_bpb": before.bits_per_byte,
         }
-        blob, total = export(run, hessians, training)
+        blob, total = export(run, calibration, training)
         run.model.load_state_dict(load_artifact(blob))
         score = score_artifact(run.model, run.make_scorer, hp, log)
         run.checkpoints.written.result()
@@ -2535,7 +2571,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     }
 
 
-def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes, int]:
+def export(run: Run, calibration: dict[str, Tensor], training: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact, with facts about the training. Returns its
     bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.runtime.comm
@@ -2547,17 +2583,20 @@ def export(run: Run, hessians: dict[str, Tensor], training: dict) -> tuple[bytes
     log.stage("export")
     if comm.rank == 0:
         count = sum(w.numel() for w in weights.values())
-        log(f"export: coding {count:,} weights, {'GPTQ' if hessians else 'plain'}")
+        log(f"export: coding {count:,} weights, {'GPTQ' if calibration else 'plain'}")
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
-        blob = fit_artifact(weights, hp, hessians, metadata, max_bytes, log)
+        blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log)
         kept = blob, keep_artifact(blob, log)
     blob, path = comm.broadcast(kept)
     require(
         len(blob) <= max_bytes,
-        f"TARGET_BYTES={hp.target_bytes} cannot be met: steps {2**MAX_OCTAVES:.0f} times wider "
-        f"give {len(blob)} bytes, kept as {path}; {max_bytes} are available; "
+        f"TARGET_BYTES={hp.target_bytes} cannot be met: the widest steps give {len(blob)} bytes, "
+        f"kept as {path}; {max_bytes} are available; "
         "make the model smaller",
     )
+    if loss := open_artifact(blob)[0]["expected_loss"]:
+        bits = 8 * len(blob) / sum(tensor.numel() for tensor in weights.values())
+        log(f"export: {bits:.2f} bits per weight, expected loss of rounding {loss:.4f} nats")
     total = len(blob) + CODE_BYTES
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     log(
@@ -3076,23 +3115,25 @@ def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
 
 def encode_ans(codes: np.ndarray) -> bytes:
     """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
-    frequencies per class of columns: those whose mean |code| is the same, in thirds of an octave
-    (docs/formats.md). Exact on every machine."""
+    frequencies per class of codes: the mean |code| of the row and that of the column, relative to
+    the rows, in thirds of an octave (docs/formats.md). Exact on every machine."""
     import constriction
 
-    mean = np.abs(codes).mean(axis=1, dtype=np.float32)  # (L, in)
-    bucket = np.rint(ANS_BUCKETS * np.log2(np.maximum(mean, 1 / 64)))
-    classes = (bucket - bucket.min()).astype(np.uint8)
+    sizes = np.abs(codes).astype(np.float32)
+    rows = np.maximum(sizes.mean(axis=2, keepdims=True), 1 / 64)  # (L, out, 1)
+    columns = np.maximum((sizes / rows).mean(axis=1), 1 / 64)  # (L, in)
+    buckets = [np.rint(ANS_BUCKETS * np.log2(part)).ravel() for part in (rows, columns)]
+    numbers = np.concatenate([part - part.min() for part in buckets]).astype(np.uint8)
     least = int(codes.min())
     symbols = codes.astype(np.int32) - least
-    parts = [symbols.ravel()[places] for places in positions_by_class(classes, codes.shape)]
+    parts = [symbols.ravel()[places] for places in positions_by_class(numbers, codes.shape)]
     count = int(symbols.max()) + 1
     tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
     coder = constriction.stream.stack.AnsCoder()
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
         if np.count_nonzero(table) > 1:
             coder.encode_reverse(part, distribution(table))
-    side = struct.pack("<3h", least, *tables.shape) + classes.tobytes()
+    side = struct.pack("<3h", least, *tables.shape) + numbers.tobytes()
     side = lzma_pack(side + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
@@ -3102,15 +3143,14 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     another shape."""
     import constriction
 
-    layers, _, width = shape
+    layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
     side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
-    columns = layers * width
-    raw = lzma_unpack(side, columns + (1 << 21))  # room for 256 tables of 4,000 symbols
+    end = 6 + layers * (out + width)
+    raw = lzma_unpack(side, end + (1 << 22))  # room for 512 tables of 4,000 symbols
     least, number, count = struct.unpack_from("<3h", raw)
-    classes = np.frombuffer(raw, np.uint8, columns, offset=6).reshape(layers, width)
-    tables = np.frombuffer(raw, "<u2", offset=6 + columns).reshape(number, count)
-    positions = positions_by_class(classes, shape)
+    tables = np.frombuffer(raw, "<u2", offset=end).reshape(number, count)
+    positions = positions_by_class(np.frombuffer(raw[6:end], np.uint8), shape)
     used = [len(places) > 0 for places in positions]
     fit = len(used) == number and (tables.sum(axis=1)[used] == ANS_TOTAL).all()
     require(fit, "its tables of frequencies do not fit")
@@ -3125,12 +3165,14 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return codes.reshape(shape)
 
 
-def positions_by_class(classes: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
-    """The positions of the codes of each class, in codes of this shape, given the classes of their
-    columns (L, in)."""
-    all_codes = np.broadcast_to(classes[:, None, :], shape).ravel()
-    order = all_codes.argsort(kind="stable")
-    return np.split(order, np.bincount(all_codes).cumsum()[:-1])
+def positions_by_class(numbers: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
+    """The positions of the codes of each class, in codes of this shape (L, out, in). A class is the
+    sum of the numbers of a row and a column; `numbers` has those of all rows, then columns."""
+    layers, out, width = shape
+    rows, columns = np.split(numbers.astype(np.int16), [layers * out])
+    classes = (rows.reshape(layers, out, 1) + columns.reshape(layers, 1, width)).ravel()
+    order = classes.argsort(kind="stable")
+    return np.split(order, np.bincount(classes).cumsum()[:-1])
 
 
 def frequencies(counts: np.ndarray) -> np.ndarray:

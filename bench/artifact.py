@@ -11,9 +11,9 @@ come first, then the published container (torch.save, then xz -9e), and xz, zstd
 where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
-averaged weights with plain rounding, GPTQ and the published rule, each as large as TARGET_BYTES
-permits. It loads every artifact and scores it with non-overlapping windows. --sizes are fractions
-of GPTQ's bytes with the step sizes of the tables.
+averaged weights with plain rounding, with calibration (GPTQ) and by the published rule. It loads
+every artifact and scores it with non-overlapping windows. --sizes are fractions of GPTQ's bytes
+with the finest steps. `expected` is the predicted loss in bits per byte.
 
 The last line is JSON.
 """
@@ -238,7 +238,7 @@ def compare_quantisation(
     training = train_gpt.Run(hp, runtime, log, val)
     training.warm_up()
     training.train()
-    averaged, hessians = training.finish()
+    averaged, calibration = training.finish()
     training.loader.close()
     weights = training.optimizer.weights()
 
@@ -253,9 +253,9 @@ def compare_quantisation(
     print(
         f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens"
     )
-    print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'steps x':>9}{'seconds':>9}")
+    print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'expected':>10}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
-    full = len(train_gpt.pack_artifact(weights, hp, hessians))
+    full = len(train_gpt.pack_artifact(weights, hp, calibration))
     cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [
         ("published", math.inf)
     ]
@@ -267,11 +267,12 @@ def compare_quantisation(
             else hp
         )
         began = time.perf_counter()
-        guides = hessians if way == "GPTQ" else {}
+        guides = calibration if way == "GPTQ" else {}
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
         training.model.load_state_dict(train_gpt.load_artifact(blob))
-        steps = math.nan if way == "published" else train_gpt.open_artifact(blob)[0]["step_scale"]
+        expected = train_gpt.open_artifact(blob)[0]["expected_loss"] or math.nan
+        expected *= val.targets / val.total_bytes / math.log(2)
         bpb = score()
         lost = bpb - before
         rows.append(
@@ -280,12 +281,13 @@ def compare_quantisation(
                 "bytes": len(blob),
                 "bpb": bpb,
                 "lost": lost,
-                "steps": steps,
+                "expected": expected,
                 "seconds": seconds,
             }
         )
         print(
-            f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{steps:9.3f}{seconds:9.1f}", flush=True
+            f"{way:12}{len(blob):11}{bpb:10.4f}{lost:+10.4f}{expected:10.4f}{seconds:9.1f}",
+            flush=True,
         )
     print(json.dumps({"bench": "quantisation", "rows": rows}))
     return rows

@@ -68,15 +68,10 @@ def test_training(elsewhere, changes):
 def test_export(elsewhere):
     """Up to the codes. The coder runs on the CPU."""
     run = elsewhere()
-    weights, (hessians, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
+    weights, (calibration, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
     for kind, _, tensor in train_gpt.export_views(weights):
         if kind is not None:
-            bits, clip = train_gpt.code_range(kind, run.hp)
-            scale = train_gpt.row_scales(tensor, bits, clip)
-            codes = train_gpt.to_codes(tensor, scale, bits)
-            if kind.reads:
-                codes = train_gpt.gptq(tensor, hessians[kind.reads], scale, bits)
-            assert on_device(scale, codes)
+            assert on_device(*train_gpt.quantise(kind, tensor, run.hp, calibration, 1e-9))
             seen += 1
     assert seen == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
 

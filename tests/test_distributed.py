@@ -51,11 +51,11 @@ def test_ranks_agree_with_one_rank(ranks, node, env, tmp_path, one_rank_found):
         for name, expected in one_rank_found[kind].items():
             moved = (expected - initial[name]).norm()
             assert moved > 0 and (found[kind][name] - expected).norm() < 2e-4 * moved, name
-    for name, expected in one_rank_found["hessians"].items():
-        assert (
-            expected.norm() > 0
-            and (found["hessians"][name] - expected).norm() < 1e-4 * expected.norm()
-        ), name
+    for name, expected in one_rank_found["calibration"].items():
+        # The sums of random gradients are of other tokens.
+        limit = 1.0 if name.endswith(".cost") else 1e-4
+        change = (found["calibration"][name] - expected).norm() / expected.norm()
+        assert expected.norm() > 0 and change < limit, name
 
 
 def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):

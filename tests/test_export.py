@@ -113,7 +113,7 @@ def test_gptq_is_the_greedy_solution(block):
     weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
     hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
     scale = train_gpt.row_scales(weights, 5, 6.0)
-    found = train_gpt.gptq(weights, hessian, scale, 5, block)
+    found = train_gpt.gptq(weights, *train_gpt.inverse_factor(hessian, 0.01), scale, 5, block)
     for layer in range(2):
         h = hessian[layer].double()
         h = h + 0.01 * h.diagonal().mean() * torch.eye(20)
@@ -134,9 +134,8 @@ def test_gptq_without_activations_is_rounding():
     weights = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(1))
     scale = train_gpt.row_scales(weights, 6, 8.0)
     for hessian in (torch.zeros(2, 12, 12), torch.eye(12).expand(2, 12, 12)):
-        assert torch.equal(
-            train_gpt.gptq(weights, hessian, scale, 6), train_gpt.to_codes(weights, scale, 6)
-        )
+        codes = train_gpt.gptq(weights, *train_gpt.inverse_factor(hessian, 0.01), scale, 6)
+        assert torch.equal(codes, train_gpt.to_codes(weights, scale, 6))
 
 
 def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -154,20 +153,110 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, run_of):
     noise(run.model, seed=3, size=0.05)
     real, products = train_gpt.F.linear, []
     monkeypatch.setattr(train_gpt.F, "linear", lambda x, w: products.append((x, w)) or real(x, w))
-    hessians, _ = run.calibrate(range(1))
+    sums, _ = run.calibrate(range(1))
     with torch.no_grad():
         matrices = run.model.matrices()
+    hessians = {name: total for name, total in sums.items() if not name.endswith(".cost")}
     kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]
     assert {kind.name for kind in kinds} == set(matrices)
     assert {kind.reads for kind in kinds} == set(hessians)
     for kind in kinds:
         assert len(hessians[kind.reads]) == len(matrices[kind.name])
         for layer, matrix in enumerate(matrices[kind.name]):
-            (x,) = [x for x, joint in products if holds(joint, matrix)]
+            inputs = [x.detach() for x, joint in products if holds(joint, matrix)]
+            x = torch.cat(inputs).flatten(0, 1)
             x = train_gpt.rms_norm(x) if kind.name == "up" else x  # normalised after the product
-            torch.testing.assert_close(
-                hessians[kind.reads][layer], x.flatten(0, 1).T @ x.flatten(0, 1)
-            )
+            torch.testing.assert_close(hessians[kind.reads][layer], x.T @ x, rtol=1e-4, atol=1e-4)
+
+
+def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
+    """Half their mean, against one backward per token. Weights that are all 1 for one token and 0
+    for the others take the place of the random ones."""
+    run = run_of(TRAIN_BATCH_TOKENS=32)
+    noise(run.model, seed=3, size=0.05)
+    rows = run.loader.batch(0)
+    count = rows.size(0) * (rows.size(1) - 1)
+    share = sum(p.numel() for p in run.model.parameters()) / (2 * count)
+    calibration = train_gpt.Calibration(run.model, count)
+    tokens = iter(torch.eye(count).reshape(count, rows.size(0), -1))
+    monkeypatch.setattr(train_gpt.torch, "randn", lambda *_, **__: next(tokens))
+    expected = {name: 0.0 for name in calibration.sums if name.endswith(".cost")}
+    for place in range(count):
+        calibration.add(rows)
+        nats = run.model(rows[:, :-1].long(), rows[:, 1:].long(), "none").flatten()[place]
+        names, parameters = zip(*run.model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(nats, parameters, materialize_grads=True)
+        for kind, name, grad in train_gpt.export_views(dict(zip(names, grads, strict=True))):
+            if kind:
+                expected[f"{name}.cost"] += grad.square().mean(dim=-1) * share
+    for name, squares in expected.items():
+        torch.testing.assert_close(calibration.sums[name], squares)
+
+
+def test_random_weights_separate_the_tokens(run_of):
+    """The mean over many backwards of a batch is that of one backward per token."""
+    run = run_of(TRAIN_BATCH_TOKENS=32)
+    noise(run.model, seed=3, size=0.05)
+    rows = run.loader.batch(0)
+    ids, targets = rows[:, :-1].long(), rows[:, 1:].long()
+    calibration = train_gpt.Calibration(run.model, 60 * targets.numel())
+    for _ in range(60):
+        calibration.add(rows)
+    exact, share = 0.0, sum(p.numel() for p in run.model.parameters()) / (2 * targets.numel())
+    for nats in run.model(ids, targets, "none").flatten():
+        (grad,) = torch.autograd.grad(nats, run.model.tok_emb, retain_graph=True)
+        exact += grad.square().mean(dim=-1) * share
+    found = calibration.sums["tok_emb.cost"][0]
+    assert (found - exact).norm() < 0.2 * exact.norm()
+
+
+def test_steps_follow_from_the_cost_of_a_row():
+    """By hand: a row that costs four times as much has half the step, whatever its weights. GPTQ
+    leaves nothing to the cost of an input that another one determines."""
+    kind = train_gpt.TABLES[0]
+    hp, rows = Hyperparameters(), torch.tensor([[[0.5, -0.25], [1.0, 0.0], [0.0, 0.0]]])
+    squares = torch.tensor([[4.0, 1.0, 1.0]])
+    calibration = {"tok_emb": torch.eye(2)[None], "tok_emb.cost": squares}
+    codes, steps = train_gpt.quantise(kind, rows, hp, calibration, 1 / 12 * 0.04)
+    # The costs are 1.1 (damping) times the squares and 5 % of their mean, 2; four bits are left.
+    wanted = (0.04 / (1.1 * (squares + 0.1))).sqrt()
+    assert ((steps[0, :2, 0] / wanted[0, :2] - 1).abs() < 1 / 16).all() and steps[0, 2] == 0
+    assert torch.equal(codes[:, :2], (rows / steps).round()[:, :2]) and not codes[0, 2].any()
+    unseen = calibration | {"tok_emb.cost": torch.tensor([[4.0, 0.0, 0.0]])}
+    steps_unseen = train_gpt.quantise(kind, rows, hp, unseen, 1 / 12 * 0.04)[1]
+    share = (1.1 * 0.05 * 4 / 3 / 0.04) ** -0.5
+    assert steps_unseen[0, 1, 0] == pytest.approx(share, rel=1 / 16), "5 % of the mean"
+    together = torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])
+    wider = train_gpt.quantise(kind, rows, hp, calibration | {"tok_emb": together}, 1 / 300)[1]
+    assert (wider[0, :2] > 1.2 * steps[0, :2]).all()
+    # A step is at most 64 times the largest weight, and its codes have 12 bits.
+    for loss, expected in ((1e9, 64), (1e-12, 1 / 2000)):
+        steps = train_gpt.quantise(kind, rows, hp, calibration, loss)[1][0, :, 0]
+        assert ((steps - expected * torch.tensor([0.5, 1, 0])).abs() <= steps / 16).all()
+
+
+def test_rounding_costs_what_was_expected(run_of):
+    """The loss of a trained model's artifact, without the part that is linear in the errors."""
+    run = run_of(TRAIN_BATCH_TOKENS=1024)
+    for step in range(60):
+        run.train_step(step, train_gpt.StepSettings(1 - step / 60, 0.9, False, 32))
+    calibration, _ = run.calibrate(range(60, 68))
+    weights = run.optimizer.weights()
+    batches = [run.loader.batch(step) for step in range(100, 110)]
+
+    def score(tensors) -> float:
+        run.model.load_state_dict(tensors)
+        with torch.no_grad():
+            losses = [run.model(rows[:, :-1].long(), rows[:, 1:].long()) for rows in batches]
+        return float(torch.stack(losses).double().mean())
+
+    for loss in (0.004, 0.016):
+        blob = train_gpt.pack_artifact(weights, run.hp, calibration, loss=loss)
+        assert train_gpt.open_artifact(blob)[0]["expected_loss"] == loss
+        rounded = train_gpt.load_artifact(blob)
+        mirrored = {name: 2 * weights[name] - rounded[name] for name in weights}
+        found = (score(rounded) + score(mirrored)) / 2 - score(weights)
+        assert loss / 3 < found < 3 * loss
 
 
 # Coders
@@ -223,28 +312,30 @@ def entropy_bits(codes) -> float:
 
 
 def test_entropy_coder_comes_close_to_the_entropy_and_below_it():
-    """0.5 % above that of codes without structure; below it if sizes depend on the column."""
+    """0.7 % above that of codes without structure; below it if sizes depend on row or column."""
     draw = np.random.default_rng(1)
-    plain = np.rint(draw.normal(0, 6, (4, 256, 512))).astype(np.int16)
+    plain = draw.normal(0, 6, (4, 256, 512))
     columns = np.exp(draw.normal(0, 0.5, (4, 1, 512)))
-    scaled = np.clip(np.rint(draw.normal(0, 6, (4, 256, 512)) * columns), -127, 127)
-    scaled = scaled.astype(np.int16)
-    ratios = [
-        8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes) for codes in (plain, scaled)
-    ]
-    assert 1.0 < ratios[0] < 1.005 and ratios[1] < 0.97
+    rows = np.exp(draw.normal(0, 0.5, (4, 256, 1)))
+    ratios = []
+    for codes in (plain, plain * columns, plain * rows, plain * rows * columns):
+        codes = np.clip(np.rint(codes), -127, 127).astype(np.int16)
+        ratios.append(8 * len(train_gpt.encode_ans(codes)) / entropy_bits(codes))
+    assert 1.0 < ratios[0] < 1.007 and max(ratios[1:3]) < 0.97 and ratios[3] < 0.95, ratios
 
 
 # fmt: off
 GOLDEN = (
-    "db000000e0016f00d300007ac1b4ac0436df56e7c73506ef08f7d2d5ae9fe02c4b456b54eeff94ce64f54149d5dcdbc23095d6578ef532f3a2baea76"
-    "bced84ed33266abe0b48927899ba7b02c7647726f14c3e11366a028828161bb037a3133fd5563f446c2adc260c28e9472c7ee4cf34cb37b9b1743cf5"
-    "92821e9315a2147d85a5d23517708acee6ecd4f939dbf5dab6de71535aa6dea30b56a14d8be79392232ebe93d6b2a5c7cee60c9b4f48d3987f7f3f27"
-    "0fa5f23ecc4d9e1b52caf0de866488d816dd821d3001aaa95bc28811e6d72066cba24d8bf48ebbf9b8e10009069a708eb0f70f9fc14b851dadebeaf7"
-    "5a6f47bb526a95c2ad82d9febec9872dadabe4d6ac52266f7189971dc3154ae211a95e54483f0df46cbfe02a6d36a40d2fe8bbf7f70f07a917561b0a"
-    "852bb4efcdd6688ac82a796447676b642e4ee45101f9dd2f696493fbd320e796ce72250248a13d6ae2b7c851d23a678615e777e33d60730fa82ca86c"
-    "d172467e6e38d14e91230543ebbf2a506b22c588b6c8b8032525fe162affa6291aef89d39036de1a492a1e8cc63714478eb0d5f4364ac7b77aa70d05"
-    "2cef6474dabfe95721fd2c84d0d923b517b5605850388204c78732b1293bbcab748c016e1b0200"
+    "5c010000e00423015400007541b75e831be0a27e1da247be8e1662ef84cb6b13df7dec8ab39d97bcbb32a9b00cc870c7745eabd25ec9c460bcf9f140"
+    "02cd64cf9aa5d1a349377c761870e5741075b6305ccd1a85ca1e60c6e37dd0b404179d0676170068e0b4aa05ca93e5591c067a255e2b92bde440d4fa"
+    "088eacb1869c792d791399a0bab0b0e1f614e6cce6a00ab2332b8d38b8a6ac633984a43d60e02df5bc1aaaab7bd071c85043f73cdf6ea7af2d8b5083"
+    "714005071cceead4d84fa3a6b60fc01772d90a42614cd62f5058af59b972244d6aa76585668d123c2b05c91e7d005df71f9fa58f26e209a81c19ad1a"
+    "65b3d85a76b97570741e1754ee4b6e77ede7bba8a978f1134abadf8d13ee0f550b41534fb421fd178019f1c1616955b91bd9ad1820516ed1be0b0392"
+    "42db78921f602d317257ee629a796416b6ec34585ea34a8c63bdd19cbc40385c06e21ac1a2d362004fdd65ec3df2a4a05d770000dfcaeb9191b8947c"
+    "62b8459642fcb78744c06fa610b5189eaddbc44a38a7d75f85d74ae5e617a59945e918d1480d39dd473cc63786334a7d8af5233ac4c82589d6fb12b3"
+    "3c4df4abb9ece2ee799d214c4ac7f9ad45467ec0448baf477b34861cb9b8025fe907d5d9c04d49ef465a421994269a08b89a8daf738a019c3fc1b6d0"
+    "2beb157e9881ddfed48e7a4593c5a2e2ef8af2ea2a7d8acc9fa7e8af50216cccd0d2e560a49e66377aa8582c05afe800c732ad129816599a5d7b875b"
+    "983b9ef3e4ebfb17c750a9eaba81c5d6e7d7a51ea34ac4f3ebc3607200ccdb9d04911cdf4e6ec1e75c90ca0b13b9930ee17afb02"
 )
 # fmt: on
 
@@ -255,6 +346,7 @@ def test_stream_written_elsewhere_is_read_alike():
     codes = ((number * number // 7) % 23 - 11).reshape(2, 12, 20) // (
         1 + (number % 20 > 12)
     ).reshape(2, 12, 20)
+    codes *= (1 + (number // 20 % 3 > 1)).reshape(2, 12, 20)  # larger in every third row
     assert np.array_equal(train_gpt.decode_ans(bytes.fromhex(GOLDEN), (2, 12, 20)), codes)
 
 
@@ -296,7 +388,8 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     """By any coder, with #399's steps, and with wider ones."""
     model = noise(made(hyperparameters(**knobs)))
     hp, weights = model.hp, weights_of(model)
-    twin = train_gpt.load_artifact(train_gpt.pack_artifact(weights, hp, step_scale=wider))
+    loss = wider**2 * train_gpt.FINEST
+    twin = train_gpt.load_artifact(train_gpt.pack_artifact(weights, hp, loss=loss))
     views = zip(train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True)
     for (kind, name, original), (_, _, found) in views:
         if kind is None:
@@ -633,55 +726,35 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
 def test_target_is_met(changes, gptq, hyperparameters):
     """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the
     tables of the coder are a large part of the bytes and shrink with wider steps."""
-    hp, hessians, lines = hyperparameters(**changes), {}, []
+    hp, calibration, lines = hyperparameters(**changes), {}, []
     model = noise(made(hp), size=0.05)
     weights, matrices = weights_of(model), model.matrices()
     if gptq:
+        for kind, name, view in train_gpt.export_views(weights):
+            if kind:
+                calibration[f"{name}.cost"] = torch.rand(view.shape[:2]) + 0.1
         for name in [kind.reads for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]:
             inputs = [
                 correlated(matrix.size(1), 99, layer) for layer, matrix in enumerate(matrices[name])
             ]
-            hessians[name] = torch.stack([x.T @ x for x in inputs])
-    free = len(train_gpt.pack_artifact(weights, hp, hessians))
+            calibration[name] = torch.stack([x.T @ x for x in inputs])
+    free = len(train_gpt.pack_artifact(weights, hp, calibration))
     for enough in (math.inf, free):
-        blob = train_gpt.fit_artifact(weights, hp, hessians, {}, enough, lines.append)
-        assert len(blob) == free and train_gpt.open_artifact(blob)[0]["step_scale"] == 1.0
-        assert not lines
+        blob = train_gpt.fit_artifact(weights, hp, calibration, {}, enough, lines.append)
+        assert len(blob) == free and not lines
+        if gptq:
+            assert train_gpt.open_artifact(blob)[0]["expected_loss"] == train_gpt.FINEST
     for max_bytes in (free - 1, free * 3 // 5):
-        blob = train_gpt.fit_artifact(weights, hp, hessians, {}, max_bytes, lines.append)
+        blob = train_gpt.fit_artifact(weights, hp, calibration, {}, max_bytes, lines.append)
         assert max_bytes * 0.99 < len(blob) <= max_bytes
-        assert train_gpt.open_artifact(blob)[0]["step_scale"] > 1
         loaded(blob, hp)
-    assert lines and all("times wider give" in line for line in lines)
-
-
-def test_the_step_of_the_token_embedding_follows_from_the_vocabulary(hyperparameters):
-    """A tenth of the matrices' step at 1,024 pieces; at 8,192 between 0.4 and 0.6 of it, where the
-    published tax is flat (#1914)."""
-    (tok_emb,) = [kind for kind in train_gpt.TABLES if kind.name == "tok_emb"]
-    ratios = []
-    for pieces in (1024, 8192):
-        hp = hyperparameters(VOCAB_SIZE=pieces)
-        steps = [
-            clip / (2 ** (bits - 1) - 1)
-            for bits, clip in (
-                train_gpt.code_range(k, hp) for k in (tok_emb, train_gpt.MATRICES[0])
-            )
-        ]
-        ratios.append(steps[0] / steps[1])
-    assert ratios[0] == pytest.approx(0.1, rel=0.01) and 0.4 < ratios[1] < 0.6
-    scaled = train_gpt.code_range(tok_emb, hp, 2.0)[1]
-    assert scaled == 2 * train_gpt.code_range(tok_emb, hp)[1]
-    small = train_gpt.code_range(tok_emb, hyperparameters(VOCAB_SIZE=64))
-    assert small == (tok_emb.bits, tok_emb.clip), "a narrower range would cut weights off"
-    published = hyperparameters(VOCAB_SIZE=8192, ROW_RANGE="published")
-    assert train_gpt.code_range(tok_emb, published) == (8, None)
+    assert lines and all(f"bytes, {max_bytes} are" in line for line in lines[-2:])
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
-    weights, scale = weights_of(model), 2**train_gpt.MAX_OCTAVES
-    smallest = train_gpt.pack_artifact(weights, model.hp, step_scale=scale)
-    assert train_gpt.fit_artifact(weights, model.hp, {}, {}, 2000, pytest.fail) == smallest
+    weights = weights_of(model)
+    found = len(train_gpt.fit_artifact(weights, model.hp, {}, {}, 2000, lambda line: None))
+    assert 2000 < found < 1.05 * len(train_gpt.pack_artifact(weights, model.hp, loss=1e9))
 
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model, monkeypatch):

@@ -82,12 +82,14 @@ def test_a_step_that_fits_leaves_no_gradients(micro_batch, run_of):
     assert all(torch.equal(before[name], tensor) for name, tensor in run.tensors().items())
 
 
-@pytest.mark.parametrize("part", ["backward", "model", "other rank"])
+@pytest.mark.parametrize("part", ["backward", "calibration", "other rank"])
 def test_memory_that_is_full_on_any_rank_is_seen_on_all(part, run_of, monkeypatch):
-    """In the gradients, or in GPTQ's eager forward with its logits."""
+    """In the gradients, or in calibration, which is not compiled."""
     run = run_of(**ROWS)
     if part == "other rank":
         monkeypatch.setattr(run.runtime.comm, "gather", lambda mine: [mine, True])
+    elif part == "calibration":
+        monkeypatch.setattr(train_gpt.Calibration, "add", full)
     else:
         setattr(run, part, full)
     assert not run.fits()

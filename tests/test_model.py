@@ -289,8 +289,8 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
             if len(inside) == 5:
                 raise KeyboardInterrupt
 
-    observe = train_gpt.Hessians(model)
-    observe.sums = {name: [Sum()] * hp.num_layers for name in observe.sums}
+    observe = train_gpt.Calibration(model, 16)
+    observe.sums = dict.fromkeys(observe.sums, [Sum()] * hp.num_layers)
     monkeypatch.setattr(
         train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w)
     )
@@ -346,7 +346,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     weights = weights_of(model)
     for kind in train_gpt.MATRICES:
         matrices = train_gpt.bank_part(weights[kind.bank], kind)
-        codes, scale = quantised(matrices, kind.bits, kind.clip)
+        codes, scale = quantised(matrices, *train_gpt.code_range(kind, model.hp))
         matrices.copy_(codes * scale)
     model.load_state_dict(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")

@@ -56,10 +56,10 @@ def steps(run: train_gpt.Run, folder: Path) -> None:
     weights = run.optimizer.weights()  # collective: all ranks call it
     state = digest([*run.model.parameters(), *gathered(run).values()])
     (folder / f"digest{run.runtime.comm.rank}").write_text(state)
-    _, hessians = run.finish()
+    _, calibration = run.finish()
     averages = run.optimizer.weights()
     if run.runtime.comm.rank == 0:
-        found = {"weights": weights, "averages": averages, "hessians": hessians}
+        found = {"weights": weights, "averages": averages, "calibration": calibration}
         torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
 
 

@@ -244,7 +244,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
 
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
-    """Steps of the kinds of matrices in deviations of a row, before TARGET_BYTES widens them."""
+    """Steps of the kinds of matrices in deviations of a row, in QAT and without calibration."""
     hp = golden.knobs()
     kinds = {kind.name: kind for kind in (*script.MATRICES, *script.TABLES)}
     for case in golden.facts.get("steps", []):
@@ -267,7 +267,9 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
     inputs = normal(seed + 2, case["inputs"]) @ mixed
     hessian = float32(inputs.T @ inputs)
     steps = float32(case["steps"])[:, None]
-    codes = script.gptq(weights[None], hessian[None], steps[None], case["bits"])[0].double()
+    codes = script.gptq(
+        weights[None], *script.inverse_factor(hessian[None], 0.01), steps[None], case["bits"]
+    )[0].double()
     error = codes * steps.double() - weights.double()
     product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())
     cost = float(((error @ hessian.double()) * error).sum())

@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
-"""Print the contents of an artifact: its header, and each tensor's shape, bits, clip range and
-size.
+"""Print the contents of an artifact: its header, and each tensor's shape and size.
 
     python tools/inspect_artifact.py final_model.int6.xz
 
 `entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
-per code. A clip range of "max" means that each row is scaled to its largest weight.
+per code.
 """
 
 import argparse
@@ -41,18 +40,15 @@ def row(
     shape: tuple[int, ...],
     stream: bytes,
     header: dict,
-    hp: train_gpt.Hyperparameters,
 ) -> str:
     """The line of one tensor, given its codes' stream."""
     line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
     if kind is None:
-        return f"{line} {16:5} {'':7} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
-    bits, clip = train_gpt.code_range(kind, hp, header["step_scale"])
-    reach = "max" if clip is None else f"{clip:.3f}"
+        return f"{line} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
     codes = train_gpt.CODERS[header["coder"]][1](stream, shape)
     nbytes = len(stream)
     entropy = order0_entropy(codes) / codes.size
-    return f"{line} {bits:5} {reach:>7} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
+    return f"{line} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
 
 
 def inspection(path: str) -> str:
@@ -70,10 +66,10 @@ def inspection(path: str) -> str:
         lines += [
             f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
         ]
-        titles = f"  {'tensor':12} {'shape':>18} {'bits':>5} {'clip':>7} {'entropy':>8} {'coded':>8} {'bytes':>10}"
+        titles = f"  {'tensor':12} {'shape':>18} {'entropy':>8} {'coded':>8} {'bytes':>10}"
         lines.append(f"{titles}   (bits per code)")
         lines += [
-            row(kind, name, tuple(view.shape), streams.get(name, b""), header, hp)
+            row(kind, name, tuple(view.shape), streams.get(name, b""), header)
             for kind, name, view in train_gpt.export_views(train_gpt.outline(hp))
         ]
     coded = sum(map(len, streams.values()))
