@@ -179,9 +179,7 @@ def test_the_compiled_update_is_the_update(hyperparameters, backend, changes, mo
     hp, model, eager = prepared(hyperparameters, **changes)
     twin = made(hp)
     compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda f, options, **rest: compile(f, backend=backend, **rest)
-    )
+    monkeypatch.setattr(torch, "compile", lambda f, **rest: compile(f, backend=backend, **rest))
     compiled = ParallelMuon(twin, weights_of(model), hp, Comm(), compiled=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

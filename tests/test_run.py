@@ -460,7 +460,7 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
     code = f"""if True:
         import runpy, torch
         compile = torch.compile
-        torch.compile = lambda function, options, **rest: compile(function, backend={backend!r}, **rest)
+        torch.compile = lambda function, **rest: compile(function, backend={backend!r}, **rest)
         runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")"""
     late = {"LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "VAL_LOSS_EVERY": 5}
     late |= {"NUM_LAYERS": 1, "XSA_LAST_N": 1}

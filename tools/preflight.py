@@ -150,7 +150,7 @@ def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
         options = {"dtype": runtime.dtype, "device": runtime.device}
         full = torch.zeros(comm.shard.size * rows, *weights.shape[1:], **options)
         banks.append((full, torch.zeros_like(full[:rows])))
-    flat = torch.zeros(small + 3, device=runtime.device)
+    flat = torch.zeros(small + 4, device=runtime.device)
 
     def wait_for(collectives: Iterable[Callable[[], None]]) -> None:
         for arrived in list(collectives):
