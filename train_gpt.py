@@ -170,8 +170,9 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
 def knob(default, text: str, role="training", **limits):
-    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation";
-    on resume those of "evaluation" and "run" may change, but not those of "training" and "model".
+    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation". On
+    resume those of "evaluation" and "run" may change, those of "training" and "model" may not. Give
+    "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another model.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 unless
     `low` says otherwise."""
@@ -466,7 +467,8 @@ class Matrix(NamedTuple):
 # that it has the shape of the up projection.
 # A matrix of a new shape is a row with a bank name of its own, and with its sizes in
 # `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
-# multiplies by it with `call.linear(x, NAME)`; tools that count work (bench/flops.py) need a term.
+# multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it, run
+# a copy of the script. A new row changes the initial embedding of a seed.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -919,10 +921,10 @@ class BankShard:
         comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
         grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
-        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
+        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if none of these is
 
-    New state of Muon goes beside `momentum`, here and in ParallelMuon.tensors; checkpoints and the
-    warm-up then restore it.
+    New state of Muon, (r, ...), goes beside `momentum`, here and in ParallelMuon.tensors; checkpoints
+    and the warm-up then restore it. All ranks need the same kinds of state: `transposed` differs.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -1108,7 +1110,7 @@ class ParallelMuon:
         shard = self.banks.get(name.partition(".")[0])
         if shard is None:
             return tensor
-        full = torch.empty_like(shard.padded, dtype=tensor.dtype)
+        full = tensor.new_empty(len(shard.padded), *tensor.shape[1:])
         self.comm.shard.all_gather(full, tensor)()
         return full[: shard.rows]
 
@@ -1122,7 +1124,7 @@ class ParallelMuon:
         require(
             found == shape,
             f"the checkpoint has {name} with shape {found}, not {shape}: "
-            "it belongs to another model",
+            "it belongs to another model, or ranks have different tensors",
         )
         if shard is None:
             tensor.copy_(source)
@@ -1144,7 +1146,7 @@ class StepSettings(NamedTuple):
     """Settings of one step. If a new field changes every step, give it one value in `phases`, and
     pass it to compiled functions as a tensor: each value of a Python number compiles a graph."""
 
-    lr_scale: float  # multiplies every learning rate
+    lr_scale: float  # multiplies every learning rate; late QAT and SWA begin by its value
     momentum: float  # Muon's
     # Each combination of these is a graph, which the warm-up compiles.
     qat: bool  # train through the export's rounding
@@ -2444,7 +2446,7 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
     require_packages(hp)
-    outline(hp)  # an artifact that nothing can load is refused before the training
+    require_loadable(hp)
     require(
         not 0 < hp.target_bytes <= CODE_BYTES,
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
@@ -2512,6 +2514,17 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         total = len(blob) + CODE_BYTES
         log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
         check_limits(total, 0.0, hp)
+
+
+def require_loadable(hp: Hyperparameters) -> None:
+    """Raise UserError before the training if nothing could load the artifact."""
+    stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
+    made, loaded = (
+        {(name, like.shape) for name, like in outline(knobs).items()}
+        for knobs in (hp, Hyperparameters(**stored))
+    )
+    names = " ".join(sorted(dict(made ^ loaded)))
+    require(not names, f'the knob that changes {names} needs the role "model": see `knob`')
 
 
 def require_packages(hp: Hyperparameters) -> None:

@@ -393,6 +393,14 @@ def test_scatter_is_the_inverse_of_gather(hyperparameters, size, monkeypatch):
             lambda full, shard: (full.copy_(torch.cat(owned)), lambda: None)[1],
         )
         assert torch.equal(optimizer.gather("qo_bank.momentum", rows), bank)
+        owned_sums = [rows.sum((1, 2), keepdim=True) for rows in owned]  # state of another shape
+        monkeypatch.setattr(
+            optimizer.comm,
+            "all_gather",
+            lambda full, shard: (full.copy_(torch.cat(owned_sums)), lambda: None)[1],  # noqa: B023
+        )
+        found = optimizer.gather("qo_bank.sums", owned_sums[0])
+        assert found.shape == (len(bank), 1, 1)
     for wrong in (torch.zeros(3, 4), None):
         shared.clear()
         with user_error("qo_bank.momentum with shape .*, not .*: it belongs to another model"):

@@ -229,6 +229,20 @@ def test_evaluations_are_timed_without_compiling(
     assert ("compiling, which takes minutes" in printed) == (compiles == "1")
 
 
+def test_a_parameter_that_the_artifact_would_lose_is_refused_at_the_start(hyperparameters):
+    """Its knob has the wrong role. The run trained for its whole time and ended in "a packed part is
+    cut"."""
+    hp = hyperparameters(ATTN_GATE=1)
+    train_gpt.require_loadable(hp)
+    with pytest.MonkeyPatch.context() as patch:
+        roles = train_gpt.knobs_with
+        patch.setattr(
+            train_gpt, "knobs_with", lambda *r: tuple(n for n in roles(*r) if n != "attn_gate")
+        )
+        with user_error('the knob that changes attn_gate needs the role "model"'):
+            train_gpt.require_loadable(hp)
+
+
 def test_knobs_are_no_arguments(script):
     assert "knobs are environment variables" in script(arguments=("NUM_LAYERS=4",)).stderr
 
