@@ -2080,7 +2080,7 @@ def warm_up_lora(scorer: Evaluator) -> None:
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
-FINEST = 0.0005  # nats per token that rounding with the finest steps costs
+FINEST = 0.0001  # nats per token that rounding with the finest steps costs
 
 
 def code_range(kind: Matrix, hp: Hyperparameters) -> tuple[int, float | None]:

@@ -291,7 +291,7 @@ def test_a_validation_scores_the_model_as_it_is_trained(run_of):
     attend = run.model.attend
     run.model.attend = lambda *a: calibrated.append(1) or attend(*a)
     run.calibrate(range(1))
-    assert len(calibrated) == len(run.hp.visits())
+    assert len(calibrated) == 4 * len(run.hp.visits()), "in quarters of a micro-batch"
 
 
 def averaging(model, hp) -> WeightAverage:
