@@ -255,9 +255,9 @@ class Hyperparameters:
     ema_decay: float = knob(0.997, "EMA decay per step", high=1)
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
-    late_qat: bool = knob(True, "train through the export's rounding (straight-through) at the end of the warmdown")
+    late_qat: bool = knob(True, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
-    row_range: str = knob("sdclip", "range of a row's codes, or #399's rule", choices=("sdclip", "published"))
+    row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run")
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
@@ -511,9 +511,9 @@ class Pass(NamedTuple):
     """How a forward runs. A compiled model has one graph per value and set of shapes."""
 
     visits: tuple[int, ...]  # layers, in order; depth recurrence visits some repeatedly
-    qat: bool = False  # round the banks as a plain export does
+    qat: bool = False  # round the banks as an export without calibration does
     band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
-    doc_len: int = 0  # documents are cut after so many tokens; 0: never
+    doc_len: int = 0  # cut documents every n tokens; 0: never
 
 
 class LayerCall(NamedTuple):
@@ -1149,7 +1149,7 @@ class StepSettings(NamedTuple):
     lr_scale: float  # multiplies every learning rate; late QAT and SWA begin by its value
     momentum: float  # Muon's
     # Each combination of these is a graph, which the warm-up compiles.
-    qat: bool  # train through the export's rounding
+    qat: bool  # late QAT
     seq_len: int  # tokens T of a training sequence
     looping: bool = False  # visit the loop's layers repeatedly
 
@@ -2212,8 +2212,8 @@ def quantise(
     """(codes, steps (L, out, 1)) of rows (L, out, in), where rounding all matrices so costs
     `loss` nats per token.
 
-    A weight costs step^2 / 12, times its sensitivity, and an octave of its step is worth a bit. So
-    the loss at given bytes is least where all weights cost alike."""
+    Rounding a weight costs step^2 / 12 times its sensitivity, and twice the step saves one bit. So
+    at given bytes the total loss is lowest when each weight adds the same loss."""
     bits, clip = code_range(kind, hp)
     hessian = calibration.get(kind.reads)
     # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not seen.
@@ -2331,7 +2331,7 @@ def fit_artifact(
         if len(best) >= max_bytes - slack or (best and loss == FINEST):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        # A bit per weight is worth a factor of 4. Where steps are alike, bytes fall in stairs.
+        # One bit per weight is about a factor of 4 in the loss.
         loss *= 4 ** ((len(blob) - max_bytes + slack / 2) / weights_per_byte)
         loss = max(loss, 1.1 * low)
         if loss >= high or (best and turn % 3 == 2):

@@ -30,7 +30,7 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert first.returncode == second.returncode == 0, first.stderr
     assert first.stdout.count("== ") == 4 and "== " not in second.stdout
     assert first.stdout.endswith(second.stdout)
-    log = tmp_path / "a/work/base_seed1/logs/base_seed1.txt"
+    log = tmp_path / "a" / "work" / "base_seed1" / "logs" / "base_seed1.txt"
     assert f"== base_seed1: progress in {log}; compiling takes minutes" in first.stdout
     base, still = json.loads(second.stdout.splitlines()[-1])["score"]
     found = [
@@ -148,7 +148,7 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
 def test_sigterm_ends_the_training(sweep_knobs, tmp_path, nothing_is_left_running):
     command = [ABLATE, "--steps", 1_000_000, "--folder", tmp_path / "a", "x: SEED=2"]
     process = start(command, sweep_knobs, tmp_path, fresh=True)
-    log = tmp_path / "a/work/base_seed1/logs/base_seed1.txt"
+    log = tmp_path / "a" / "work" / "base_seed1" / "logs" / "base_seed1.txt"
     while not (log.exists() and "step:1/" in log.read_text()):
         assert process.poll() is None
         time.sleep(0.2)
