@@ -39,7 +39,6 @@ import functools
 import gc
 import hashlib
 import io
-import itertools
 import json
 import linecache
 import lzma
@@ -2887,54 +2886,40 @@ class ByteCounter:
         return self.length[after] - (self.spaced[after] & self.boundary[before])
 
 
-def last_merge(piece: str, scores: dict[str, float]) -> list[str]:
-    """The two parts whose merge completes a piece of a BPE tokenizer; fewer or more parts if the
-    merges do not lead to it."""
-    parts = list(piece)
-    while len(parts) > 2:
-        merges = [scores.get(a + b, -math.inf) for a, b in itertools.pairwise(parts)]
-        first = merges.index(max(merges))  # the leftmost of equal ones
-        if merges[first] == -math.inf:
-            break
-        parts[first : first + 2] = ["".join(parts[first : first + 2])]
-    return parts
-
-
 def refused_pairs(tokenizer_path: str) -> np.ndarray:
     """Whether a BPE tokenizer never emits piece b right after piece a, (V, V) bool: a merge across
-    their boundary would come before the merge inside a or b that hides its parts. Control, unknown,
+    their boundary would come before the merges that make a and b, or after both. Control, unknown,
     byte and user-defined pieces are never refused. Raises UserError without merges in order.
 
-    A piece p = xy is merged across the boundary if x is the end of a, and y the start of b, at that
-    time. So for each split of each p, all a that end in x until a later merge are refused before all
-    b that start with y until then; of equal merges the leftmost comes first (arXiv:2506.07956)."""
+    If the merge of x and y to a comes later than that to b, then y and b must be side by side until
+    then. So the pairs of a follow from those of y, and likewise those of b (arXiv:2506.07956)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
-    ids = list(range(pieces.vocab_size()))
-    texts = pieces.id_to_piece(ids)
+    texts = pieces.id_to_piece(list(range(pieces.vocab_size())))
+    scores = [pieces.get_score(i) for i in range(len(texts))]
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
-    merged = [i for i in ids if math.copysign(1, pieces.get_score(i)) < 0]
-    scores = {texts[i]: pieces.get_score(i) for i in merged}
+    merged = {text: i for i, text in enumerate(texts) if math.copysign(1, scores[i]) < 0}
     require(
-        merged and list(scores.values()) == [-float(n) for n in range(len(merged))],
+        merged and [scores[i] for i in merged.values()] == [-n for n in range(len(merged))],
         f"CANONICAL_MASK=1 needs a BPE model, and TOKENIZER_PATH={tokenizer_path} is none: set 0",
     )
-    parts = {text: last_merge(text, scores) for text in scores}
-    ends, starts = collections.defaultdict(list), collections.defaultdict(list)
-    for i in merged:
-        for side, edges in ((0, starts), (-1, ends)):
-            edge, hidden = texts[i], -math.inf  # score of the merge that hides this edge
-            while True:
-                edges[edge].append((i, hidden))
-                if len(parts.get(edge, ())) != 2:
-                    break
-                edge, hidden = parts[edge][side], scores[edge]
-    refused = np.zeros((len(ids), len(ids)), dtype=bool)
-    for piece, score in scores.items():
-        for cut in range(1, len(piece)):
-            before = [i for i, hidden in ends[piece[:cut]] if hidden < score]
-            after = [i for i, hidden in starts[piece[cut:]] if hidden <= score]
-            refused[np.ix_(before, after)] = True
-    return refused
+    splits = [
+        (merged[text[:n]], merged[text[n:]], i)
+        for text, i in merged.items()
+        for n in range(1, len(text))
+        if text[:n] in merged and text[n:] in merged
+    ]
+    # The first merge of a part of a with a part of b.
+    across = np.full((len(texts), len(texts)), len(texts), dtype=np.int32)
+    for x, y, i in splits:
+        across[x, y] = i
+    made = np.array([len(text) == 1 for text in texts])
+    for x, y, i in splits:
+        if made[x] and made[y] and across[x, y] == i:  # else x and y are no longer side by side
+            np.copyto(across[i], across[y], where=made & (across[y] < i))
+            made[i] = True
+            # Of equal merges the leftmost comes first.
+            np.copyto(across[:, i], across[:, x], where=made & (across[:, x] <= i))
+    return across < len(texts)
 
 
 def read_small(path: str | Path) -> bytes:
