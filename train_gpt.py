@@ -59,6 +59,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from configparser import ConfigParser
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -385,8 +386,6 @@ class Hyperparameters:
 
 
 KNOBS = dataclasses.fields(Hyperparameters)
-SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True)
-SWITCH |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
@@ -394,7 +393,7 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
     name, kind = field.name.upper(), type(field.default)
     text = environ.get(name, str(field.default)).strip()
     try:
-        return SWITCH[text.lower()] if kind is bool else kind(text)
+        return ConfigParser.BOOLEAN_STATES[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[kind]
         example = int(field.default) if kind is bool else field.default
@@ -1383,12 +1382,9 @@ class Run:
             if not math.isfinite(report.loss):
                 newest = self.checkpoints.written.result()
                 kept = f"; the last good checkpoint is {newest}" if newest else ""
-                owned = self.optimizer.owned.items()
-                norms = ", ".join(f"{name} {float(w.norm()):.3g}" for name, w in owned)
                 raise UserError(
-                    f"the training loss of step {done} is {report.loss} (norms of this rank's "
-                    f"weights: {norms}){kept}: lower MATRIX_LR, SCALAR_LR or TIED_EMBED_LR, or "
-                    "check the data of that step"
+                    f"the training loss of step {done} is {report.loss}{kept}: lower MATRIX_LR, "
+                    "SCALAR_LR or TIED_EMBED_LR, or check the data of that step"
                 )
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
@@ -1432,16 +1428,17 @@ class Run:
         self.read_reports()
         self.clock.pause()
         self.log.stage("validation")
-        how, stride = validation_pass(self.hp, looping)
+        passes = final_passes(self.hp, looping)
+        how, stride = passes.get("banded", passes["roundtrip"])
         score = self.make_scorer(how, stride, self.log, "validation").score_all()
-        self.bpb = f"bpb {score.bits_per_byte:.4f}, "
+        self.bpb = f"bpb {score.val_bpb:.4f}, "
         self.log_progress(
             "val",
             step,
-            f"val_loss:{score.nats:.4f} val_bpb:{score.bits_per_byte:.4f}",
-            f"eval_time:{1000 * score.seconds:.0f}ms",
-            val_loss=score.nats,
-            val_bpb=score.bits_per_byte,
+            f"val_loss:{score.val_loss:.4f} val_bpb:{score.val_bpb:.4f}",
+            f"eval_time:{1000 * score.eval_seconds:.0f}ms",
+            val_loss=score.val_loss,
+            val_bpb=score.val_bpb,
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -1624,43 +1621,32 @@ BAND_TARGETS = 64  # a block of a banded pass scores at most this many EVAL_SEQ_
 
 
 class Score(NamedTuple):
-    """A result over the validation stream, or over the scored part of it."""
+    """A result over the validation stream."""
 
-    nats: float  # mean per token
-    bits_per_byte: float
-    targets: int
-    nbytes: int
-    seconds: float
+    val_loss: float  # nats per token
+    val_bpb: float  # bits per byte
+    eval_seconds: float
+    val_tokens: int
+    val_bytes: int
 
     def log(self, log: Callable, name: str) -> None:
         """The line that tools look for."""
         log(
-            f"{name} val_loss:{self.nats:.8f} val_bpb:{self.bits_per_byte:.8f} "
-            f"eval_time:{1000 * self.seconds:.0f}ms "
-            f"val_tokens:{self.targets} val_bytes:{self.nbytes}",
+            f"{name} val_loss:{self.val_loss:.8f} val_bpb:{self.val_bpb:.8f} "
+            f"eval_time:{1000 * self.eval_seconds:.0f}ms "
+            f"val_tokens:{self.val_tokens} val_bytes:{self.val_bytes}",
             event=name,
-            val_loss=self.nats,
-            val_bpb=self.bits_per_byte,
-            eval_seconds=self.seconds,
-            val_tokens=self.targets,
-            val_bytes=self.nbytes,
+            **self._asdict(),
         )
 
 
-def validation_pass(hp: Hyperparameters, looping: bool) -> tuple[Pass, int]:
-    """(how a validation during training runs, its stride)."""
+def final_passes(hp: Hyperparameters, looping: bool = True) -> dict[str, tuple[Pass, int]]:
+    """(pass, stride) of the final scores, by name. A validation during training is the banded pass
+    or the round trip's."""
     plain = Pass(hp.visits(looping))
-    if hp.eval_mode == "banded":
-        return plain._replace(band=hp.eval_seq_len), band_block(hp)[1]
-    return plain, hp.eval_seq_len
-
-
-def final_passes(hp: Hyperparameters) -> dict[str, tuple[Pass, int]]:
-    """(pass, stride) of the final scores, by name."""
-    plain = Pass(hp.visits())
     passes = {"roundtrip": (plain, hp.eval_seq_len)}
     if hp.eval_mode == "banded":
-        passes["banded"] = validation_pass(hp, looping=True)
+        passes["banded"] = plain._replace(band=hp.eval_seq_len), band_block(hp)[1]
     else:
         passes["sliding_window"] = (plain, hp.eval_stride)
     if hp.ttt_enabled:
@@ -1830,7 +1816,7 @@ class Evaluator:
         if not finite == visited == targets:
             raise RuntimeError(f"scored {finite:.0f} of {targets} targets, {visited:.0f} times")
         seconds = time.perf_counter() - self.started
-        return Score(total / targets, total / math.log(2) / nbytes, targets, nbytes, seconds)
+        return Score(total / targets, total / math.log(2) / nbytes, seconds, targets, nbytes)
 
 
 def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameters) -> None:
@@ -2454,9 +2440,8 @@ def train_and_score(hp: Hyperparameters) -> None:
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
-        with contextlib.closing(run.loader):
-            run.train()
-            averaged, calibration = run.finish()
+        run.train()
+        averaged, calibration = run.finish()
         if memory := peak_memory(runtime.device):
             sizes = " ".join(f"{kind}: {size} MiB" for kind, size in memory.items())
             log(f"peak memory {sizes}", event="peak_memory", **memory)  # in the challenge's words
@@ -2476,7 +2461,7 @@ def train_and_score(hp: Hyperparameters) -> None:
             "ranks": runtime.comm.size,
             "seed": hp.seed,
             "weights": averaged,
-            "val_bpb": before.bits_per_byte,
+            "val_bpb": before.val_bpb,
         }
         blob, total = export(run, calibration, training)
         run.model.load_state_dict(load_artifact(blob))
@@ -2566,7 +2551,6 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
     full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
     require(tokens > hp.train_seq_len, f"{full}: set a shorter TRAIN_SEQ_LEN or a smaller model")
     log(f"note: {full}; trying half of it")
-    run.loader.close()
     del run  # before the next one is made
     gc.collect()
     torch.cuda.empty_cache()
@@ -2655,7 +2639,7 @@ def score_artifact(
             scorer.score(scorer.windows())
         score = scorer.result()
         score.log(log, f"final_int6_{name}_exact")
-    return f"{score.bits_per_byte:.4f} bits per byte ({name})"
+    return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
@@ -2804,9 +2788,6 @@ class TrainingLoader:
         )
         self.reader = ThreadPoolExecutor(1)
         self.pending = {}  # futures of the next batches, by step
-
-    def close(self) -> None:
-        self.reader.shutdown(cancel_futures=True)
 
     def batch(self, step: int) -> Tensor:
         """This rank's rows (B, T + 1) uint16 of a step, on its device; a thread reads the next

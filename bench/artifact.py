@@ -239,14 +239,11 @@ def compare_quantisation(
     training.warm_up()
     training.train()
     averaged, calibration = training.finish()
-    training.loader.close()
     weights = training.optimizer.weights()
 
     def score() -> float:
         return (
-            training.make_scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len)
-            .score_all()
-            .bits_per_byte
+            training.make_scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len).score_all().val_bpb
         )
 
     before = score()

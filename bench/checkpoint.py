@@ -96,8 +96,7 @@ def main() -> None:
         hp = train_gpt.Hyperparameters.from_env({**knobs, **os.environ, "DATA_PATH": temporary})
         with train_gpt.Runtime.start(hp) as runtime:
             training = prepare(Path(temporary), runtime, hp)
-            with contextlib.closing(training.loader):
-                found = measure(training, arguments.steps, arguments.rounds)
+            found = measure(training, arguments.steps, arguments.rounds)
             where = runtime.describe()
         nbytes = training.checkpoints.written.result().stat().st_size
     medians = {kind: statistics.median(values) for kind, values in found.items()}

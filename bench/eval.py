@@ -127,7 +127,7 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
         forward = forward_of(train_gpt, hp, runtime, weights)
 
         def ours(forward: Callable, stride: int) -> Callable[[], float]:
-            return lambda: score_of(train_gpt, forward, val, hp, runtime, stride).nats
+            return lambda: score_of(train_gpt, forward, val, hp, runtime, stride).val_loss
 
         variants = {
             "plain": ours(forward, hp.eval_seq_len),
@@ -167,7 +167,7 @@ def compare(other: Path, windows: int, rounds: int) -> None:
         print(
             f"window:{hp.eval_seq_len} stride:{hp.eval_stride} windows:{windows} targets:{val.targets} rounds:{rounds}"
         )
-        nats = {name: variant().nats for name, variant in variants.items()}  # compiles
+        nats = {name: variant()[0] for name, variant in variants.items()}  # compiles
         rows = report("sliding windows", take_turns(variants, rounds, here.synchronize, warm=0))
     print("  nats: " + ", ".join(f"{value:.9f}" for value in nats.values()))
     rows = [row | {"nats": nats[row["variant"]]} for row in rows]
@@ -258,11 +258,13 @@ def curves(path: str, lengths: list[int], strides: list[int]) -> list[dict]:
                 model.load_state_dict(train_gpt.load_artifact(blob))
             forward = model.to(runtime.device)
             score = score_of(train_gpt, forward, val, changed, runtime, stride)
-            bpb, seconds = score.bits_per_byte, score.seconds
+            bpb, seconds = score.val_bpb, score.eval_seconds
             rows.append(
                 {"curve": curve, "window": window, "stride": stride, "bpb": bpb, "seconds": seconds}
             )
-            print(f"{window:8}{stride:8}{bpb:10.4f}{score.nats:10.4f}{seconds:9.1f}", flush=True)
+            print(
+                f"{window:8}{stride:8}{bpb:10.4f}{score.val_loss:10.4f}{seconds:9.1f}", flush=True
+            )
     print(json.dumps({"bench": "windows", "artifact": path, "rows": rows}))
     return rows
 

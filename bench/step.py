@@ -191,7 +191,7 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
         for name, script in scripts.items():
             hp = script.Hyperparameters.from_env({**knobs, "DATA_PATH": folder})
             runtime = stack.enter_context(script.Runtime.start(hp))
-            variants[name] = whole_step(script, hp, runtime, stack)
+            variants[name] = whole_step(script, hp, runtime)
         print(
             f"torch {torch.__version__} {runtime.describe()} {hp.train_batch_tokens} tokens, rounds:{rounds}"
         )
@@ -201,11 +201,10 @@ def compare(other: Path, knobs: dict[str, str], rounds: int) -> None:
     )
 
 
-def whole_step(script: ModuleType, hp, runtime, stack: contextlib.ExitStack) -> Callable[[], None]:
+def whole_step(script: ModuleType, hp, runtime) -> Callable[[], None]:
     """A function that does the next step of a training with this script."""
     log = script.Log(hp, script.Comm(1, 2))  # rank 1 writes none
     run = run_of(script, hp, runtime, log)
-    stack.enter_context(contextlib.closing(run.loader))
     steps = itertools.count()
     settings = script.StepSettings(1.0, 0.9, False, hp.train_seq_len)
     return lambda: run.train_step(next(steps), settings)

@@ -139,18 +139,14 @@ def run_of(one_rank, tmp_path, monkeypatch):
     """A function that makes a Run of a tiny run in this process, in an empty folder and without a
     log. `val`: with its validation text; `parts` of its runtime are replaced."""
     monkeypatch.chdir(tmp_path)
-    made = []
 
     def make(val: bool = False, parts: dict | None = None, **changes) -> train_gpt.Run:
         hp, runtime = one_rank(**changes)
         runtime = dataclasses.replace(runtime, **(parts or {}))
         text = train_gpt.read_validation(hp, runtime.device) if val else None
-        made.append(train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), text))
-        return made[-1]
+        return train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), text)
 
-    yield make
-    for run in made:
-        run.loader.close()
+    return make
 
 
 def made(hp, attend=None, dtype=torch.float32, seed=0) -> train_gpt.GPT:

@@ -75,14 +75,14 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     """Fault D2: in #399 a field called val_loss holds bits per byte."""
     hp, runtime, val = setting()
     score = evaluate(lambda x, y, *_, **__: torch.full(y.shape, 2.0), val, hp, runtime, 32)
-    assert score.nats == pytest.approx(2.0)
-    assert score.bits_per_byte == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
+    assert score.val_loss == pytest.approx(2.0)
+    assert score.val_bpb == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
     score.log(lambda line, **fields: lines.append((line, fields)), "name")
     line, fields = lines[0]
-    result = f"val_loss:{score.nats:.8f} val_bpb:{score.bits_per_byte:.8f}"
+    result = f"val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f}"
     assert line.startswith(f"name {result} eval_time:")
-    assert (fields["val_loss"], fields["val_bpb"]) == (score.nats, score.bits_per_byte)
+    assert (fields["val_loss"], fields["val_bpb"]) == (score.val_loss, score.val_bpb)
 
 
 def test_sliding_score_is_the_plain_sum(setting):
@@ -106,7 +106,7 @@ def test_sliding_score_is_the_plain_sum(setting):
     assert nats[::97].double().sum().item() == pytest.approx(total, rel=1e-5)
     for batch in (96, 1024):
         hp = dataclasses.replace(hp, val_batch_size=batch)
-        found = evaluate(model, val, hp, runtime, stride).nats
+        found = evaluate(model, val, hp, runtime, stride).val_loss
         assert found == pytest.approx(nats.double().mean().item(), rel=1e-6)
 
 
@@ -213,8 +213,8 @@ def test_documents_are_scored_as_if_each_were_alone(setting, stride):
     scorer = evaluator(model, val, hp, runtime, stride)
     train_gpt.score_rest(scorer, val.spans(True), np.zeros(len(val.documents), np.int64))
     assert scorer.nats[picked].double().sum().item() == pytest.approx(total, rel=1e-5)
-    assert scorer.result().nbytes == val.total_bytes
-    assert scorer.result().nats != evaluate(model, val, hp, runtime, stride).nats
+    assert scorer.result().val_bytes == val.total_bytes
+    assert scorer.result().val_loss != evaluate(model, val, hp, runtime, stride).val_loss
 
 
 def test_progress_line(setting, monkeypatch):

@@ -623,9 +623,9 @@ def test_a_shard_that_is_truncated(knobs, data, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run(knobs, tmp_path):
     result = faulty("nan", 7, knobs, tmp_path)
     assert result.returncode == 1
-    norms = r"the training loss of step 8 is nan \(norms of this rank's weights: .*qo_bank nan.*\)"
-    assert re.search(
-        rf"{norms}; the last good checkpoint is {step_file(6)}: lower MATRIX_LR", last_line(result)
+    assert (
+        f"the training loss of step 8 is nan; the last good checkpoint is {step_file(6)}: lower "
+        "MATRIX_LR" in last_line(result)
     )
     assert kept(tmp_path) == [3, 6]
 

@@ -243,7 +243,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 
 def scoring(note):
     """In place of a run's evaluator: calls `note` with its pass and stride."""
-    score = train_gpt.Score(1.0, 1.0, 1, 1, 0.0)
+    score = train_gpt.Score(1.0, 1.0, 0.0, 1, 1)
     return lambda how, stride, *_: SimpleNamespace(score_all=lambda: (note(how, stride), score)[1])
 
 

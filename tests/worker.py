@@ -14,7 +14,6 @@ apart       the whole script, each rank in a folder of its own, as on several no
 late        the same with a timer that is 1,000 s ahead on rank 1
 """
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -148,8 +147,7 @@ def main() -> None:
         log = train_gpt.Log(hp, runtime.comm, folder)
         val = train_gpt.read_validation(hp, runtime.device)
         run = train_gpt.Run(hp, runtime, log, val)
-        with contextlib.closing(run.loader):
-            act(run, folder)
+        act(run, folder)
     # None on systems without /proc
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     # Threads of the process group remain and may abort the process

@@ -741,7 +741,6 @@ def check(hp: Hyperparameters) -> dict:
                 section.report["chosen"] |= {"micro_batch_tokens": tokens, "halved": True}
             section("training", training, run, alone=False)
             section("evaluation", evaluation, run, alone=False)
-            run.loader.close()
         report = judge(hp, section.report)
         if runtime.comm.rank == 0:
             save(report)
