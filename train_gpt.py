@@ -406,11 +406,14 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
     """Raise UserError for the first variable that is nearly one of the known ones: in lower case,
     with letters swapped, without a last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
-        near = [other for other in known if sorted(other) == sorted(name.upper())]
-        if "_" in name or not name.startswith(tuple(known)):  # machines set DEVICES and the like
-            near += difflib.get_close_matches(name, known, n=1, cutoff=0.905)
-        if "_" in name:
-            near += [other for other in known if other.startswith(f"{name}_")]
+        words = "_" in name
+        near = [
+            other
+            for other in known
+            if sorted(other) == sorted(name.upper()) or (words and other.startswith(f"{name}_"))
+        ]
+        if words or not name.startswith(tuple(known)):  # machines set DEVICES and the like
+            near += difflib.get_close_matches(name, known, cutoff=0.905)
         if near:
             raise UserError(
                 f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this "
@@ -2430,13 +2433,7 @@ def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
 
 def train_and_score(hp: Hyperparameters) -> None:
     """The whole run: train, average, export, reload, score."""
-    require_packages(hp)
-    require_loadable(hp)
-    require(
-        not 0 < hp.target_bytes <= CODE_BYTES,
-        f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
-        "raise it, or pack the script (tools/pack_code.py)",
-    )
+    require_exportable(hp)
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
@@ -2450,8 +2447,8 @@ def train_and_score(hp: Hyperparameters) -> None:
         if hp.ema_enabled and initial > 0.1:
             log(f"note: {initial:.0%} of it are the initial weights: set a lower EMA_DECAY")
         log.stage("averaged weights")
-        plain = final_passes(hp)["roundtrip"]
-        before = run.make_scorer(*plain, log, "averaged weights").score_all()
+        roundtrip = final_passes(hp)["roundtrip"]
+        before = run.make_scorer(*roundtrip, log, "averaged weights").score_all()
         before.log(log, "final_average_exact")
         seconds = runtime.comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
@@ -2467,13 +2464,12 @@ def train_and_score(hp: Hyperparameters) -> None:
         run.model.load_state_dict(load_artifact(blob))
         score = score_artifact(run.model, run.make_scorer, hp, log)
         run.checkpoints.written.result()
-        quote = shlex.quote
         command = (
-            f"DATA_PATH={quote(hp.data_path)} TOKENIZER_PATH={quote(hp.tokenizer_path)} "
-            f"EVAL_ONLY={quote(str(log.artifact))} python train_gpt.py"
+            f"DATA_PATH={shlex.quote(hp.data_path)} "
+            f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
+            f"EVAL_ONLY={shlex.quote(str(log.artifact))} python train_gpt.py"
         )
-        made = f"{log.artifact} (copy: {ARTIFACT}), "
-        log.finish(runtime.comm, score, total, command, made)
+        log.finish(score, total, command, made=f"{log.artifact} (copy: {ARTIFACT}), ")
         check_limits(total, seconds, hp)
 
 
@@ -2484,8 +2480,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         weights = load_artifact(blob)
     require_data(hp, "val")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
-        log.require_unused(hp, runtime.comm)
-        log.header(hp, runtime)
+        log.require_unused()
+        log.header(runtime)
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
@@ -2496,12 +2492,23 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(model, make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
-        log.finish(runtime.comm, score, total, f"python tools/inspect_artifact.py {path}")
+        log.finish(score, total, f"python tools/inspect_artifact.py {path}")
         check_limits(total, 0.0, hp)
 
 
-def require_loadable(hp: Hyperparameters) -> None:
-    """Raise UserError before the training if nothing could load the artifact."""
+def require_exportable(hp: Hyperparameters) -> None:
+    """Raise UserError, before the training, if no artifact could be written or nothing could load
+    it."""
+    package = CODER_PACKAGES.get(hp.compressor)
+    require(
+        not package or find_spec(package),
+        f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}",
+    )
+    require(
+        not 0 < hp.target_bytes <= CODE_BYTES,
+        f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
+        "raise it, or pack the script (tools/pack_code.py)",
+    )
     stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
     made, loaded = (
         {(name, like.shape) for name, like in outline(knobs).items()}
@@ -2511,22 +2518,13 @@ def require_loadable(hp: Hyperparameters) -> None:
     require(not names, f'the knob that changes {names} needs the role "model": see `knob`')
 
 
-def require_packages(hp: Hyperparameters) -> None:
-    """Raise UserError if a package is missing that the run would need after its training."""
-    package = CODER_PACKAGES.get(hp.compressor)
-    require(
-        not package or find_spec(package),
-        f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}",
-    )
-
-
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     """The run, warmed up and, with RESUME, restored. What would fail it later fails here."""
-    log.require_unused(hp, runtime.comm)
+    log.require_unused()
     if runtime.comm.rank == 0:
         require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
-    log.header(hp, runtime, notes, resumed=path is not None)
+    log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
     log(
@@ -3206,6 +3204,7 @@ class Log:
     logs/<RUN_ID>.jsonl. A failed write does not end the run; `finish` raises it."""
 
     def __init__(self, hp: Hyperparameters, comm: Comm, folder: Path = Path("logs")):
+        self.hp, self.comm = hp, comm
         self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         self.path = folder / self.name  # without suffix
         self.artifact = folder / f"{self.name}.int6.xz"
@@ -3271,23 +3270,21 @@ class Log:
             width = shutil.get_terminal_size().columns - 1
             print(f"\r{text[:width]}\x1b[K\r", end="", flush=True)
 
-    def require_unused(self, hp: Hyperparameters, comm: Comm) -> None:
+    def require_unused(self) -> None:
         """Collective. Raise UserError if the run would replace the log of a finished run or, with
         EVAL_ONLY, of a training."""
         used = None
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
-            kept = "finished|train" if hp.eval_only else "finished"
+            kept = "finished|train" if self.hp.eval_only else "finished"
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
         require(
-            not comm.broadcast(bool(used)),
+            not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: unset it, set another, or delete its log, "
             f"{self.path}.txt and .jsonl",
         )
 
-    def header(
-        self, hp: Hyperparameters, runtime: Runtime, notes: Iterable[str] = (), resumed=False
-    ) -> None:
+    def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
         """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
         run appends to its log."""
         if not resumed:
@@ -3296,7 +3293,7 @@ class Log:
             self(SOURCE.decode() + "\n" + "=" * 100, console=False)
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        settings = hp.describe()
+        settings = self.hp.describe()
         self(
             f"started: {started}\nhyperparameters (* differs from the default)\n{settings}",
             console=False,
@@ -3317,16 +3314,16 @@ class Log:
             kernels=runtime.kernels(),
             run_id=self.name,
             started=started,
-            hyperparameters=dataclasses.asdict(hp),
+            hyperparameters=dataclasses.asdict(self.hp),
         )
         for note in (*runtime.notes, *notes):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
-    def finish(self, comm: Comm, score: str, total: int, advice: str, made: str = "") -> None:
+    def finish(self, score: str, total: int, advice: str, made: str = "") -> None:
         """Collective. Write the run's score, the `total` bytes of the submission, the files it
         `made` and what to do next. Raises UserError if a write has failed."""
-        failure = comm.broadcast(self.failure)
+        failure = self.comm.broadcast(self.failure)
         require(not failure, failure)
         self(
             f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes",
@@ -3653,10 +3650,11 @@ def ask_driver(device: torch.device, query: str) -> str:
     """nvidia-smi's values of `query` for this GPU, or "unknown"."""
     gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", gpu]
-    output = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=20)
-    return output.strip() or "unknown"
+        return subprocess.check_output(
+            words, stderr=subprocess.DEVNULL, text=True, timeout=20
+        ).strip()
+    return "unknown"
 
 
 def package_versions() -> str:
@@ -3734,13 +3732,13 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     if wanted in ("0", "1"):
         return wanted == "1", ()
     on_gpu, which = device.type == "cuda", shutil.which
-    needs = {
-        "Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists(),
-        "triton": not on_gpu or find_spec("triton"),
-        "a C compiler": not on_gpu or which(os.environ.get("CC", "gcc")) or which("clang"),
-        "Linux": on_gpu or sys.platform == "linux",  # elsewhere C++ needs an OpenMP of its own
-        "a C++ compiler": on_gpu or which(os.environ.get("CXX", "g++")),
-    }
+    needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
+    if on_gpu:
+        needs["triton"] = find_spec("triton")
+        needs["a C compiler"] = which(os.environ.get("CC", "gcc")) or which("clang")
+    else:
+        needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
+        needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
@@ -3849,19 +3847,18 @@ def banded_attention(
     and the `band` before them, so `attend` needs a mask of (chunk, band + chunk) only."""
     batch, time = q.shape[:2]
     chunk = round_up(max(1, band // 4))  # the fastest of band/4, band/2 and band on a CPU
-    spare = -time % chunk
     if document is None:
         document = torch.zeros(batch, time, device=q.device)
 
-    def of_chunks(t: Tensor, padding: float = 0.0) -> Tensor:
-        """What the chunks see of t (B, T, X), (B * chunks, band + chunk, X)."""
-        padded = F.pad(t, (0, 0, band, spare), value=padding)
-        return padded.unfold(1, band + chunk, chunk).mT.flatten(0, 1)
+    def of_chunks(t: Tensor, before: int, padding: float = 0.0) -> Tensor:
+        """Each chunk of t (B, T, ...) and the positions before it, (B * chunks, before + chunk,
+        ...)."""
+        sides = (0, 0) * (t.dim() - 2) + (before, -time % chunk)
+        padded = F.pad(t, sides, value=padding)
+        return padded.unfold(1, before + chunk, chunk).movedim(-1, 2).flatten(0, 1)
 
-    q = F.pad(q, (0, 0, 0, 0, 0, spare))
-    q = q.unflatten(1, (-1, chunk)).flatten(0, 1)  # (B * chunks, chunk, H, E)
-    k, v = (of_chunks(t.flatten(2)).unflatten(2, (-1, q.size(3))) for t in (k, v))
-    document = of_chunks(document[..., None], padding=-1.0)[..., 0]  # keys before the row: no one's
+    q, k, v = of_chunks(q, 0), of_chunks(k, band), of_chunks(v, band)
+    document = of_chunks(document, band, padding=-1.0)  # keys before the row: no one's
     return attend(q, k, v, band, document).unflatten(0, (batch, -1)).flatten(1, 2)[:, :time]
 
 
@@ -3906,9 +3903,9 @@ def cu_seqlens(document: Tensor) -> Tensor:
 def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the kernel asked for, or with the first that works on all ranks. Raises
     UserError if none does."""
-    auto = hp.attention == "auto"
     notes = []
-    for name in AUTO_KERNELS[runtime.device.type] if auto else (hp.attention,):
+    auto = AUTO_KERNELS[runtime.device.type]
+    for name in auto if hp.attention == "auto" else (hp.attention,):
         refused = refusal(runtime.comm, try_attention, name, hp, runtime)
         if not refused:
             notes = (*runtime.notes, *notes)
@@ -3925,15 +3922,14 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
 def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
     """The kernel, compiled if a GPU's run is. Raises an error if it is missing, does not run, or
     differs from `reference_attention`."""
-    device, on_gpu = runtime.device, runtime.device.type == "cuda"
+    device, train, window = runtime.device, hp.train_seq_len, hp.eval_seq_len
     if name == "cudnn":
-        training = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts}
-        lengths = training | {hp.eval_seq_len, min(hp.eval_seq_len, hp.ttt_chunk_tokens)}
+        lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
         unfit = [n for n in lengths if n % TILE]
         require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
-    attend = compile_whole(load_attention(name), runtime.compiled and on_gpu)
-    shapes = [(*TRIAL, n, hp.head_dim) for n in (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)]
-    qkv = [torch.randn(shape, device=device).to(runtime.dtype) for shape in shapes]
+    attend = compile_whole(load_attention(name), runtime.compiled and device.type == "cuda")
+    heads = hp.num_heads, hp.num_kv_heads, hp.num_kv_heads
+    qkv = [torch.randn(*TRIAL, n, hp.head_dim, device=device).to(runtime.dtype) for n in heads]
     document = None
     if hp.doc_attention:
         document = (torch.arange(TRIAL[1], device=device) >= 100).long().expand(TRIAL)
@@ -3983,8 +3979,7 @@ def load_fa3() -> Callable[..., Tensor]:
     Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     # The capability of an MI300 begins with 9 as well.
     cuda = torch.cuda.is_available() and not torch.version.hip
-    hopper = cuda and torch.cuda.get_device_capability()[0] == 9
-    require(hopper, "it needs a Hopper GPU")
+    require(cuda and torch.cuda.get_device_capability()[0] == 9, "it needs a Hopper GPU")
     try:
         import flash_attn_interface as fa3
     except ImportError:
@@ -4143,10 +4138,12 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor
 def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) -> list[Tensor]:
     """Random x (B, T, D), scale (B, T, 1), up and down of a `batch` (B, T)."""
     _, m, d = bank_shape("mlp_bank", hp)
-    shapes = (*batch, d), (*batch, 1), (m, d), (d, m)
-    x, scale, up, down = (torch.randn(shape, device=runtime.device) for shape in shapes)
-    x, up, down = (t.to(runtime.dtype) for t in (x, up, down))
-    return [x, scale.abs() + 0.5, up, down]
+    x, up, down = (
+        torch.randn(shape, device=runtime.device, dtype=runtime.dtype)
+        for shape in ((*batch, d), (m, d), (d, m))
+    )
+    scale = torch.randn(*batch, 1, device=runtime.device).abs() + 0.5
+    return [x, scale, up, down]
 
 
 # ---- Main ----------------------------------------------------------------------------------------

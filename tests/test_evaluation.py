@@ -692,7 +692,7 @@ def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
                 counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
                 patch.setattr(train_gpt, update, counted)
             TTT[mode](model, scorer)
-        assert scorer.result().targets == scorer.val.targets
+        assert scorer.result().val_tokens == scorer.val.targets
         scores.append(scorer.nats[:-1])
     assert len(learnt) == steps, "nothing is learned after the limit"
     (line,) = lines

@@ -233,14 +233,14 @@ def test_a_parameter_that_the_artifact_would_lose_is_refused_at_the_start(hyperp
     """Its knob has the wrong role. The run trained for its whole time and ended in "a packed part is
     cut"."""
     hp = hyperparameters(ATTN_GATE=1)
-    train_gpt.require_loadable(hp)
+    train_gpt.require_exportable(hp)
     with pytest.MonkeyPatch.context() as patch:
         roles = train_gpt.knobs_with
         patch.setattr(
             train_gpt, "knobs_with", lambda *r: tuple(n for n in roles(*r) if n != "attn_gate")
         )
         with user_error('the knob that changes attn_gate needs the role "model"'):
-            train_gpt.require_loadable(hp)
+            train_gpt.require_exportable(hp)
 
 
 def test_knobs_are_no_arguments(script):
@@ -279,8 +279,7 @@ def log_of(hyperparameters, folder, *kinds, **changes):
     (folder / "r.jsonl").write_text(
         "".join(f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds)
     )
-    hp = hyperparameters(RUN_ID="r", **changes)
-    return hp, train_gpt.Log(hp, train_gpt.Comm(), folder)
+    return train_gpt.Log(hyperparameters(RUN_ID="r", **changes), train_gpt.Comm(), folder)
 
 
 @pytest.mark.parametrize(
@@ -296,20 +295,20 @@ def log_of(hyperparameters, folder, *kinds, **changes):
     ],
 )
 def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
-    hp, log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
+    log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
     with user_error("RUN_ID=r is used") if used else contextlib.nullcontext():
-        log.require_unused(hp, train_gpt.Comm())
+        log.require_unused()
 
 
 def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp_path, capsys):
     """The console has it. The run ends with the reason, not as finished."""
-    hp, log = log_of(hyperparameters, tmp_path)
+    log = log_of(hyperparameters, tmp_path)
     log("first")
     log.files[0] = open("/dev/full", "w", buffering=1)  # noqa: SIM115
     log("second")
     assert capsys.readouterr().out == "first\nsecond\n"
     with user_error("cannot write /dev/full: No space left on device; free space"):
-        log.finish(train_gpt.Comm(), "1.0 bits per byte", 5, "go on")
+        log.finish("1.0 bits per byte", 5, "go on")
     assert "finished" not in (tmp_path / "r.jsonl").read_text()
 
 

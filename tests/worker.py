@@ -110,7 +110,7 @@ def limit(run: train_gpt.Run, folder: Path) -> None:
     train_gpt.lora_step, train_gpt.LORA_BATCH = counted, 2
     train_gpt.ttt_lora(run.model, scorer)
     (folder / f"limit{rank}").write_text(
-        f"{len(steps)} {scorer.result().targets == run.val.targets}"
+        f"{len(steps)} {scorer.result().val_tokens == run.val.targets}"
     )
 
 

@@ -715,7 +715,7 @@ def save(report: dict) -> None:
 
 def check(hp: Hyperparameters) -> dict:
     """All sections, on this rank. Returns the report of all ranks."""
-    train_gpt.require_packages(hp)
+    train_gpt.require_exportable(hp)
     with Runtime.start(hp) as runtime:
         section = Check(hp, runtime)
         first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
