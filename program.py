@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from train_gpt import UserError, importing, reason
+from train_gpt import UserError, error_message, importing
 
 
 def run_program(main: Callable[[], object]) -> None:
@@ -18,4 +18,6 @@ def run_program(main: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        sys.exit(f"error: cannot use {error.filename or 'a file'}: {reason(error)}; check the path")
+        sys.exit(
+            f"error: cannot use {error.filename or 'a file'}: {error_message(error)}; check the path"
+        )

@@ -77,7 +77,7 @@ except ImportError:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def complain(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """Print an error. Most errors are those of all ranks: rank 0 of a node prints first, and its
     launcher then ends the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -94,10 +94,10 @@ def importing(requirements: str) -> Iterator[None]:
         yield
     except ImportError as error:
         activate = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
-        complain(f"{error}: run {activate}`pip install -r {requirements}`")
+        print_error(f"{error}: run {activate}`pip install -r {requirements}`")
         sys.exit(1)
     except KeyboardInterrupt:
-        complain("interrupted by Ctrl-C")
+        print_error("interrupted by Ctrl-C")
         sys.exit(130)
 
 
@@ -130,7 +130,7 @@ def require(condition: object, sentence: str) -> None:
         raise UserError(sentence)
 
 
-def reason(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """The first line of an exception's message; its type comes first unless the message says it."""
     # The text of an OSError would repeat its number and file.
     message = str(getattr(error, "strerror", None) or error)
@@ -144,7 +144,7 @@ def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[Non
     try:
         yield
     except errors as error:
-        raise UserError(f"{what}: {reason(error)}; {advice}") from error
+        raise UserError(f"{what}: {error_message(error)}; {advice}") from error
 
 
 def writing(path: str | Path) -> contextlib.AbstractContextManager:
@@ -202,7 +202,7 @@ class Hyperparameters:
     skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
     skip_lerp: bool = knob(False, "skips as in #2135: gates between a scaled skip and the stream", "model")
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the token embedding", "model")
-    loop_visits: int = knob(1, "visits of the layers of the loop; 1: no depth recurrence", "model", low=1, high=16)
+    loop_visits: int = knob(1, "times that the layers of the loop run; 1: no depth recurrence", "model", low=1, high=16)
     loop_first: int = knob(3, "first layer of the loop", "model")
     loop_layers: int = knob(3, "layers of the loop", "model")
     lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", high="num_layers")
@@ -368,7 +368,7 @@ class Hyperparameters:
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
 
-    def visits(self, looping: bool = True) -> tuple[int, ...]:
+    def layer_order(self, looping: bool = True) -> tuple[int, ...]:
         """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times
         (#1517)."""
         layers = tuple(range(self.num_layers))
@@ -502,16 +502,16 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
-# Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, visits, rank, in) and NAME.b
-# (B, visits, out, rank); the head has one "visit".
+# Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
+# (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = dict[str, Tensor]
-Observer = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
+Hook = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
 
 
-class Pass(NamedTuple):
+class ForwardConfig(NamedTuple):
     """How a forward runs. A compiled model has one graph per value and set of shapes."""
 
-    visits: tuple[int, ...]  # layers, in order; depth recurrence visits some repeatedly
+    layer_order: tuple[int, ...]  # depth recurrence repeats some layers
     qat: bool = False  # round the banks as an export without calibration does
     band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
     doc_len: int = 0  # cut documents every n tokens; 0: never
@@ -519,16 +519,16 @@ class Pass(NamedTuple):
 
 class LayerCall(NamedTuple):
     """What one call of a layer reads: the matrices and low-rank factors of all layers, in the
-    compute dtype, and what attention sees. Embeddings and head read them as layer and visit 0.
+    compute dtype, and what attention sees. Embeddings and head read them as layer and depth 0.
 
     A block shows neither `attn_scale` and `mlp_scale` nor the layer scale: `GPT.matrices` multiplies
     "out" and "down" by the gains, and the readers of the normalised stream by the layer scale."""
 
     layer: int
-    visit: int
+    depth: int  # position in the order of the layers
     matrices: dict[str, tuple[Tensor, ...]]  # (out, in), one per layer
-    factors: dict[str, tuple[Tensor, ...]]  # NAME.a (B, rank, in), NAME.b (B, out, rank) per visit
-    observe: Observer | None
+    factors: dict[str, tuple[Tensor, ...]]  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
+    hook: Hook | None
     band: int  # a position sees itself and the band - 1 before it; 0: all before it
     document: Tensor | None  # (B, T), numbered: a position sees only its own
 
@@ -537,8 +537,8 @@ class LayerCall(NamedTuple):
 
     def linear(self, x: Tensor, *names: str) -> Tensor:
         """x (B, T, in) -> (B, T, out) by these matrices, joined."""
-        if self.observe:
-            self.observe(names[0], self.layer, x)
+        if self.hook:
+            self.hook(names[0], self.layer, x)
         matrices = [self.matrix(name) for name in names]
         return F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
 
@@ -546,7 +546,7 @@ class LayerCall(NamedTuple):
         """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
         if f"{target}.a" not in self.factors:
             return y
-        a, b = (self.factors[f"{target}.{part}"][self.visit] for part in "ab")
+        a, b = (self.factors[f"{target}.{part}"][self.depth] for part in "ab")
         return y + (x @ a.mT @ b.mT).view_as(y)
 
 
@@ -610,8 +610,8 @@ class GPT(nn.Module):
     """The banked transformer. Banks, stream and matrix products use `dtype`; other parameters and
     the loss are fp32.
 
-    The first half of the visits feeds the second half through U-Net skips (NanoGPT speedrun). Each
-    layer mixes the embedding stream back in. In layers with two lanes (#1204, #1529) attention
+    The first half of the layer order feeds the second half through U-Net skips (NanoGPT speedrun).
+    Each layer mixes the embedding stream back in. In layers with two lanes (#1204, #1529) attention
     reads one, the MLP reads the other, and both add to both."""
 
     def __init__(
@@ -635,7 +635,7 @@ class GPT(nn.Module):
         inputs = min(GATE_INPUTS, dim)
         # SMEAR_TOKEN: a factor, then the weights of the gate.
         self.smear_gate = filled(1 + inputs if hp.smear_token else dim)
-        skips = len(hp.visits()) // 2
+        skips = len(hp.layer_order()) // 2
         self.skip_scale = filled(skips, dim, value=-1.5 if hp.skip_gates else 1.0)
         if hp.skip_lerp:
             self.skip_gate = filled(skips, dim)
@@ -688,33 +688,33 @@ class GPT(nn.Module):
         ids: Tensor,
         targets: Tensor | None = None,
         reduction: str = "mean",
-        how: Pass | None = None,
+        config: ForwardConfig | None = None,
         adapter: Adapter | None = None,
-        observe: Observer | None = None,
+        hook: Hook | None = None,
         refused: Tensor | None = None,
     ) -> Tensor:
         """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats:
-        their mean () or, with "none", each (B, n). `how` is by default a plain pass.
+        their mean () or, with "none", each (B, n). `config` is by default a plain one.
 
         No probability goes to tokens that `refused` (V, V) has for the token before them. An
-        `adapter` adds low-rank products. `observe(matrix, layer, input)` runs before each product
+        `adapter` adds low-rank products. `hook(matrix, layer, input)` runs before each product
         of a matrix, eagerly only."""
         hp = self.hp
-        how = how or Pass(hp.visits())
-        factors = self.low_rank_factors(adapter or {}, list(how.visits))
-        document = number_documents(ids, how.doc_len) if hp.doc_attention else None
-        ends = LayerCall(0, 0, self.matrices(how.qat), factors, observe, how.band, document)
+        config = config or ForwardConfig(hp.layer_order())
+        factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
+        document = number_documents(ids, config.doc_len) if hp.doc_attention else None
+        ends = LayerCall(0, 0, self.matrices(config.qat), factors, hook, config.band, document)
         x = x0 = self.embed(ids, ends)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
-        half = len(how.visits) // 2
-        for visit, layer in enumerate(how.visits):
+        half = len(config.layer_order) // 2
+        for depth, layer in enumerate(config.layer_order):
             if lane is None and layer >= hp.num_layers - hp.lanes_last_n:
-                lane = x  # without the skip of this visit (#2135)
-            if visit >= half and skips:
-                x = self.add_skip(x, skips.pop(), visit - half)
-            x, lane = self.block(x, lane, x0, ends._replace(layer=layer, visit=visit))
-            if visit < half:
+                lane = x  # without the skip of this layer (#2135)
+            if depth >= half and skips:
+                x = self.add_skip(x, skips.pop(), depth - half)
+            x, lane = self.block(x, lane, x0, ends._replace(layer=layer, depth=depth))
+            if depth < half:
                 skips.append(x)
         x = rms_norm(x if lane is None else x + lane)
         if targets is not None:
@@ -782,7 +782,7 @@ class GPT(nn.Module):
         f(c z) = c^2 f(z) for c > 0: then the norm is one factor behind f. With another f, give "up"
         rms_norm(x) instead, drop `scale`, and let FUSED_MLP be 0."""
         scale = 1 / mean_square(x)
-        if self.fused_mlp and not (call.observe or call.factors):
+        if self.fused_mlp and not (call.hook or call.factors):
             y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
             hidden = F.leaky_relu(call.linear(x, "up"), self.hp.mlp_slope).square() * scale
@@ -842,8 +842,8 @@ class GPT(nn.Module):
     def low_rank_factors(
         self, adapter: Adapter, layers: list[int]
     ) -> dict[str, tuple[Tensor, ...]]:
-        """The adapter by visit of these layers, (B, ., .) in the compute dtype. Layer scale and
-        output gain are folded into b, as into the matrices."""
+        """The adapter by depth in this order of layers, (B, ., .) in the compute dtype. Layer scale
+        and output gain are folded into b, as into the matrices."""
         gains = {"out.b": self.attn_scale, "mlp.b": self.mlp_scale}
         factors = {}
         for name, factor in adapter.items():
@@ -1152,7 +1152,7 @@ class StepSettings(NamedTuple):
     # Each combination of these is a graph, which the warm-up compiles.
     qat: bool  # late QAT
     seq_len: int  # tokens T of a training sequence
-    looping: bool = False  # visit the loop's layers repeatedly
+    looping: bool = False  # repeat the layers of the loop
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
@@ -1362,11 +1362,13 @@ class Run:
 
     def backward(self, batch: Tensor, settings: StepSettings) -> None:
         """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
-        how = Pass(self.hp.visits(settings.looping), settings.qat, doc_len=self.hp.doc_len)
+        config = ForwardConfig(
+            self.hp.layer_order(settings.looping), settings.qat, doc_len=self.hp.doc_len
+        )
         for rows in batch.chunk(self.accumulation):
             ids = rows.to(torch.int64)
             x, y = (part.reshape(-1, settings.seq_len) for part in (ids[:, :-1], ids[:, 1:]))
-            loss = self.forward(x, y, how=how) / (self.accumulation * self.comm.size)
+            loss = self.forward(x, y, config=config) / (self.accumulation * self.comm.size)
             loss.backward()
             self.optimizer.accumulate()
             self.optimizer.report.loss.add_(loss.detach())
@@ -1432,8 +1434,8 @@ class Run:
         self.clock.pause()
         self.log.stage("validation")
         passes = final_passes(self.hp, looping)
-        how, stride = passes.get("banded", passes["roundtrip"])
-        score = self.make_scorer(how, stride, self.log, "validation").score_all()
+        config, stride = passes.get("banded", passes["roundtrip"])
+        score = self.make_scorer(config, stride, self.log, "validation").score_all()
         self.bpb = f"bpb {score.val_bpb:.4f}, "
         self.log_progress(
             "val",
@@ -1643,10 +1645,10 @@ class Score(NamedTuple):
         )
 
 
-def final_passes(hp: Hyperparameters, looping: bool = True) -> dict[str, tuple[Pass, int]]:
+def final_passes(hp: Hyperparameters, looping: bool = True) -> dict[str, tuple[ForwardConfig, int]]:
     """(pass, stride) of the final scores, by name. A validation during training is the banded pass
     or the round trip's."""
-    plain = Pass(hp.visits(looping))
+    plain = ForwardConfig(hp.layer_order(looping))
     passes = {"roundtrip": (plain, hp.eval_seq_len)}
     if hp.eval_mode == "banded":
         passes["banded"] = plain._replace(band=hp.eval_seq_len), band_block(hp)[1]
@@ -1664,7 +1666,7 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
     the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no longer than that,
     unless it would score less than EVAL_SEQ_LEN."""
     window = hp.eval_seq_len
-    read = window * (len(hp.visits()) + 1)
+    read = window * (len(hp.layer_order()) + 1)
     scored = window * BAND_TARGETS
     if hp.micro_batch_tokens:
         scored = min(scored, max(window, hp.micro_batch_tokens - read))
@@ -1707,14 +1709,14 @@ class Evaluator:
     val: Validation
     hp: Hyperparameters
     runtime: Runtime
-    how: Pass
+    config: ForwardConfig
     stride: int
     log: Callable = lambda line, **fields: None
     stage: str = "score"  # for the progress bar
 
     def __post_init__(self) -> None:
         hp, device = self.hp, self.runtime.device
-        self.window = sum(band_block(hp)) if self.how.band else hp.eval_seq_len
+        self.window = sum(band_block(hp)) if self.config.band else hp.eval_seq_len
         if hp.doc_attention:  # the second width is that of SGD's sequences
             for width in (self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)):
                 check_documents(self.val.documents, width, self.runtime.attention)
@@ -1774,7 +1776,7 @@ class Evaluator:
         ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
         targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = self.forward(
-            ids, targets, "none", how=self.how, adapter=adapter, refused=self.val.refused
+            ids, targets, "none", config=self.config, adapter=adapter, refused=self.val.refused
         )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
@@ -1790,7 +1792,7 @@ class Evaluator:
         bpb = total / math.log(2) / max(nbytes, 1)
         done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
-        way = f"band:{self.how.band}" if self.how.band else f"stride:{self.stride}"
+        way = f"band:{self.config.band}" if self.config.band else f"stride:{self.stride}"
         self.log(
             f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
             bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done),
@@ -1824,8 +1826,8 @@ class Evaluator:
 
 def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameters) -> None:
     """Compile all shapes of the final scores, and the gradients of test-time training."""
-    for name, (how, stride) in final_passes(hp).items():
-        scorer = make_scorer(how, stride)
+    for name, (config, stride) in final_passes(hp).items():
+        scorer = make_scorer(config, stride)
         if name != "ttt_lora" or hp.eval_max_seconds:  # it uses windows after the limit
             scorer.warm_up()
         if name == "ttt_lora":
@@ -1899,7 +1901,9 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
     mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(sum(p.numel() for p in parameters), device=runtime.device)
     for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
-        loss = scorer.forward(rows[:, :-1], rows[:, 1:], how=scorer.how, refused=scorer.val.refused)
+        loss = scorer.forward(
+            rows[:, :-1], rows[:, 1:], config=scorer.config, refused=scorer.val.refused
+        )
         loss = loss * (len(rows) / len(sequences))
         # A model of one layer does not use its skips.
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
@@ -2004,10 +2008,10 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     kv = hp.num_kv_heads * hp.head_dim
     outputs = {"k": kv, "v": kv, "head": hp.vocab_size}
     for name in hp.ttt_lora_targets.split(","):
-        visits = 1 if name == "head" else len(hp.visits())
-        a = torch.rand(1, visits, hp.ttt_lora_rank, hp.model_dim, generator=generator)
+        depth = 1 if name == "head" else len(hp.layer_order())
+        a = torch.rand(1, depth, hp.ttt_lora_rank, hp.model_dim, generator=generator)
         adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
-        shape = 1, visits, outputs.get(name, hp.model_dim), hp.ttt_lora_rank
+        shape = 1, depth, outputs.get(name, hp.model_dim), hp.ttt_lora_rank
         adapter[f"{name}.b"] = torch.zeros(shape, device=device)
     return adapter
 
@@ -2114,7 +2118,7 @@ class Calibration:
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
-        self.how = Pass(model.hp.visits(), doc_len=model.hp.doc_len)
+        self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
         count = sum(parameter.numel() for parameter in model.parameters())
         self.weight = (count / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
@@ -2132,7 +2136,7 @@ class Calibration:
         A backward has the gradient of a sum over tokens. With random weights of mean 0 and variance
         1 its square is, on average, the sum of the tokens' squares."""
         for rows in batch.to(torch.int64).chunk(4):  # without compiling, a forward keeps more
-            nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.how, observe=self)
+            nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, hook=self)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
             loss = (nats * weights).sum() * self.weight
             grads = torch.autograd.grad(
@@ -2626,9 +2630,9 @@ def score_artifact(
 ) -> str:
     """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
     training. Returns the last one, for the end of the log."""
-    for name, (how, stride) in final_passes(hp).items():
+    for name, (config, stride) in final_passes(hp).items():
         log.stage(name)
-        scorer = make_scorer(how, stride, log, name)
+        scorer = make_scorer(config, stride, log, name)
         if name == "ttt_sgd":
             ttt_sgd(model, scorer)
         elif name == "ttt_lora":
@@ -3750,8 +3754,8 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
-    """`function` (or a module) compiled, one graph per set of shapes and Pass; unchanged if not
-    `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
+    """`function` (or a module) compiled, one graph per set of shapes and ForwardConfig; unchanged if
+    not `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
     triton = torch._inductor.config.triton
@@ -3782,7 +3786,7 @@ def refusal(comm: Comm, trial: Callable, *arguments) -> str:
         trial(*arguments)
         mine = ""
     except Exception as error:  # a missing or unfit kernel can raise anything
-        mine = reason(error)
+        mine = error_message(error)
     return next(filter(None, comm.gather(mine)), "")
 
 
@@ -4167,7 +4171,9 @@ def main() -> None:
         status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:
         status = 1
-        sentence = f"a GPU's memory is full ({reason(error)}): set a lower MICRO_BATCH_TOKENS"
+        sentence = (
+            f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
+        )
     except KeyboardInterrupt as interrupted:
         number = (*interrupted.args, signal.SIGINT)[0]
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
@@ -4176,7 +4182,7 @@ def main() -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Rank 0 of the node prints it. If that has failed, its launcher sent this SIGTERM.
             os._exit(status)
-    complain(sentence)
+    print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
         sys.stdout.flush()
         os._exit(status)

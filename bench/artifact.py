@@ -243,7 +243,9 @@ def compare_quantisation(
 
     def score() -> float:
         return (
-            training.make_scorer(train_gpt.Pass(hp.visits()), hp.eval_seq_len).score_all().val_bpb
+            training.make_scorer(train_gpt.ForwardConfig(hp.layer_order()), hp.eval_seq_len)
+            .score_all()
+            .val_bpb
         )
 
     before = score()

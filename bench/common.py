@@ -55,9 +55,12 @@ def run_of(script: ModuleType, hp, runtime, log):
 
 
 def evaluator_of(script: ModuleType, forward: Callable, val, hp, runtime, stride: int):
-    """An evaluator with windows `stride` apart; 0: of a banded pass."""
-    how = script.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
-    return script.Evaluator(forward, val, hp, runtime, how, stride or script.band_block(hp)[1])
+    """An evaluator with windows `stride` apart; 0: of a banded pass. The previous version of the
+    script had other names."""
+    make = script.ForwardConfig if hasattr(script, "ForwardConfig") else script.Pass
+    order = hp.layer_order() if hasattr(hp, "layer_order") else hp.visits()
+    config = make(order, band=0 if stride else hp.eval_seq_len)
+    return script.Evaluator(forward, val, hp, runtime, config, stride or script.band_block(hp)[1])
 
 
 def score_of(*arguments):

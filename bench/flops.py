@@ -77,7 +77,7 @@ def flops_per_token(hp: Hyperparameters, length: int) -> float:
     )
     head = hp.vocab_size * hp.model_dim
     attention = 2 * hp.model_dim * (length + 1) / 2
-    return 3 * 2 * (len(hp.visits()) * (layer + attention) + head + bigram_weights(hp))
+    return 3 * 2 * (len(hp.layer_order()) * (layer + attention) + head + bigram_weights(hp))
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
@@ -87,5 +87,5 @@ def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0
     head = hp.vocab_size * hp.model_dim
     full = min(positions, band or positions)
     attention = 2 * hp.model_dim * (full * (full + 1) // 2 + (positions - full) * band)
-    layers = len(hp.visits()) * (positions * layer + attention)
+    layers = len(hp.layer_order()) * (positions * layer + attention)
     return 2 * (layers + positions * bigram_weights(hp) + scored * head)

@@ -55,9 +55,9 @@ def write_shard(
 
 def evaluator(forward, val, hp, runtime, stride, *log) -> train_gpt.Evaluator:
     """An evaluator with windows `stride` apart; 0: of a banded pass."""
-    how = train_gpt.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
+    config = train_gpt.ForwardConfig(hp.layer_order(), band=0 if stride else hp.eval_seq_len)
     stride = stride or train_gpt.band_block(hp)[1]
-    return train_gpt.Evaluator(forward, val, hp, runtime, how, stride, *log)
+    return train_gpt.Evaluator(forward, val, hp, runtime, config, stride, *log)
 
 
 def evaluate(*arguments) -> train_gpt.Score:

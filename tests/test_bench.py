@@ -37,7 +37,7 @@ def test_flops_of_a_window(visits):
     assert flops.window_flops(hp, 2048, 64, band=2048) == flops.window_flops(hp, 2048, 64)
     # A triangle of scores and of weighted values
     saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
-    assert saved == 2 * len(hp.visits()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
+    assert saved == 2 * len(hp.layer_order()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
 
 
 def test_the_model_of_a_collective():

@@ -254,8 +254,8 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
     reference = made(long, train_gpt.reference_attention)  # a mask over all positions
     reference.load_state_dict(model.state_dict())
     with torch.no_grad():
-        how = train_gpt.Pass(hp.visits(), band=hp.eval_seq_len)
-        return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", how)[0]
+        config = train_gpt.ForwardConfig(hp.layer_order(), band=hp.eval_seq_len)
+        return reference(tokens[None, :-1].long(), tokens[None, 1:].long(), "none", config)[0]
 
 
 def banded(setting, **changes):
@@ -309,16 +309,16 @@ def test_how_far_a_band_reaches(setting, changes):
 
     ids = (val.tokens[:101] % 50 + 2).long()[None]  # without BOS, which stops the embeddings
     model.embed = noted
-    how = train_gpt.Pass(hp.visits(), band=4)
-    model(ids[:, :-1], ids[:, 1:], "none", how)[0, -1].backward()
+    config = train_gpt.ForwardConfig(hp.layer_order(), band=4)
+    model(ids[:, :-1], ids[:, 1:], "none", config)[0, -1].backward()
     reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
-    assert 99 - int(reached.min()) == 3 * len(hp.visits())
+    assert 99 - int(reached.min()) == 3 * len(hp.layer_order())
     with torch.no_grad():
         ends = train_gpt.LayerCall(0, 0, model.matrices(), {}, None, 0, None)
         changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), ends)[0, 50] for i in range(51)]
         same = [torch.equal(x, embed(ids, ends)[0, 50]) for x in changed]
     assert same.index(False) == 48
-    assert 3 * len(hp.visits()) + 2 < train_gpt.band_block(hp)[0]
+    assert 3 * len(hp.layer_order()) + 2 < train_gpt.band_block(hp)[0]
 
 
 def test_a_block_is_no_longer_than_a_forward(hyperparameters):
@@ -507,11 +507,11 @@ def noting_shapes(model) -> set:
     """The set that gets all that a compiled graph of this model depends on, at each call."""
     shapes, forward = set(), model.forward
 
-    def noted(ids, targets, reduction="mean", how=None, adapter=None, refused=None):
+    def noted(ids, targets, reduction="mean", config=None, adapter=None, refused=None):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         changed = adapter is not None
-        shapes.add((*ids.shape, targets.size(1), reduction, changed, trained, how))
-        return forward(ids, targets, reduction, how, adapter)
+        shapes.add((*ids.shape, targets.size(1), reduction, changed, trained, config))
+        return forward(ids, targets, reduction, config, adapter)
 
     model.forward = noted
     return shapes
@@ -546,8 +546,8 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
         train_gpt.warm_up_evaluation(make_scorer, hp)
         warm = set(shapes)
         shapes.clear()
-        for name, (how, stride) in train_gpt.final_passes(hp).items():
-            scorer = train_gpt.Evaluator(model, val, hp, runtime, how, stride)
+        for name, (config, stride) in train_gpt.final_passes(hp).items():
+            scorer = train_gpt.Evaluator(model, val, hp, runtime, config, stride)
             if name.startswith("ttt"):
                 TTT[training](model, scorer)
             else:

@@ -289,13 +289,13 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters, monkeypatch):
             if len(inside) == 5:
                 raise KeyboardInterrupt
 
-    observe = train_gpt.Calibration(model, 16)
-    observe.sums = dict.fromkeys(observe.sums, [Sum()] * hp.num_layers)
+    hook = train_gpt.Calibration(model, 16)
+    hook.sums = dict.fromkeys(hook.sums, [Sum()] * hp.num_layers)
     monkeypatch.setattr(
         train_gpt.F, "linear", lambda x, w: outside.append(matmul.fp32_precision) or linear(x, w)
     )
     with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(2, 8, dtype=torch.int64), observe=observe)
+        model(torch.ones(2, 8, dtype=torch.int64), hook=hook)
     assert inside == ["tf32"] * 5 and set(outside) == {before}
     assert matmul.fp32_precision == before != "tf32"
 
@@ -339,8 +339,8 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
         else model
     )
     plain = forward(ids[:, :-1], ids[:, 1:], "none")
-    how = train_gpt.Pass(model.hp.visits(), qat=True)
-    rounded = forward(ids[:, :-1], ids[:, 1:], "none", how)
+    config = train_gpt.ForwardConfig(model.hp.layer_order(), qat=True)
+    rounded = forward(ids[:, :-1], ids[:, 1:], "none", config)
     assert (plain - rounded).abs().mean() > 1e-2
     rounded.mean().backward()
     weights = weights_of(model)

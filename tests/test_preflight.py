@@ -462,7 +462,7 @@ def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
 
 def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, monkeypatch):
     monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 10.0)
-    monkeypatch.setattr(preflight, "scoring", lambda run, how, stride: 4.0)
+    monkeypatch.setattr(preflight, "scoring", lambda run, config, stride: 4.0)
     knobs = {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 128}
     run = run_of(val=True, **knobs)
     whole = 10.0 * run.val.targets / (8 * 128) * 8 / 7

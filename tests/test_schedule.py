@@ -106,9 +106,9 @@ def test_depth_recurrence_begins_at_its_fraction_of_the_run():
     hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
     for seconds, looping in ((0, False), (209, False), (211, True), (599, True)):
         assert schedule(hp, 10 * seconds, seconds, 600.0).looping == looping
-    assert hp.visits(False) == tuple(range(11))
-    assert hp.visits() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
-    assert Hyperparameters().visits() == tuple(range(11))
+    assert hp.layer_order(False) == tuple(range(11))
+    assert hp.layer_order() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert Hyperparameters().layer_order() == tuple(range(11))
     with user_error("end the loop before lanes"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
@@ -235,7 +235,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 
     run.train_step = step_of
     monkeypatch.setattr(train_gpt, "schedule", noted)
-    run.make_scorer = scoring(lambda how, stride: None)
+    run.make_scorer = scoring(lambda config, stride: None)
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end for seconds, end in asked)
@@ -244,7 +244,9 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 def scoring(note):
     """In place of a run's evaluator: calls `note` with its pass and stride."""
     score = train_gpt.Score(1.0, 1.0, 0.0, 1, 1)
-    return lambda how, stride, *_: SimpleNamespace(score_all=lambda: (note(how, stride), score)[1])
+    return lambda config, stride, *_: SimpleNamespace(
+        score_all=lambda: (note(config, stride), score)[1]
+    )
 
 
 @pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])
@@ -252,7 +254,7 @@ def test_a_validation_is_like_the_score(run_of, mode, band, stride):
     """Banded, or non-overlapping windows: sliding ones are too dear for a validation."""
     run = run_of(EVAL_MODE=mode)
     passes = []
-    run.make_scorer = scoring(lambda how, stride: passes.append((how.band, stride)))
+    run.make_scorer = scoring(lambda config, stride: passes.append((config.band, stride)))
     run.validate(0, looping=False)
     assert passes == [(band, stride)]
 
@@ -270,7 +272,7 @@ def test_only_steps_take_training_time(run_of, monkeypatch, in_flight):
         return result()
 
     run.train_step = lambda *_: taking(1, lambda: torch.tensor([1.0, run.clock.elapsed(), 0.0]))
-    run.make_scorer = scoring(lambda how, stride: taking(100, lambda: None))
+    run.make_scorer = scoring(lambda config, stride: taking(100, lambda: None))
     run.checkpoints.save = lambda tensors, state: (
         saved.append(state) or setattr(run.checkpoints, "last", state)
     )
@@ -282,16 +284,18 @@ def test_a_validation_scores_the_model_as_it_is_trained(run_of):
     """Depth recurrence from the fourth of ten steps on; always for export and last score."""
     run = run_of(**{**PARTS, "LOOP_START": 0.35}, VAL_LOSS_EVERY=2, ITERATIONS=10, GPTQ_BATCHES=0)
     scored, trained, calibrated = [], [], []
-    run.make_scorer = scoring(lambda how, stride: scored.append(how.visits))
+    run.make_scorer = scoring(lambda config, stride: scored.append(config.layer_order))
     forward = run.forward
-    run.forward = lambda *a, how: trained.append(how.visits) or forward(*a, how=how)
+    run.forward = lambda *a, config: (
+        trained.append(config.layer_order) or forward(*a, config=config)
+    )
     run.train()
     assert [len(visits) for visits in scored] == [5, 5, 9, 9, 9, 9]
     assert [len(visits) for visits in trained] == [5] * 4 + [9] * 6
     attend = run.model.attend
     run.model.attend = lambda *a: calibrated.append(1) or attend(*a)
     run.calibrate(range(1))
-    assert len(calibrated) == 4 * len(run.hp.visits()), "in quarters of a micro-batch"
+    assert len(calibrated) == 4 * len(run.hp.layer_order()), "in quarters of a micro-batch"
 
 
 def averaging(model, hp) -> WeightAverage:

@@ -148,10 +148,10 @@ def check_forward(golden: Golden) -> Iterator[Finding]:
         name, fixed = case["name"], case.get("fixed", {})
         hp = golden.knobs(case["knobs"])
         model = golden.model(hp, fixed)
-        how = script.Pass(hp.visits(case.get("looping", True)), doc_len=hp.doc_len)
+        config = script.ForwardConfig(hp.layer_order(case.get("looping", True)), doc_len=hp.doc_len)
         ids = golden.ids(case, hp.vocab_size)
-        logits = model(ids[:, :-1], how=how).detach()
-        loss = model(ids[:, :-1], ids[:, 1:], how=how)
+        logits = model(ids[:, :-1], config=config).detach()
+        loss = model(ids[:, :-1], ids[:, 1:], config=config)
         loss.backward()
         found, want = float(loss.detach()), case["loss"]
         yield finding(name, "loss", want, found, gap(found, want), limits["loss"])
@@ -309,7 +309,9 @@ def lora_losses(golden: Golden, case: dict) -> tuple[list[float], float]:
     text = script.Validation(ids[0].numpy(), np.ones(length), device)
     facts_of_run = {"device": device, "comm": script.Comm(), "compiled": False}
     runtime = SimpleNamespace(micro_batch_tokens=length, **facts_of_run)
-    scorer = script.Evaluator(model, text, hp, runtime, script.Pass(hp.visits()), hp.eval_stride)
+    scorer = script.Evaluator(
+        model, text, hp, runtime, script.ForwardConfig(hp.layer_order()), hp.eval_stride
+    )
     adapter = given_adapter(facts, case, hp)
 
     def score(begin: int, state: script.LoraState) -> float:

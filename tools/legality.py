@@ -134,8 +134,8 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         if masked(hp):
             stream.refused = random_mask(hp.vocab_size, script.BOS)
         own = copy.deepcopy(model)
-        how, stride = list(script.final_passes(hp).values())[-1]
-        evaluator = script.Evaluator(own, stream, hp, runtime, how, stride)
+        config, stride = list(script.final_passes(hp).values())[-1]
+        evaluator = script.Evaluator(own, stream, hp, runtime, config, stride)
         if leak:
             leak(own, evaluator)
         if not hp.ttt_enabled:

@@ -234,7 +234,7 @@ def kernel_times(
 
             ms[name] = milliseconds(both_passes, runtime)
         except Exception as error:  # a missing or unfit kernel can raise anything
-            refused[name] = train_gpt.reason(error)
+            refused[name] = train_gpt.error_message(error)
     return {"ms": ms, "refused": refused}
 
 
@@ -296,17 +296,17 @@ def training(run: train_gpt.Run) -> dict:
 def evaluation(run: train_gpt.Run) -> dict[str, float]:
     """Expected seconds of each final score, from a part of the text."""
     found = {}
-    for name, (how, stride) in train_gpt.final_passes(run.hp).items():
+    for name, (config, stride) in train_gpt.final_passes(run.hp).items():
         if name.startswith("ttt"):
-            found[name] = test_time_training(run, name, how, stride)
+            found[name] = test_time_training(run, name, config, stride)
         else:
-            found[name] = scoring(run, how, stride)
+            found[name] = scoring(run, config, stride)
     return found
 
 
-def scoring(run: train_gpt.Run, how: train_gpt.Pass, stride: int) -> float:
+def scoring(run: train_gpt.Run, config: train_gpt.ForwardConfig, stride: int) -> float:
     """Expected seconds, from a few batches of each rank."""
-    scorer = run.make_scorer(how, stride)
+    scorer = run.make_scorer(config, stride)
     windows = scorer.windows()
     windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
     batch = run.runtime.comm.size * train_gpt.eval_rows(run.hp, run.runtime, scorer.window)
@@ -316,7 +316,9 @@ def scoring(run: train_gpt.Run, how: train_gpt.Pass, stride: int) -> float:
     return seconds * math.ceil(windows.shape[1] / batch) / math.ceil(some.shape[1] / batch)
 
 
-def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, stride: int) -> float:
+def test_time_training(
+    run: train_gpt.Run, name: str, config: train_gpt.ForwardConfig, stride: int
+) -> float:
     """Expected seconds, from the first documents or chunks. After EVAL_MAX_SECONDS the rest is
     scored with fixed weights."""
     hp, runtime, val = run.hp, run.runtime, run.val
@@ -330,7 +332,7 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
-    work = functools.partial(adapt, run.model, make_scorer(how, stride))
+    work = functools.partial(adapt, run.model, make_scorer(config, stride))
     seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
     if name == "ttt_sgd" and val.targets > end:
@@ -338,7 +340,7 @@ def test_time_training(run: train_gpt.Run, name: str, how: train_gpt.Pass, strid
     limit = hp.eval_max_seconds
     if not 0 < limit < whole:
         return whole
-    return limit + (1 - limit / whole) * scoring(run, how, stride)
+    return limit + (1 - limit / whole) * scoring(run, config, stride)
 
 
 # ---- The verdict ---------------------------------------------------------------------------------
@@ -698,7 +700,7 @@ class Check:
 def sentence_of(error: Exception) -> str:
     """An error in the words of a report."""
     full = isinstance(error, torch.OutOfMemoryError)
-    return train_gpt.reason(error) + "; set a lower MICRO_BATCH_TOKENS" * full
+    return train_gpt.error_message(error) + "; set a lower MICRO_BATCH_TOKENS" * full
 
 
 def unfinished(*errors: str) -> dict:
@@ -769,7 +771,7 @@ def main() -> None:
     if rank_0:
         print(f"the check took {time.perf_counter() - began:.0f} s", flush=True)
     if errors:
-        train_gpt.complain("; ".join(errors))
+        train_gpt.print_error("; ".join(errors))
         if dist.is_initialized():  # as in train_gpt.py
             os._exit(1)
         sys.exit(1)

@@ -55,7 +55,7 @@ class Reader:
         matrices = self.model.matrices()
         # The weights stay, so they are cast once and not per token
         self.model.matrices = lambda qat: matrices
-        self.window, self.visits = hp.eval_seq_len, len(hp.visits())
+        self.window, self.calls = hp.eval_seq_len, len(hp.layer_order())
         self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
         self.restart()
 
@@ -67,7 +67,7 @@ class Reader:
     def move(self, start: int) -> None:
         """Let the model see the text from this token on. Nothing of it is read."""
         self.start = start
-        self.kept = collections.deque([(self.empty, self.empty)] * self.visits)
+        self.kept = collections.deque([(self.empty, self.empty)] * self.calls)
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -81,7 +81,7 @@ class Reader:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None) -> Tensor:
         """Attention of the last tokens to all, in place of a kernel. A forward calls it once per
-        visit, in order."""
+        call of a layer, in order."""
         length = self.documents.size(1)
         old = self.kept.popleft()
         # Positions of a forward begin at 0. A second rotation moves them to their place, as

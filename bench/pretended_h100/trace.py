@@ -362,11 +362,11 @@ def build_model(script, hp, runtime) -> torch.nn.Module:
 
 
 def evaluator_of(script, forward, val, hp, runtime, stride: int):
-    """With windows `stride` apart; 0: of a banded pass. The previous version has no Pass."""
-    if not hasattr(script, "Pass"):
-        return script.Evaluator(forward, val, hp, runtime, stride)
-    how = script.Pass(hp.visits(), band=0 if stride else hp.eval_seq_len)
-    return script.Evaluator(forward, val, hp, runtime, how, stride or script.band_block(hp)[1])
+    """With windows `stride` apart; 0: of a banded pass. The previous version has other names."""
+    make = script.ForwardConfig if hasattr(script, "ForwardConfig") else script.Pass
+    order = hp.layer_order() if hasattr(hp, "layer_order") else hp.visits()
+    config = make(order, band=0 if stride else hp.eval_seq_len)
+    return script.Evaluator(forward, val, hp, runtime, config, stride or script.band_block(hp)[1])
 
 
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
