@@ -978,9 +978,10 @@ class ParallelMuon:
         compiled: bool = False,
     ):
         self.hp, self.comm = hp, comm
-        self.banks = {}
-        for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel()):  # largest first
-            self.banks[bank] = BankShard(bank, model, weights[bank], comm.shard, accumulate)
+        self.banks = {
+            bank: BankShard(bank, model, weights[bank], comm.shard, accumulate)
+            for bank in sorted(BANKS, key=lambda bank: -weights[bank].numel())  # largest first
+        }
         self.small = {name: p for name, p in model.named_parameters() if name not in BANKS}
         # The fp32 weights that this rank updates.
         self.owned = {name: shard.master for name, shard in self.banks.items()}
@@ -1181,8 +1182,8 @@ def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
     order. Each kind is a graph."""
     planned = max(hp.iterations, 1)
     steps = (schedule(hp, planned * place / 1000, 0.0, 0.0) for place in range(1001))
-    peak = {"lr_scale": 1.0, "momentum": hp.muon_momentum_warmup_start}
-    return collections.Counter(settings._replace(**peak) for settings in steps)
+    start = hp.muon_momentum_warmup_start
+    return collections.Counter(step._replace(lr_scale=1.0, momentum=start) for step in steps)
 
 
 class Clock:
@@ -1465,8 +1466,8 @@ class Run:
                 "recent": self.clock.recent,
                 "reserve": self.clock.reserve,
             }
-            gather = self.optimizer.gather
-            whole = ((name, gather(name, tensor)) for name, tensor in self.tensors().items())
+            parts = self.tensors().items()
+            whole = ((name, self.optimizer.gather(name, part)) for name, part in parts)
             self.checkpoints.save(whole, state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
@@ -1832,7 +1833,7 @@ def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameter
             scorer.warm_up()
         if name == "ttt_lora":
             warm_up_lora(scorer)
-        if name == "ttt_sgd" and scorer.val.targets > hp.ttt_chunk_tokens:
+        if name == "ttt_sgd":
             sgd_gradients(scorer.forward, scorer, 0)
 
 
@@ -1944,8 +1945,7 @@ def ttt_lora(model: GPT, scorer: Evaluator) -> None:
             scored[batch] = state.lengths[1:].clip(max=stop)
         for name in adapter:
             if name.endswith(".a"):
-                learned = state.factors[name][1 : len(batch) + 1]
-                adapter[name] = learned.mean(dim=0, keepdim=True)
+                adapter[name] = state.factors[name][1 : len(batch) + 1].mean(dim=0, keepdim=True)
     if scorer.hp.eval_max_seconds:
         score_rest(scorer, spans, scored)
 
@@ -2671,8 +2671,9 @@ MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 def read_shard(path: Path) -> np.ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if header and file size
     disagree."""
-    advice = "check the file and DATA_PATH"
-    with explaining(f"cannot read shard {path}", OSError, ValueError, advice=advice):
+    with explaining(
+        f"cannot read shard {path}", OSError, ValueError, advice="check the file and DATA_PATH"
+    ):
         size = path.stat().st_size
         magic, version, count = np.fromfile(path, "<i4", 3).tolist()
     require(
@@ -2837,8 +2838,12 @@ class ByteCounter:
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
-        advice = "set it to the shards' SentencePiece model"
-        with explaining(f"cannot load {setting}", OSError, RuntimeError, advice=advice):
+        with explaining(
+            f"cannot load {setting}",
+            OSError,
+            RuntimeError,
+            advice="set it to the shards' SentencePiece model",
+        ):
             model = read_small(tokenizer_path)
             pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         require(
@@ -2878,18 +2883,19 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     then. So the pairs of a follow from those of y, and likewise those of b (arXiv:2506.07956)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
     texts = pieces.id_to_piece(list(range(pieces.vocab_size())))
-    scores = [pieces.get_score(i) for i in range(len(texts))]
+    scores = np.array([pieces.get_score(i) for i in range(len(texts))])
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
-    merged = {text: i for i, text in enumerate(texts) if math.copysign(1, scores[i]) < 0}
+    merged = np.flatnonzero(np.signbit(scores))
     require(
-        merged and [scores[i] for i in merged.values()] == [-n for n in range(len(merged))],
+        merged.size and (scores[merged] == -np.arange(merged.size)).all(),
         f"CANONICAL_MASK=1 needs a BPE model, and TOKENIZER_PATH={tokenizer_path} is none: set 0",
     )
+    index = {texts[i]: i for i in merged}
     splits = [
-        (merged[text[:n]], merged[text[n:]], i)
-        for text, i in merged.items()
+        (index[text[:n]], index[text[n:]], i)
+        for text, i in index.items()
         for n in range(1, len(text))
-        if text[:n] in merged and text[n:] in merged
+        if text[:n] in index and text[n:] in index
     ]
     # The first merge of a part of a with a part of b.
     across = np.full((len(texts), len(texts)), len(texts), dtype=np.int32)
@@ -2927,8 +2933,9 @@ def check_manifest(data_path: str, tokenizer_path: str) -> bool:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return False
-    advice = "make or download the data again"
-    with explaining(f"{path} is not a valid manifest", Exception, advice=advice):
+    with explaining(
+        f"{path} is not a valid manifest", Exception, advice="make or download the data again"
+    ):
         tokenizer = json.loads(read_small(path))["tokenizer"]
         digest, caseops = tokenizer["sha256"], tokenizer.get("caseops")
     require(
@@ -3219,12 +3226,13 @@ class Log:
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
         if comm.rank > 0:
             return
-        paths = [folder / f"{self.name}{suffix}" for suffix in (".txt", ".jsonl")]
-        with writing(paths[0]):
+        with writing(f"{self.path}.txt"):
             folder.mkdir(parents=True, exist_ok=True)
-            self.files = [path.open("a", encoding="utf-8", buffering=1) for path in paths]
+            for suffix in (".txt", ".jsonl"):
+                path = Path(f"{self.path}{suffix}")
+                self.files.append(path.open("a", encoding="utf-8", buffering=1))
         with explaining(
-            f"RUN_ID={self.name}: another run is writing {paths[0]}",
+            f"RUN_ID={self.name}: another run is writing {self.path}.txt",
             BlockingIOError,
             advice="wait or set another",
         ):
@@ -3393,8 +3401,8 @@ class Checkpoints:
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
         try:
-            finite = all(torch.linalg.vector_norm(t).isfinite() for t in tensors.values())
-            require(finite, "some of its values are not finite")
+            for name, tensor in tensors.items():
+                require(torch.linalg.vector_norm(tensor).isfinite(), f"{name} is not finite")
             with replacing(path) as partial, open(partial, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
@@ -3652,12 +3660,11 @@ def gpu_facts(device: torch.device) -> str:
 
 def ask_driver(device: torch.device, query: str) -> str:
     """nvidia-smi's values of `query` for this GPU, or "unknown"."""
-    gpu = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    words = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", gpu]
+    gpu = torch.cuda.get_device_properties(device).uuid
+    words = f"nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}".split()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(
-            words, stderr=subprocess.DEVNULL, text=True, timeout=20
-        ).strip()
+        output = subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=20)
+        return output.strip() or "unknown"
     return "unknown"
 
 
@@ -3682,8 +3689,8 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
         )
         backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
-    comm.split(comm.broadcast(hp.shard_ranks or node), device)  # nodes may differ in size
+    ranks = hp.shard_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+    comm.split(comm.broadcast(ranks), device)  # nodes may differ in size
     return comm
 
 
