@@ -78,12 +78,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def print_error(sentence: str) -> None:
-    """Print an error. Most errors are those of all ranks: rank 0 of a node prints first, and its
-    launcher then ends the others."""
+    """Print an error. Usually all ranks fail: rank 0 of a node prints, and its launcher then ends
+    the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        time.sleep(5)  # a rank that still runs then is the only one that failed
+        time.sleep(5)  # if this rank still runs then, it alone has failed
     print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -163,16 +163,17 @@ LIMITS = {
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
 COMPILE = ("auto", "0", "1", "train")
-# Of attention, in the order in which ATTENTION=auto tries them.
+# Attention kernels, in the order that ATTENTION=auto tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 
 
 def knob(default, text: str, role="training", **limits):
-    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation". On
-    resume those of "evaluation" and "run" may change, those of "training" and "model" may not. Give
-    "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another model.
+    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation".
+    On resume those of "evaluation" and "run" may change, those of "training" and "model" may not.
+    Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
+    model.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 unless
     `low` says otherwise."""
@@ -205,11 +206,11 @@ class Hyperparameters:
     loop_visits: int = knob(1, "times that the layers of the loop run; 1: no depth recurrence", "model", low=1, high=16)
     loop_first: int = knob(3, "first layer of the loop", "model")
     loop_layers: int = knob(3, "layers of the loop", "model")
-    lanes_last_n: int = knob(0, "last layers, with two parallel lanes", "model", high="num_layers")
+    lanes_last_n: int = knob(0, "number of last layers that have two parallel lanes", "model", high="num_layers")
     attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
     mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
-    doc_len: int = knob(0, "training cuts documents every n tokens from their start, not at rows; 0: never")
+    doc_len: int = knob(0, "in training, cut documents every n tokens from their start, not at rows; 0: never")
     tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
@@ -217,7 +218,7 @@ class Hyperparameters:
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
     rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model")
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(4, "last layers, with exclusive self-attention", "model", high="num_layers")
+    xsa_last_n: int = knob(4, "number of last layers with exclusive self-attention", "model", high="num_layers")
     bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model")
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
@@ -323,8 +324,8 @@ class Hyperparameters:
         rotated = self.rope_dims or self.head_dim
         require(
             rotated % 2 == 0 and rotated <= self.head_dim,
-            f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and at "
-            f"most MODEL_DIM / NUM_HEADS = {self.head_dim}",
+            f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and "
+            f"at most MODEL_DIM / NUM_HEADS = {self.head_dim}",
         )
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
@@ -389,7 +390,7 @@ KNOBS = dataclasses.fields(Hyperparameters)
 
 
 def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
-    """The value of one knob. Raises UserError."""
+    """The value of one knob in the environment, else its default. Raises UserError."""
     name, kind = field.name.upper(), type(field.default)
     text = environ.get(name, str(field.default)).strip()
     try:
@@ -403,8 +404,8 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
 
 
 def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
-    """Raise UserError for the first variable that is nearly one of the known ones: in lower case,
-    with letters swapped, without a last word, or with a wrong letter."""
+    """Raise UserError for the first variable that is nearly a known one: in lower case, with
+    swapped letters, without its last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
         words = "_" in name
         near = [
@@ -442,7 +443,7 @@ def knob_help() -> str:
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
 class Matrix(NamedTuple):
-    """One kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
+    """A kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
@@ -468,8 +469,8 @@ class Matrix(NamedTuple):
 # that it has the shape of the up projection.
 # A matrix of a new shape is a row with a bank name of its own, and with its sizes in
 # `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
-# multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it, run
-# a copy of the script. A new row changes the initial embedding of a seed.
+# multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it,
+# run a copy of the script. A new row changes the initial embedding of a seed.
 MATRICES = (
     Matrix("q", "qo_bank", reads="q", normed=True),
     Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
@@ -521,7 +522,7 @@ class LayerCall(NamedTuple):
     """What one call of a layer reads: the matrices and low-rank factors of all layers, in the
     compute dtype, and what attention sees. Embeddings and head read them as layer and depth 0.
 
-    A block shows neither `attn_scale` and `mlp_scale` nor the layer scale: `GPT.matrices` multiplies
+    A block does not show `attn_scale`, `mlp_scale` and the layer scale: `GPT.matrices` multiplies
     "out" and "down" by the gains, and the readers of the normalised stream by the layer scale."""
 
     layer: int
@@ -536,7 +537,7 @@ class LayerCall(NamedTuple):
         return self.matrices[name][self.layer]
 
     def linear(self, x: Tensor, *names: str) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by these matrices, joined."""
+        """x (B, T, in) -> (B, T, out) by these matrices, concatenated."""
         if self.hook:
             self.hook(names[0], self.layer, x)
         matrices = [self.matrix(name) for name in names]
@@ -556,12 +557,13 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """Of the last dimension, which is kept, in fp32, plus the epsilon of the norms."""
+    """Mean of x^2 over the last dimension (kept), in fp32, plus the epsilon of the norms."""
     return x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Partial RoPE (arXiv:2104.09864): rotate the first 2*cos.size(-1) dimensions of x (B, T, H, E)."""
+    """Partial RoPE (arXiv:2104.09864): rotate the first 2 * cos.size(-1) dimensions of x
+    (B, T, H, E)."""
     half = cos.size(-1)
     a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
@@ -602,7 +604,7 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 
 
 def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
-    """A parameter in fp32, filled with one value."""
+    """An fp32 parameter filled with one value."""
     return nn.Parameter(torch.full(shape, value))
 
 
@@ -693,12 +695,12 @@ class GPT(nn.Module):
         hook: Hook | None = None,
         refused: Tensor | None = None,
     ) -> Tensor:
-        """ids (B, T) -> logits (B, T, V) or, of targets (B, n) for the last n positions, nats:
-        their mean () or, with "none", each (B, n). `config` is by default a plain one.
+        """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
+        loss in nats () or, with reduction "none", each loss (B, n).
 
-        No probability goes to tokens that `refused` (V, V) has for the token before them. An
-        `adapter` adds low-rank products. `hook(matrix, layer, input)` runs before each product
-        of a matrix, eagerly only."""
+        `refused` (V, V) says which tokens have no probability after which. An `adapter` adds
+        low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
+        eager mode only."""
         hp = self.hp
         config = config or ForwardConfig(hp.layer_order())
         factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
@@ -873,11 +875,9 @@ NEWTON_SCHULZ = {
 }
 
 
-def newton_schulz(
-    g: Tensor, dtype: torch.dtype, steps: int = 5, coefficients: str = "quintic"
-) -> Tensor:
+def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int, coefficients: str) -> Tensor:
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon,
-    Keller Jordan 2024), by iterations X <- aX + (bA + cA^2)X with A = XX^T, for tall X mirrored.
+    Keller Jordan 2024), by iterations X <- aX + (bA + cA^2)X with A = XX^T, mirrored for tall X.
     Zero matrices stay zero."""
     x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
@@ -922,10 +922,11 @@ class BankShard:
         comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
         grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
-        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if none of these is
+        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
 
-    New state of Muon, (r, ...), goes beside `momentum`, here and in ParallelMuon.tensors; checkpoints
-    and the warm-up then restore it. All ranks need the same kinds of state: `transposed` differs.
+    New state of Muon, (r, ...), goes beside `momentum`, here and in ParallelMuon.tensors. Then
+    checkpoints and the warm-up restore it. All ranks need the same kinds of state: `transposed`
+    differs.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -958,7 +959,7 @@ class BankShard:
 
 
 class Report(NamedTuple):
-    """Scalars of a step that are all-reduced with the small gradients; a rank fills them in place."""
+    """Scalars of a step, which each rank fills in place; all-reduced with the small gradients."""
 
     loss: float  # mean; nan if a gradient is not finite
     seconds: float  # rank 0's clock when it queued the update
@@ -999,7 +1000,7 @@ class ParallelMuon:
         self.muon_update = compile_whole(muon_update, compiled)
 
     def add_adam(self) -> None:
-        """AdamW, with its state, which a checkpoint may restore before the first step. A new
+        """AdamW with its state, as a checkpoint may restore it before the first step. A new
         parameter gets SCALAR_LR and SCALAR_WD unless it is named here."""
         hp = self.hp
         groups = {}
@@ -1845,7 +1846,7 @@ TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 
 def out_of_time(scorer: Evaluator) -> bool:
-    """Whether EVAL_MAX_SECONDS are over on this rank."""
+    """Whether EVAL_MAX_SECONDS have passed on this rank."""
     return 0 < scorer.hp.eval_max_seconds < time.perf_counter() - scorer.started
 
 
@@ -1916,7 +1917,7 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
 LORA_CHUNKS = ((256, 8), (2000, 24))  # (until this position, targets of a chunk); as #2014
 LORA_BATCH = 128  # documents of a rank that begin with the same A
-# Most documents of one forward: at their start, and behind the first window, where few are left.
+# Most documents per forward: within the first window, and after it, where few are left.
 LORA_ROWS = (16, 4)
 # Windows are about EVAL_SEQ_LEN divided by these, so that few shapes are compiled.
 LORA_PARTS = (8, 4, 2, 1)
@@ -1965,7 +1966,7 @@ def score_rest(scorer: Evaluator, spans: np.ndarray, scored: np.ndarray) -> None
 
 class LoraState:
     """Documents that learn side by side, each with a copy of the adapter `first`. Document 0 has no
-    targets: it fills forwards.
+    targets: it pads batches.
 
     There are always LORA_BATCH + 1 copies, or each number of documents would compile an update."""
 
@@ -2011,8 +2012,8 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
         depth = 1 if name == "head" else len(hp.layer_order())
         a = torch.rand(1, depth, hp.ttt_lora_rank, hp.model_dim, generator=generator)
         adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
-        shape = 1, depth, outputs.get(name, hp.model_dim), hp.ttt_lora_rank
-        adapter[f"{name}.b"] = torch.zeros(shape, device=device)
+        out = outputs.get(name, hp.model_dim)
+        adapter[f"{name}.b"] = torch.zeros(1, depth, out, hp.ttt_lora_rank, device=device)
     return adapter
 
 
@@ -2928,8 +2929,9 @@ def sha256_of(path: str | Path) -> str:
 
 
 def check_manifest(data_path: str, tokenizer_path: str) -> bool:
-    """Whether DATA_PATH/manifest.json says that the text is in our grammar of CaseOps. Raises
-    UserError if it names another tokenizer. data/inspect_shards.py checks the files it lists."""
+    """Whether DATA_PATH/manifest.json says that tokenize_text.py wrote the text with CaseOps.
+    Raises UserError if it names another tokenizer. data/inspect_shards.py checks the files it
+    lists."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return False
@@ -2948,7 +2950,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> bool:
 
 def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     """The exact bytes (count,) uint16 of the validation tokens, from fineweb_val_bytes_NNNNNN.bin
-    beside the shards; None without such files. Raises UserError if they cannot be those of as many
+    beside the shards; None without such files. Raises UserError if they cannot belong to that many
     tokens."""
     if not shard_paths(data_path, "val_bytes"):
         return None
@@ -3023,7 +3025,8 @@ def read_validation(
         wrong = refused[tokens[:-1], tokens[1:]].sum()
         if wrong:
             log(
-                f"note: CANONICAL_MASK is off: it would refuse {wrong} targets of the validation text"
+                f"note: CANONICAL_MASK is off: it would refuse {wrong} targets of the validation "
+                "text"
             )
         else:
             val.refused = torch.from_numpy(refused).to(device)
@@ -3292,8 +3295,8 @@ class Log:
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: unset it, set another, or delete its log, "
-            f"{self.path}.txt and .jsonl",
+            f"RUN_ID={self.name} is used by an earlier run: unset it, set another, or delete its "
+            f"log, {self.path}.txt and .jsonl",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
@@ -3589,7 +3592,7 @@ class Comm:
 
 @dataclasses.dataclass(frozen=True)
 class Runtime:
-    """Where and how this process computes; made once, by `start`."""
+    """Device, ranks and kernels of this process; made once, by `start`."""
 
     comm: Comm
     device: torch.device
@@ -3695,8 +3698,8 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
 
 
 def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
-    """Into how few equal parts a rank's rows of a step can be split, with at most `tokens` or one
-    row each."""
+    """The fewest equal parts of a rank's rows of a step that have at most `tokens` tokens, or one
+    row, each."""
     fitting = max(1, tokens // hp.train_seq_len)
     return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
 
@@ -3761,8 +3764,8 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
-    """`function` (or a module) compiled, one graph per set of shapes and ForwardConfig; unchanged if
-    not `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
+    """`function` (or a module) compiled, one graph per set of shapes and ForwardConfig; unchanged
+    if not `compiled`. A print or a breakpoint in it is an error: set COMPILE=0 to debug."""
     if not compiled:
         return function
     triton = torch._inductor.config.triton
@@ -3787,8 +3790,8 @@ def round_up(length: int) -> int:
     return -(-length // TILE) * TILE
 
 
-def refusal(comm: Comm, trial: Callable, *arguments) -> str:
-    """Collective. Why `trial` fails on the first rank where it does; "" if it passes on all."""
+def trial_error(comm: Comm, trial: Callable, *arguments) -> str:
+    """Collective. The error of `trial` on the first rank where it fails; "" if it passes on all."""
     try:
         trial(*arguments)
         mine = ""
@@ -3874,8 +3877,8 @@ def banded_attention(
 
 
 def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
-    """The number of the document of each token (B, T), counted in its row. A document that is longer
-    than `limit` is cut every `limit` tokens from its start or from the row's (#2135)."""
+    """The number of the document of each token (B, T), counted in its row. A document that is
+    longer than `limit` is cut every `limit` tokens from its start or from the row's (#2135)."""
     begins = ids == BOS
     if limit:
         place = torch.arange(ids.size(1), device=ids.device)
@@ -3917,12 +3920,12 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     notes = []
     auto = AUTO_KERNELS[runtime.device.type]
     for name in auto if hp.attention == "auto" else (hp.attention,):
-        refused = refusal(runtime.comm, try_attention, name, hp, runtime)
-        if not refused:
+        failed = trial_error(runtime.comm, try_attention, name, hp, runtime)
+        if not failed:
             notes = (*runtime.notes, *notes)
             attend = load_attention(name)
             return dataclasses.replace(runtime, attention=name, attend=attend, notes=notes)
-        notes.append(f"attention {name} skipped: {refused}")
+        notes.append(f"attention {name} skipped: {failed}")
     rocm = " or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
     raise UserError(
         f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one{rocm}; "
@@ -3986,7 +3989,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
 
 
 def load_fa3() -> Callable[..., Tensor]:
-    """FlashAttention 3 (arXiv:2407.08608): a wheel that is installed, or else the build that Hugging
+    """FlashAttention 3 (arXiv:2407.08608): an installed wheel, or else the build that Hugging
     Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     # The capability of an MI300 begins with 9 as well.
     cuda = torch.cuda.is_available() and not torch.version.hip
@@ -4073,8 +4076,8 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
 
     def product(a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor, forward: bool) -> Tensor:
-        """z = a (n, k) @ b (m, k)^T: f(z) times scale (n, 1), with its derivative written to `slopes`
-        (n, m), f the squared leaky ReLU, or else z times `slopes`."""
+        """z = a (n, k) @ b (m, k)^T: f(z) times scale (n, 1), with f the squared leaky ReLU and its
+        derivative written to `slopes` (n, m), or else z times `slopes`."""
         out = torch.empty_like(slopes)
         # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
         depth = 128 // a.element_size()
@@ -4127,8 +4130,8 @@ def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the form of the MLP that FUSED_MLP asks for."""
     if not hp.fused_mlp:
         return runtime
-    refused = refusal(runtime.comm, try_fused_mlp, hp, runtime)
-    require(not refused, f"FUSED_MLP=1: {refused}: set FUSED_MLP=0")
+    failed = trial_error(runtime.comm, try_fused_mlp, hp, runtime)
+    require(not failed, f"FUSED_MLP=1: {failed}: set FUSED_MLP=0")
     return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
 
