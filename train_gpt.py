@@ -397,9 +397,8 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
         return ConfigParser.BOOLEAN_STATES[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "a switch, 0 or 1"}[kind]
-        example = int(field.default) if kind is bool else field.default
         raise UserError(
-            f"{name}={text!r} is not {wanted}: set for example {name}={example}"
+            f"{name}={text!r} is not {wanted}: set for example {name}={field.default:n}"
         ) from None
 
 
@@ -3918,18 +3917,16 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the kernel asked for, or with the first that works on all ranks. Raises
     UserError if none does."""
     notes = []
-    auto = AUTO_KERNELS[runtime.device.type]
-    for name in auto if hp.attention == "auto" else (hp.attention,):
+    for name in (hp.attention,) if hp.attention != "auto" else AUTO_KERNELS[runtime.device.type]:
         failed = trial_error(runtime.comm, try_attention, name, hp, runtime)
         if not failed:
             notes = (*runtime.notes, *notes)
             attend = load_attention(name)
             return dataclasses.replace(runtime, attention=name, attend=attend, notes=notes)
         notes.append(f"attention {name} skipped: {failed}")
-    rocm = " or set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else ""
     raise UserError(
-        f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one{rocm}; "
-        "ATTENTION=math always works, slowly"
+        f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one; ATTENTION=math always works, "
+        "slowly"
     )
 
 

@@ -267,18 +267,10 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu
     """A record run on rented GPUs would silently take several times as long."""
     faults = {name: "missing" for name in train_gpt.KERNELS[:-1] if name not in works}
     hp, runtime, _ = gpu(faults, ATTENTION=wanted)
-    with user_error(sentence) as raised:
+    with user_error(sentence):
         train_gpt.choose_attention(hp, runtime)
-    assert "ROCM" not in str(raised.value)
     hp, runtime, _ = gpu(faults, ATTENTION="math")
     assert train_gpt.choose_attention(hp, runtime).attention == "math"
-
-
-def test_rocm_has_a_switch_for_its_kernels(gpu, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    hp, runtime, _ = gpu(dict.fromkeys(train_gpt.KERNELS, "missing"))
-    with user_error("TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1"):
-        train_gpt.choose_attention(hp, runtime)
 
 
 # ---- FlashAttention 3's two packages -------------------------------------------------------------
