@@ -1467,8 +1467,8 @@ class Run:
                 "reserve": self.clock.reserve,
             }
             parts = self.tensors().items()
-            whole = ((name, self.optimizer.gather(name, part)) for name, part in parts)
-            self.checkpoints.save(whole, state)
+            full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
+            self.checkpoints.save(full, state)
 
     def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
@@ -3531,7 +3531,7 @@ class Comm:
             f"{self.size} ranks: set a divisor of {self.size}",
         )
         if replicas > 1:
-            mesh = self.named(
+            mesh = self.call(
                 init_device_mesh,
                 device.type,
                 (replicas, shard_ranks),
@@ -3560,14 +3560,14 @@ class Comm:
         """Broadcast rank 0's `value`, any object that can be pickled. Blocks."""
         box = [value]
         if self.size > 1:
-            self.named(dist.broadcast_object_list, box, src=0)
+            self.call(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def gather(self, value) -> list:
         """All-gather `value`, any object that can be pickled, into a list by rank. Blocks."""
         values = [value] * self.size
         if self.size > 1:
-            self.named(dist.all_gather_object, values, value)
+            self.call(dist.all_gather_object, values, value)
         return values
 
     def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
@@ -3575,10 +3575,10 @@ class Comm:
             for tensor in source:
                 out.copy_(tensor)  # nothing to do if both are views of the same numbers
             return lambda: None
-        work = self.named(collective, out, *source, group=self.group, async_op=True)
-        return lambda: self.named(work.wait)
+        work = self.call(collective, out, *source, group=self.group, async_op=True)
+        return lambda: self.call(work.wait)
 
-    def named(self, call: Callable, *arguments, **options):
+    def call(self, collective: Callable, *arguments, **options):
         """Call a collective. Raises UserError that names this rank if another one is lost."""
         with explaining(
             f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot "
@@ -3586,7 +3586,7 @@ class Comm:
             RuntimeError,
             advice="look at the first rank that reported an error, then start again",
         ):
-            return call(*arguments, **options)
+            return collective(*arguments, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -3621,7 +3621,7 @@ class Runtime:
         yield choose_mlp(hp, choose_attention(hp, runtime))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
-            comm.named(dist.barrier)
+            comm.call(dist.barrier)
             # A group with a reference keeps its threads, which can abort the process at exit.
             comm.shard.group = comm.replicate.group = None
             dist.destroy_process_group()
