@@ -75,12 +75,13 @@ except ImportError:
 
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # in its node; set by torchrun
 
 
 def print_error(sentence: str) -> None:
     """Print an error. Usually all ranks fail: rank 0 of a node prints, and its launcher then ends
     the others."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if LOCAL_RANK:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)  # if this rank still runs then, it alone has failed
@@ -502,9 +503,11 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
+Tensors = dict[str, Tensor]  # by name: weights, state, sums
+PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
-Adapter = dict[str, Tensor]
+Adapter = Tensors
 Hook = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
 
 
@@ -526,8 +529,8 @@ class LayerCall(NamedTuple):
 
     layer: int
     depth: int  # position in the order of the layers
-    matrices: dict[str, tuple[Tensor, ...]]  # (out, in), one per layer
-    factors: dict[str, tuple[Tensor, ...]]  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
+    matrices: PerLayer  # (out, in)
+    factors: PerLayer  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
     hook: Hook | None
     band: int  # a position sees itself and the band - 1 before it; 0: all before it
     document: Tensor | None  # (B, T), numbered: a position sees only its own
@@ -668,7 +671,7 @@ class GPT(nn.Module):
         scale = depth.rsqrt() if hp.ln_scale else torch.ones(hp.num_layers)
         self.register_buffer("layer_scale", scale[:, None, None], persistent=False)
 
-    def initialise(self, seed: int) -> dict[str, Tensor]:
+    def initialise(self, seed: int) -> Tensors:
         """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns
         them in fp32."""
         weights = {
@@ -819,7 +822,7 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate)
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def matrices(self, qat: bool = False) -> dict[str, tuple[Tensor, ...]]:
+    def matrices(self, qat: bool = False) -> PerLayer:
         """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer
         scales are folded in; `qat` rounds the banks, with a straight-through gradient."""
         matrices = {}
@@ -840,9 +843,7 @@ class GPT(nn.Module):
                 matrices[kind.name] = (getattr(self, kind.name).to(self.dtype),)
         return matrices
 
-    def low_rank_factors(
-        self, adapter: Adapter, layers: list[int]
-    ) -> dict[str, tuple[Tensor, ...]]:
+    def low_rank_factors(self, adapter: Adapter, layers: list[int]) -> PerLayer:
         """The adapter by depth in this order of layers, (B, ., .) in the compute dtype. Layer scale
         and output gain are folded into b, as into the matrices."""
         gains = {"out.b": self.attn_scale, "mlp.b": self.mlp_scale}
@@ -971,7 +972,7 @@ class ParallelMuon:
     def __init__(
         self,
         model: GPT,
-        weights: dict[str, Tensor],
+        weights: Tensors,
         hp: Hyperparameters,
         comm: Comm,
         accumulate: bool = False,
@@ -1093,11 +1094,11 @@ class ParallelMuon:
             shard.owned_rows.copy_(shard.master)
             self.comm.shard.all_gather(shard.padded, shard.owned_rows)()
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Tensors:
         """All weights in fp32, gathered from their owners. Collective."""
         return {name: self.gather(name, tensor).clone() for name, tensor in self.owned.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Tensors:
         """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows. After changes
         call `sync_banks`."""
         tensors = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
@@ -1235,7 +1236,7 @@ class WeightAverage:
     """The weights to export: an EMA, or a plain average of late samples (SWA), in fp32. Each rank
     averages what it owns."""
 
-    def __init__(self, weights: dict[str, Tensor], hp: Hyperparameters):
+    def __init__(self, weights: Tensors, hp: Hyperparameters):
         self.hp = hp
         self.weights = list(weights.values())
         self.samples = 0
@@ -1283,13 +1284,13 @@ class Run:
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
         self.eval_forward = self.model if hp.compile == "train" else self.forward
-        # Takes a pass and a stride.
+        # Takes a config and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
         # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
         # the event after which it is there).
-        self.in_flight: list[tuple[int, StepSettings, Tensor, torch.cuda.Event | None]] = []
+        self.in_flight = []
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
         self.bpb = ""  # of the last validation, for the progress bar
@@ -1447,7 +1448,7 @@ class Run:
             val_bpb=score.val_bpb,
         )
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Tensors:
         """All that a step changes, as this rank has it: the optimizer's tensors, and the average as
         PARAMETER.average."""
         return self.optimizer.tensors() | {
@@ -1470,7 +1471,7 @@ class Run:
             full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
             self.checkpoints.save(full, state)
 
-    def restore(self, path: Path, state: dict, tensors: dict[str, Tensor]) -> None:
+    def restore(self, path: Path, state: dict, tensors: Tensors) -> None:
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.scatter(name, tensor, tensors.pop(name, None))
@@ -1505,7 +1506,7 @@ class Run:
         error.status = 128 + number
         raise error
 
-    def finish(self) -> tuple[str, dict[str, Tensor]]:
+    def finish(self) -> tuple[str, Tensors]:
         """Average the weights and calibrate the export, within the wall clock. Returns (name of the
         average, `Calibration.sums`)."""
         batches, first = self.hp.gptq_batches, self.clock.step + 1
@@ -1527,7 +1528,7 @@ class Run:
             )
         return averaged, calibration
 
-    def calibrate(self, steps: range) -> tuple[dict[str, Tensor], float]:
+    def calibrate(self, steps: range) -> tuple[Tensors, float]:
         """(`Calibration.sums` over the batches of these steps on all ranks; seconds)."""
         started = time.perf_counter()
         collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
@@ -2003,7 +2004,7 @@ def lora_shape(scorer: Evaluator, begin: int, stop: int) -> tuple[int, int, int]
 def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     """Initial LoRA factors of one document (random A, zero B). "out" and "mlp" are bypasses: they
     read the input of attention and of the MLP and add to their outputs."""
-    adapter: Adapter = {}
+    adapter = {}
     generator = torch.Generator().manual_seed(0)
     kv = hp.num_kv_heads * hp.head_dim
     outputs = {"k": kv, "v": kv, "head": hp.vocab_size}
@@ -3396,7 +3397,7 @@ class Checkpoints:
             }
             self.written = self.writer.submit(self.write, metadata, copies)
 
-    def write(self, metadata: dict, tensors: dict[str, Tensor]) -> Path | None:
+    def write(self, metadata: dict, tensors: Tensors) -> Path | None:
         """In the writer's thread. Returns the newest checkpoint. After an error, such as a full
         disk, the run continues."""
         started = time.perf_counter()
@@ -3430,7 +3431,7 @@ class Checkpoints:
                     later.unlink()
 
 
-def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
+def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
     """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
     with explaining(
         f"checkpoint {path} is truncated, altered or of another version",
@@ -3447,7 +3448,7 @@ def read_checkpoint(path: Path) -> tuple[dict, dict[str, Tensor]]:
 
 def find_checkpoint(
     hp: Hyperparameters, comm: Comm
-) -> tuple[Path | None, dict, dict[str, Tensor], list[str]]:
+) -> tuple[Path | None, dict, Tensors, list[str]]:
     """(path, metadata, tensors, notes for the log) of the newest complete checkpoint of RUN_ID, if
     RESUME is set and there is one; only rank 0 has tensors and notes."""
     folder = CHECKPOINTS / hp.run_id
@@ -3509,6 +3510,9 @@ def require_space(hp: Hyperparameters) -> None:
 MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
 
 
+Wait = Callable[[], None]  # waits for a collective
+
+
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing.
 
@@ -3541,17 +3545,17 @@ class Comm:
             self.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
             self.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
 
-    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+    def all_reduce(self, tensor: Tensor) -> Wait:
         """Sum `tensor` over the ranks, in place."""
         return self.start(dist.all_reduce, tensor)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable[[], None]:
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
         """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`."""
         # Named so since torch 2.13
         collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return self.start(collective, shard, full)
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
         """Collect every rank's `shard` (r, ...) in `full` (S*r, ...)."""
         collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self.start(collective, full, shard)
@@ -3570,7 +3574,7 @@ class Comm:
             self.call(dist.all_gather_object, values, value)
         return values
 
-    def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable[[], None]:
+    def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Wait:
         if self.size == 1:
             for tensor in source:
                 out.copy_(tensor)  # nothing to do if both are views of the same numbers
@@ -3600,7 +3604,7 @@ class Runtime:
     micro_batch_tokens: int  # tokens of one forward
     notes: tuple[str, ...] = ()  # for the log: why a choice is not the first one
     attention: str = ""
-    attend: Callable[..., Tensor] | None = None
+    attend: Kernel | None = None
     fused_mlp: Callable | None = None  # in place of the plain form
 
     @classmethod
@@ -3608,7 +3612,7 @@ class Runtime:
     def start(cls, hp: Hyperparameters) -> Iterator[Runtime]:
         """Set up the process group, device, dtype and kernels; shut down cleanly when the body
         succeeds."""
-        device = choose_device(hp.device, int(os.environ.get("LOCAL_RANK", 0)))
+        device = choose_device(hp.device, LOCAL_RANK)
         choose_deterministic(hp.deterministic or device.type == "cpu")
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
@@ -3782,6 +3786,7 @@ AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 
 # #196678).
 TILE = 128
 TRIAL = (2, 512)  # (B, T): a kernel with wrong strides can be right in the first row
+Kernel = Callable[..., Tensor]
 
 
 def round_up(length: int) -> int:
@@ -3930,7 +3935,7 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     )
 
 
-def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
+def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Kernel:
     """The kernel, compiled if a GPU's run is. Raises an error if it is missing, does not run, or
     differs from `reference_attention`."""
     device, train, window = runtime.device, hp.train_seq_len, hp.eval_seq_len
@@ -3950,7 +3955,7 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable[
     return attend
 
 
-def load_attention(name: str) -> Callable[..., Tensor]:
+def load_attention(name: str) -> Kernel:
     """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel
     is missing."""
     # Else the cache on disk answers with a graph of another kernel.
@@ -3985,7 +3990,7 @@ def load_attention(name: str) -> Callable[..., Tensor]:
     return attend
 
 
-def load_fa3() -> Callable[..., Tensor]:
+def load_fa3() -> Kernel:
     """FlashAttention 3 (arXiv:2407.08608): an installed wheel, or else the build that Hugging
     Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     # The capability of an MI300 begins with 9 as well.
@@ -4062,7 +4067,7 @@ def mlp_kernel() -> Callable:
     return fused_mlp
 
 
-def load_fused_mlp(slope: float, device: torch.device) -> Callable[..., Tensor]:
+def load_fused_mlp(slope: float, device: torch.device) -> Kernel:
     """`FusedMLP` as a function of x (B, T, D), scale (B, T, 1), up and down. Raises if Triton is
     missing or does not support the device."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -4132,7 +4137,7 @@ def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
 
-def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable[..., Tensor]:
+def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Kernel:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
     device = runtime.device
@@ -4186,7 +4191,7 @@ def main() -> None:
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if LOCAL_RANK:
             # Rank 0 of the node prints it. If that has failed, its launcher sent this SIGTERM.
             os._exit(status)
     print_error(sentence)

@@ -710,7 +710,7 @@ def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     monkeypatch.setenv("NUM_LAYERS", "no")
     for rank, before in ((0, []), (1, [(5, "")])):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setattr(train_gpt, "LOCAL_RANK", rank)
         with pytest.raises(SystemExit):
             train_gpt.main()
         assert waited == before

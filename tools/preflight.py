@@ -720,7 +720,7 @@ def check(hp: Hyperparameters) -> dict:
     train_gpt.require_exportable(hp)
     with Runtime.start(hp) as runtime:
         section = Check(hp, runtime)
-        first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        first_of_node = train_gpt.LOCAL_RANK == 0
         section("machine", machine, runtime)
         section("data", lambda: check_data(hp) if first_of_node else None)
         section("disk", lambda: check_disk(hp) if runtime.comm.rank == 0 else None)
