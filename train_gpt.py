@@ -674,9 +674,7 @@ class GPT(nn.Module):
     def initialise(self, seed: int) -> Tensors:
         """Orthogonal matrices, zero projections back to the stream, small normal embedding. Returns
         them in fp32."""
-        weights = {
-            name: parameter.detach().float().clone() for name, parameter in self.named_parameters()
-        }
+        weights = {name: tensor.float().clone() for name, tensor in self.state_dict().items()}
         generator = torch.Generator().manual_seed(seed)
         for kind in MATRICES:
             for matrix in bank_part(weights[kind.bank], kind) if not kind.zero else ():
@@ -1104,8 +1102,8 @@ class ParallelMuon:
         tensors = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
         tensors |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
         for name, parameter in self.small.items():
-            states = self.adam.state[parameter]
-            tensors |= {f"{name}.{kind}": state for kind, state in states.items()}
+            for kind, state in self.adam.state[parameter].items():
+                tensors[f"{name}.{kind}"] = state
         return tensors
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
@@ -1298,7 +1296,7 @@ class Run:
     def fits(self) -> bool:
         """Whether all GPUs have memory for the gradients of a step and GPTQ's eager forward; the
         same on all ranks. No collective comes before they agree."""
-        kind = max(phases(self.hp), key=lambda kind: (kind.looping, kind.qat))  # needs most memory
+        *_, kind = phases(self.hp)  # the last one needs most memory
         batch, full = self.loader.batch(0), False
         try:
             self.backward(batch, kind)
@@ -2033,8 +2031,7 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> Non
         adapter = {name: f[index[:, 0]].requires_grad_() for name, f in state.factors.items()}
         position = start + max(0, stop - width) + torch.arange(width, device=device)
         scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
-        last = end.minimum(start + stop)
-        nats, counts = scorer.batch(position, n, start + begin, last, adapter)
+        nats, counts = scorer.batch(position, n, start + begin, end.minimum(start + stop), adapter)
         scorer.forward.requires_grad_(True)
         if learners.any():
             loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
@@ -2724,9 +2721,8 @@ class TokenStream:
             shard = np.searchsorted(self.starts, start, side="right") - 1
             path, (begin, end) = self.paths[shard], self.starts[shard : shard + 2].tolist()
             n = min(count, end - start)
-            offset = SHARD_HEADER + 2 * (start - begin)
             # Not a memory map: if the file is truncated, reading one kills the process.
-            raw = os.pread(self.files[shard].fileno(), 2 * n, offset)
+            raw = os.pread(self.files[shard].fileno(), 2 * n, SHARD_HEADER + 2 * (start - begin))
             require(
                 len(raw) == 2 * n,
                 f"shard {path} was truncated during the run: restore it, start again",
@@ -3925,9 +3921,12 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     for name in (hp.attention,) if hp.attention != "auto" else AUTO_KERNELS[runtime.device.type]:
         failed = trial_error(runtime.comm, try_attention, name, hp, runtime)
         if not failed:
-            notes = (*runtime.notes, *notes)
-            attend = load_attention(name)
-            return dataclasses.replace(runtime, attention=name, attend=attend, notes=notes)
+            return dataclasses.replace(
+                runtime,
+                attention=name,
+                attend=load_attention(name),
+                notes=(*runtime.notes, *notes),
+            )
         notes.append(f"attention {name} skipped: {failed}")
     raise UserError(
         f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one; ATTENTION=math always works, "
@@ -4084,14 +4083,21 @@ def load_fused_mlp(slope: float, device: torch.device) -> Kernel:
         # 64 numbers in bf16: three stages of both blocks fill 144 KiB.
         depth = 128 // a.element_size()
         tiled = TensorDescriptor.from_tensor
-        inputs = (tiled(a, [128, depth]), tiled(b, [256, depth]), scale)
-        outputs = (tiled(out, [128, 128]), tiled(slopes, [128, 128]))
-        kernel[(programs,)](*inputs, *outputs, slope, forward, num_warps=8, num_stages=3)
+        kernel[(programs,)](
+            tiled(a, [128, depth]),
+            tiled(b, [256, depth]),
+            scale,
+            tiled(out, [128, 128]),
+            tiled(slopes, [128, 128]),
+            slope,
+            forward,
+            num_warps=8,
+            num_stages=3,
+        )
         return out
 
     def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        rows = (x.flatten(0, -2), scale.flatten(0, -2))
-        return FusedMLP.apply(*rows, up, down, product).view_as(x)
+        return FusedMLP.apply(x.flatten(0, -2), scale.flatten(0, -2), up, down, product).view_as(x)
 
     return fused
 
@@ -4166,13 +4172,12 @@ def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) ->
 def main() -> None:
     """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero
     status."""
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         usage="NUM_LAYERS=4 python train_gpt.py (knobs are environment variables)",
         description=__doc__.split("\n\n")[0],
         epilog=f"Knobs (environment variables):\n{knob_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.parse_args()
+    ).parse_args()
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:
