@@ -190,10 +190,10 @@ class Hyperparameters:
     Raises UserError for impossible values."""
 
     # fmt: off
-    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder of the shards", "run", section="Data")
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder with the token shards", "run", section="Data")
     tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
-    vocab_size: int = knob(1024, "pieces of the tokenizer", "model", low=4, high=65536)
-    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, used together with SEED; 0: the order of #399")
+    vocab_size: int = knob(1024, "vocabulary size of the tokenizer", "model", low=4, high=65536)
+    shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, with SEED; 0: #399's order")
 
     num_layers: int = knob(11, "transformer layers", "model", low=1, high=256, section="Model")
     model_dim: int = knob(512, "width D of the residual stream", "model", low=8, multiple_of="num_heads")
@@ -204,37 +204,37 @@ class Hyperparameters:
     skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
     skip_lerp: bool = knob(False, "skips as in #2135: gates between a scaled skip and the stream", "model")
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the token embedding", "model")
-    loop_visits: int = knob(1, "times that the layers of the loop run; 1: no depth recurrence", "model", low=1, high=16)
-    loop_first: int = knob(3, "first layer of the loop", "model")
-    loop_layers: int = knob(3, "layers of the loop", "model")
-    lanes_last_n: int = knob(0, "number of last layers that have two parallel lanes", "model", high="num_layers")
-    attn_gate: bool = knob(False, "a gate per head, from 12 dimensions of its input, on attention's output", "model")
-    mlp_gate: bool = knob(False, "a gate per token, from 12 dimensions of the stream, on the MLP's output", "model")
+    loop_visits: int = knob(1, "how often the looped layers run; 1: no depth recurrence", "model", low=1, high=16)
+    loop_first: int = knob(3, "first looped layer", "model")
+    loop_layers: int = knob(3, "number of looped layers", "model")
+    lanes_last_n: int = knob(0, "the last N layers have two parallel lanes", "model", high="num_layers")
+    attn_gate: bool = knob(False, "gate attention's output per head, from 12 dimensions of its input", "model")
+    mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
-    doc_len: int = knob(0, "in training, cut documents every n tokens from their start, not at rows; 0: never")
-    tie_embeddings: bool = knob(True, "one matrix is both token embedding and output head; 0 is not supported")
+    doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
+    tie_embeddings: bool = knob(True, "token embedding and output head share a matrix; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
     qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
     rope_base: float = knob(10000.0, "base of the rotary frequencies; not rescaled with the length", "model", low=1)
     rope_dims: int = knob(16, "rotated dimensions per head; 0: all", "model")
     ln_scale: bool = knob(True, "scale the input of each sublayer by 1/sqrt(layer + 1)", "model")
-    xsa_last_n: int = knob(4, "number of last layers with exclusive self-attention", "model", high="num_layers")
+    xsa_last_n: int = knob(4, "the last N layers use exclusive self-attention", "model", high="num_layers")
     bigram_vocab_size: int = knob(2048, "buckets of the hashed bigram embedding; 0: none", "model")
     bigram_dim: int = knob(128, "width of the hashed bigram embedding", "model", low=1)
 
     train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
-    short_seq_parts: int = knob(4, "cut sequences into n parts for the first 40 % of the run; 1: never (#399)", low=1)
-    micro_batch_tokens: int = knob(0, "tokens per forward of a rank; 0: what fits, at most 98,304", "run")
+    short_seq_parts: int = knob(4, "cut sequences into N parts for the first 40 % of the run; 1: never (#399)", low=1)
+    micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: as many as fit, at most 98,304", "run")
 
-    iterations: int = knob(20_000, "steps, unless the wall clock ends the run first", "run", section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "limit of training and GPTQ; 0: ITERATIONS decides", "run")
+    iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of training and GPTQ; 0: ITERATIONS decides", "run")
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run")
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", high=1)
     min_lr: float = knob(0.0, "learning rate at the end of the warmdown, as a fraction of the peak", high=1)
-    loop_start: float = knob(0.35, "fraction of the run after which the loop is visited repeatedly", high=1)
+    loop_start: float = knob(0.35, "fraction of the run after which the layers loop", high=1)
 
     matrix_lr: float = knob(0.025, "Muon learning rate of the banks", section="Optimizer")
     scalar_lr: float = knob(0.025, "Adam learning rate of gains, gates and the bigram projection")
@@ -260,19 +260,19 @@ class Hyperparameters:
     late_qat: bool = knob(True, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run")
+    gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: plain rounding", "run")
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
-    compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
+    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
-    canonical_mask: bool = knob(False, "no probability for tokens that the tokenizer never emits there", "run")
+    canonical_mask: bool = knob(False, "mask tokens that the tokenizer never emits after the previous one", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
-    ttt_enabled: bool = knob(False, "a third score, with score-first test-time training", "run")
-    ttt_mode: str = knob("sgd", "all weights per chunk, or low rank per document", "run", choices=("sgd", "lora"))
+    ttt_enabled: bool = knob(False, "also score with score-first test-time training", "run")
+    ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "run", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
@@ -290,12 +290,12 @@ class Hyperparameters:
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
     profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
-    deterministic: bool = knob(False, "a GPU repeats a run bit for bit, but slower; a CPU always does", "run")
+    deterministic: bool = knob(False, "GPU runs repeat bit for bit, but slower; CPU runs always do", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
-    device: str = knob("auto", "auto: cuda if there is one", "run", choices=("auto", "cuda", "cpu"))
+    device: str = knob("auto", "auto: a GPU if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: training only", "run", choices=COMPILE)
-    fused_mlp: bool = knob(False, "Triton kernel of the MLP; ./run.sh check times it", "run")
+    fused_mlp: bool = knob(False, "fused Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
 
     @classmethod
@@ -705,8 +705,8 @@ class GPT(nn.Module):
         config = config or ForwardConfig(hp.layer_order())
         factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
         document = number_documents(ids, config.doc_len) if hp.doc_attention else None
-        ends = LayerCall(0, 0, self.matrices(config.qat), factors, hook, config.band, document)
-        x = x0 = self.embed(ids, ends)  # (B, T, D)
+        base = LayerCall(0, 0, self.matrices(config.qat), factors, hook, config.band, document)
+        x = x0 = self.embed(ids, base)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
         half = len(config.layer_order) // 2
@@ -715,13 +715,13 @@ class GPT(nn.Module):
                 lane = x  # without the skip of this layer (#2135)
             if depth >= half and skips:
                 x = self.add_skip(x, skips.pop(), depth - half)
-            x, lane = self.block(x, lane, x0, ends._replace(layer=layer, depth=depth))
+            x, lane = self.block(x, lane, x0, base._replace(layer=layer, depth=depth))
             if depth < half:
                 skips.append(x)
         x = rms_norm(x if lane is None else x + lane)
         if targets is not None:
             x = x[:, -targets.size(1) :]
-        logits = ends.adapt(ends.linear(x, "tok_emb"), x, "head").float()
+        logits = base.adapt(base.linear(x, "tok_emb"), x, "head").float()
         logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if refused is not None:
             logits = logits.masked_fill(refused[ids[:, -logits.size(1) :]], -math.inf)
@@ -797,7 +797,7 @@ class GPT(nn.Module):
             y = y * torch.sigmoid(gate)
         return y
 
-    def embed(self, ids: Tensor, ends: LayerCall) -> Tensor:
+    def embed(self, ids: Tensor, base: LayerCall) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash),
         normalised, mixed with the previous position (SmearGate).
 
@@ -809,7 +809,7 @@ class GPT(nn.Module):
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             hashed = hashed.masked_fill(starts, buckets)
             pair = F.embedding(hashed, self.bigram_emb).to(self.dtype)
-            x = x + self.bigram_scale * ends.linear(pair, "bigram_proj")
+            x = x + self.bigram_scale * base.linear(pair, "bigram_proj")
         if not self.hp.smear_token:
             x = rms_norm(x)
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
