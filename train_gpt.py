@@ -508,7 +508,6 @@ PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = Tensors
-Hook = Callable[[str, int, Tensor], None]  # is called with (matrix, layer, its input)
 
 
 class ForwardConfig(NamedTuple):
@@ -531,7 +530,7 @@ class LayerCall(NamedTuple):
     depth: int  # position in the order of the layers
     matrices: PerLayer  # (out, in)
     factors: PerLayer  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
-    hook: Hook | None
+    hook: Callable | None
     band: int  # a position sees itself and the band - 1 before it; 0: all before it
     document: Tensor | None  # (B, T), numbered: a position sees only its own
 
@@ -692,7 +691,7 @@ class GPT(nn.Module):
         reduction: str = "mean",
         config: ForwardConfig | None = None,
         adapter: Adapter | None = None,
-        hook: Hook | None = None,
+        hook: Callable | None = None,
         refused: Tensor | None = None,
     ) -> Tensor:
         """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
@@ -3199,7 +3198,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield partial
             with open(partial, "rb+") as file:
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+            partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -3209,7 +3208,7 @@ PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "zstandard"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]
 
 
-class Log:
+class Log(contextlib.AbstractContextManager):
     """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in
     logs/<RUN_ID>.jsonl. A failed write does not end the run; `finish` raises it."""
 
@@ -3237,9 +3236,6 @@ class Log:
         ):
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def __enter__(self) -> Log:
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         """Remove the bar from the terminal and write what ended the run."""
@@ -3506,9 +3502,6 @@ def require_space(hp: Hyperparameters) -> None:
 MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
 
 
-Wait = Callable[[], None]  # waits for a collective
-
-
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing.
 
@@ -3541,17 +3534,17 @@ class Comm:
             self.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
             self.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
 
-    def all_reduce(self, tensor: Tensor) -> Wait:
+    def all_reduce(self, tensor: Tensor) -> Callable:
         """Sum `tensor` over the ranks, in place."""
         return self.start(dist.all_reduce, tensor)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Wait:
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> Callable:
         """Sum `full` (S*r, ...) over the ranks; this rank's rows arrive in `shard`."""
         # Named so since torch 2.13
         collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return self.start(collective, shard, full)
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Wait:
+    def all_gather(self, full: Tensor, shard: Tensor) -> Callable:
         """Collect every rank's `shard` (r, ...) in `full` (S*r, ...)."""
         collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self.start(collective, full, shard)
@@ -3570,7 +3563,7 @@ class Comm:
             self.call(dist.all_gather_object, values, value)
         return values
 
-    def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Wait:
+    def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable:
         if self.size == 1:
             for tensor in source:
                 out.copy_(tensor)  # nothing to do if both are views of the same numbers
@@ -3600,7 +3593,7 @@ class Runtime:
     micro_batch_tokens: int  # tokens of one forward
     notes: tuple[str, ...] = ()  # for the log: why a choice is not the first one
     attention: str = ""
-    attend: Kernel | None = None
+    attend: Callable | None = None
     fused_mlp: Callable | None = None  # in place of the plain form
 
     @classmethod
@@ -3782,7 +3775,6 @@ AGREEMENT = 0.02  # the largest relative error, by norms; the roundings of bf16 
 # #196678).
 TILE = 128
 TRIAL = (2, 512)  # (B, T): a kernel with wrong strides can be right in the first row
-Kernel = Callable[..., Tensor]
 
 
 def round_up(length: int) -> int:
@@ -3934,7 +3926,7 @@ def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     )
 
 
-def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Kernel:
+def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
     """The kernel, compiled if a GPU's run is. Raises an error if it is missing, does not run, or
     differs from `reference_attention`."""
     device, train, window = runtime.device, hp.train_seq_len, hp.eval_seq_len
@@ -3954,7 +3946,7 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Kernel:
     return attend
 
 
-def load_attention(name: str) -> Kernel:
+def load_attention(name: str) -> Callable:
     """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel
     is missing."""
     # Else the cache on disk answers with a graph of another kernel.
@@ -3989,7 +3981,7 @@ def load_attention(name: str) -> Kernel:
     return attend
 
 
-def load_fa3() -> Kernel:
+def load_fa3() -> Callable:
     """FlashAttention 3 (arXiv:2407.08608): an installed wheel, or else the build that Hugging
     Face's `kernels` downloads. Raises if there is neither, or the GPU is not a Hopper."""
     # The capability of an MI300 begins with 9 as well.
@@ -4066,7 +4058,7 @@ def mlp_kernel() -> Callable:
     return fused_mlp
 
 
-def load_fused_mlp(slope: float, device: torch.device) -> Kernel:
+def load_fused_mlp(slope: float, device: torch.device) -> Callable:
     """`FusedMLP` as a function of x (B, T, D), scale (B, T, 1), up and down. Raises if Triton is
     missing or does not support the device."""
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -4143,7 +4135,7 @@ def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
 
-def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Kernel:
+def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
     device = runtime.device
