@@ -1823,7 +1823,7 @@ class Evaluator:
         return Score(total / targets, total / math.log(2) / nbytes, seconds, targets, nbytes)
 
 
-def warm_up_evaluation(make_scorer: Callable[..., Evaluator], hp: Hyperparameters) -> None:
+def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
     """Compile all shapes of the final scores, and the gradients of test-time training."""
     for name, (config, stride) in final_passes(hp).items():
         scorer = make_scorer(config, stride)
@@ -2622,9 +2622,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
     return path
 
 
-def score_artifact(
-    model: GPT, make_scorer: Callable[..., Evaluator], hp: Hyperparameters, log: Log
-) -> str:
+def score_artifact(model: GPT, make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
     """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
     training. Returns the last one, for the end of the log."""
     for name, (config, stride) in final_passes(hp).items():
