@@ -2446,7 +2446,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
         if hp.ema_enabled and initial > 0.1:
-            log(f"note: {initial:.0%} of it are the initial weights: set a lower EMA_DECAY")
+            log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
         log.stage("averaged weights")
         roundtrip = final_passes(hp)["roundtrip"]
         before = run.make_scorer(*roundtrip, log, "averaged weights").score_all()

@@ -252,7 +252,7 @@ def test_an_average_of_a_short_run_is_noted(finished):
     3.12 bits per byte where its last weights had 2.11."""
     lines = finished[1].stdout.splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("exporting EMA of "))
-    assert re.match(r"note: 9\d% of it are the initial weights", lines[place + 1])
+    assert re.match(r"note: 9\d% of the average is the initial weights", lines[place + 1])
 
 
 def test_a_shape_that_contradicts_the_artifact_is_named(finished, script):
