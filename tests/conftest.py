@@ -4,6 +4,7 @@ script as users do."""
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,16 +41,11 @@ PARTS = {
 # fmt: on
 
 
-def write_shard(
-    path: Path,
-    tokens: np.ndarray,
-    magic=train_gpt.SHARD_MAGIC,
-    version=train_gpt.SHARD_VERSION,
-    count=None,
-) -> None:
-    """Write a shard. Every field of the header can be set to a wrong value."""
+def write_shard(path: Path, tokens: np.ndarray, count=None, **wrong: int) -> None:
+    """Write a shard. Every field of the header (magic, version, count) can have a wrong value."""
+    known = {"magic": train_gpt.SHARD_MAGIC, "version": train_gpt.SHARD_VERSION}
     header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
-    header[:3] = magic, version, len(tokens) if count is None else count
+    header[:3] = *(known | wrong).values(), len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
@@ -72,10 +68,8 @@ def user_error(sentence: str):
 
 def variables(name: str) -> dict[str, str]:
     """The variables of records/NAME.env."""
-    lines = (ROOT / "records" / f"{name}.env").read_text().splitlines()
-    return dict(
-        word.split("=") for line in lines if not line.startswith("#") for word in line.split()
-    )
+    text = re.sub(r"(?m)^#.*", "", (ROOT / "records" / f"{name}.env").read_text())
+    return dict(word.split("=") for word in text.split())
 
 
 def train_pieces(path: Path, lines: list[str], vocab_size: int, **options) -> None:
@@ -93,9 +87,8 @@ def data(tmp_path_factory) -> Path:
     text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
     train_pieces(folder / "tokenizer.model", text, VOCAB, character_coverage=1.0)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    documents = [
-        [train_gpt.BOS, *pieces.encode(" ".join(text[i : i + 8]))] for i in range(0, len(text), 8)
-    ]
+    parts = [" ".join(text[i : i + 8]) for i in range(0, len(text), 8)]
+    documents = [[train_gpt.BOS, *pieces.encode(part)] for part in parts]
     held_out, kept = documents[::20], [d for i, d in enumerate(documents) if i % 20]
     for split, docs in (("train", kept), ("val", held_out)):
         tokens = np.concatenate(docs)
@@ -212,18 +205,11 @@ def start(
     )
 
 
-def run(
-    arguments: list,
-    environment: dict[str, str],
-    cwd: Path,
-    ranks: int = 1,
-    fresh: bool = False,
-    timeout: float = 600,
-) -> subprocess.CompletedProcess:
+def run(*arguments, **options) -> subprocess.CompletedProcess:
     """`start`, then wait for the end."""
-    process = start(arguments, environment, cwd, ranks, fresh)
+    process = start(*arguments, **options)
     try:
-        out, err = process.communicate(timeout=timeout)
+        out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
@@ -268,9 +254,7 @@ def script(tmp_path, env):
     """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and
     the given changes."""
 
-    def go(
-        ranks: int = 1, arguments: tuple = (), fresh: bool = False, **changes
-    ) -> subprocess.CompletedProcess:
+    def go(ranks=1, arguments=(), fresh=False, **changes) -> subprocess.CompletedProcess:
         return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, fresh)
 
     return go

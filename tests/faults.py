@@ -42,22 +42,17 @@ def strike(fault: str, run: train_gpt.Run) -> None:
 def main() -> None:
     fault, at, rank = sys.argv[1], int(sys.argv[2]), int((*sys.argv, 0)[3])
     sys.argv[1:] = []
+    here = int(os.environ.get("RANK", 0)) == rank
     step = train_gpt.Run.train_step
 
     def faulty(self, number, settings):
-        # Steps of the warm-up do not count. A step has been timed, or the run was restored, only
-        # after the warm-up.
-        if (
-            fault != "late"
-            and number == at
-            and int(os.environ.get("RANK", 0)) == rank
-            and self.clock.step >= 0
-        ):
+        # Steps of the warm-up do not count: only after it has a step been timed, or the run restored.
+        if fault != "late" and number == at and here and self.clock.step >= 0:
             strike(fault, self)
         return step(self, number, settings)
 
     def interrupted(*arguments, **options):
-        if fault == "late" and int(os.environ.get("RANK", 0)) == rank:
+        if fault == "late" and here:
             strike(fault, None)
         return validate(*arguments, **options)
 
@@ -67,12 +62,12 @@ def main() -> None:
         return score(*arguments)
 
     def train(self):
-        if fault == "start" and int(os.environ["RANK"]) == rank:
+        if fault == "start" and here:
             os.kill(os.getpid(), signal.SIGINT)
         return training(self)
 
     def profiled(self):  # is called when signals are noted
-        if fault == "start" and int(os.environ["RANK"]) != rank:
+        if fault == "start" and not here:
             os.kill(os.getpid(), signal.SIGINT)
         return profiler(self)
 

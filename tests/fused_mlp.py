@@ -49,23 +49,14 @@ def results(mlp, inputs) -> list[torch.Tensor]:
     """The output, and the gradients of its product with fixed numbers."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     x, up, down = inputs
-    y = mlp(
-        x,
-        1
-        / (
-            x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)
-            + torch.finfo(torch.float32).eps
-        ),
-        up,
-        down,
-    )
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = 1 / (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps)
+    y = mlp(x, scale, up, down)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
-def errors(
-    script, dtype: torch.dtype, n: int, d: int, m: int, slope: float
-) -> dict[str, list[float]]:
+def errors(script, dtype, n: int, d: int, m: int, slope: float) -> dict[str, list[float]]:
     """Relative errors, by norms, of y and the gradients of x, up and down: of the fused and of the
     plain form."""
     fused = script.load_fused_mlp(slope, torch.device("cpu"))
@@ -89,12 +80,8 @@ def main() -> None:
     script, device = load(sys.argv[1]), torch.device(sys.argv[2])
     if device.type == "cpu":
         mend_interpreter()
-        cases = {
-            f"{dtype} {case}": (dtype, *case)
-            for dtype in (torch.float32, torch.bfloat16)
-            for case in CASES
-        }
-        print(json.dumps({name: errors(script, *case) for name, case in cases.items()}))
+        cases = [(dtype, *case) for dtype in (torch.float32, torch.bfloat16) for case in CASES]
+        print(json.dumps({str(case): errors(script, *case) for case in cases}))
         return
     # Results that were not computed cannot be compared
     script.AGREEMENT = float("inf")

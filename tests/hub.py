@@ -19,10 +19,8 @@ class Hub:
         self.root = root
         self.repository = repository
         self.commit = COMMIT
-        self.cut_after = 0  # bytes after which a large file's connection is cut, or 0
-        self.stall_after = 0  # bytes after which the server stops sending, or 0
         self.corrupt = set()  # paths that are served with a flipped bit
-        self.requests: list[tuple[str, str, str]] = []  # method, path, Range header
+        self.requests: list[tuple[str, str]] = []  # method, path
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -50,7 +48,7 @@ class Hub:
         marker = f"/datasets/{self.repository}/resolve/"
         return [
             path.removeprefix(marker).partition("/")[2]
-            for method, path, _ in self.requests
+            for method, path in self.requests
             if method == "GET" and path.startswith(marker)
         ]
 
@@ -58,26 +56,21 @@ class Hub:
         url = urllib.parse.urlparse(request.path)
         path = urllib.parse.unquote(url.path)
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
-        self.requests.append((request.command, path, request.headers.get("Range", "")))
+        self.requests.append((request.command, path))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
+        name = path.removeprefix(files).partition("/")[2]
         if path.startswith(f"{api}/paths-info/"):
-            names = [
-                name for name in self.asked(body, request.headers) if (self.root / name).is_file()
-            ]
-            self.json(request, [self.info(name) for name in names])
+            names = self.asked(body, request.headers)
+            found = [self.info(name) for name in names if (self.root / name).is_file()]
+            self.json(request, found)
         elif path == api or path.startswith(f"{api}/revision/"):
             siblings = [{"rfilename": name} for name in self.names()]
-            self.json(
-                request,
-                {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []},
-            )
+            facts = {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []}
+            self.json(request, facts)
         elif path.startswith(f"{api}/tree/"):
             self.json(request, [self.info(name) for name in self.names()])
-        elif (
-            path.startswith(files)
-            and (self.root / path.removeprefix(files).partition("/")[2]).is_file()
-        ):
-            self.file(request, path.removeprefix(files).partition("/")[2])
+        elif path.startswith(files) and (self.root / name).is_file():
+            self.file(request, name)
         else:
             code = "EntryNotFound" if path.startswith(files) else "RepoNotFound"
             self.json(request, {"error": "not found"}, 404, {"X-Error-Code": code})
@@ -98,20 +91,15 @@ class Hub:
         git_sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         entry = {"type": "file", "path": name, "size": len(data), "oid": git_sha1}
         if name.endswith(".bin"):
-            entry["lfs"] = dict(
-                oid=hashlib.sha256(data).hexdigest(), size=len(data), pointerSize=134
-            )
+            digest = hashlib.sha256(data).hexdigest()
+            entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
         return entry
 
     def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
         data = json.dumps(content).encode()
         request.send_response(status)
-        lines = {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }
-        for name, value in lines.items():
+        lines = {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        for name, value in {**lines, **(headers or {})}.items():
             request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":
@@ -121,29 +109,10 @@ class Hub:
         info, data = self.info(name), (self.root / name).read_bytes()
         if name in self.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        start = int(
-            request.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0]
-        )
-        part = data[start:]
-        request.send_response(206 if start else 200)
-        if start:
-            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        request.send_response(200)
         request.send_header("ETag", f'"{info["lfs"]["oid"] if "lfs" in info else info["oid"]}"')
         request.send_header("X-Repo-Commit", self.commit)
-        request.send_header("Accept-Ranges", "bytes")
-        request.send_header("Content-Length", str(len(part)))
+        request.send_header("Content-Length", str(len(data)))
         request.end_headers()
-        if request.command == "HEAD":
-            return
-        if self.stall_after and len(part) > self.stall_after:
-            request.wfile.write(part[: self.stall_after])
-            request.wfile.flush()
-            threading.Event().wait(60)
-            return
-        if self.cut_after and name.endswith(".bin") and len(part) > self.cut_after:
-            request.wfile.write(part[: self.cut_after])
-            request.wfile.flush()
-            request.close_connection = True
-            request.connection.close()
-            return
-        request.wfile.write(part)
+        if request.command != "HEAD":
+            request.wfile.write(data)

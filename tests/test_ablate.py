@@ -33,14 +33,12 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     log = tmp_path / "a" / "work" / "base_seed1" / "logs" / "base_seed1.txt"
     assert f"== base_seed1: progress in {log}; compiling takes minutes" in first.stdout
     base, still = json.loads(second.stdout.splitlines()[-1])["score"]
-    found = [
-        [runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt") for seed in (1, 2)]
-        for name in ("base", "still")
-    ]
-    scores, early = (
-        [[getattr(one, kind).bpb for one in side] for side in found]
-        for kind in ("score", "before_export")
-    )
+    scores, early = ([], []), ([], [])
+    for side, name in enumerate(("base", "still")):
+        for seed in (1, 2):
+            found = runs.read_run(tmp_path / f"a/logs/{name}_seed{seed}.txt")
+            scores[side].append(found.score.bpb)
+            early[side].append(found.before_export.bpb)
     named = base["variant"], base["difference"], still["variant"], still["n"]
     assert named == ("base", 0, "still", 2)
     assert still["difference"] == pytest.approx(np.mean(scores[1]) - np.mean(scores[0]))
@@ -50,10 +48,7 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert still["std"] == pytest.approx(np.std(scores[1], ddof=1))
     assert still["before"] == pytest.approx(np.mean(early[1]) - np.mean(early[0]))
     assert still["before"] != still["difference"]
-    assert all(5_500 < line["bytes"] <= 5_800 for line in (base, still)), [
-        base["bytes"],
-        still["bytes"],
-    ]
+    assert all(5_500 < line["bytes"] <= 5_800 for line in (base, still)), (base, still)
 
 
 def small_arguments(**changes):
@@ -62,41 +57,30 @@ def small_arguments(**changes):
     return argparse.Namespace(**chosen | changes)
 
 
-@pytest.mark.parametrize("width", [32, 48, 64, 96])
+@pytest.mark.parametrize("width", [32, 48, 96])
 def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
     """Only size and batch differ from the record; decay, average and warm-ups act as there."""
     for name in runs.KNOBS:
         monkeypatch.delenv(name, raising=False)
-    environ = ablate.environment(
-        small_arguments(tokens_per_weight=200, width=width), ablate.Variant({})
-    )
+    arguments = small_arguments(tokens_per_weight=200, width=width)
+    environ = ablate.environment(arguments, ablate.Variant({}))
     hp = train_gpt.Hyperparameters.from_env({"RUN_ID": "t", **environ})
     record = train_gpt.Hyperparameters()
     parameters = sum(p.numel() for p in train_gpt.GPT(hp, None, torch.float32).parameters())
     assert hp.iterations == 7000
     assert hp.iterations * hp.train_batch_tokens / parameters == pytest.approx(200, rel=0.02)
     assert hp.target_bytes - (ROOT / "train_gpt.py").stat().st_size == ablate.record_bytes(hp)
-    for ratio in (
-        lambda hp: hp.train_seq_len / hp.model_dim,
-        lambda hp: hp.eval_seq_len / hp.model_dim,
-        lambda hp: hp.num_heads / hp.num_kv_heads,
-        lambda hp: hp.bigram_dim / hp.model_dim,
-        lambda hp: hp.bigram_vocab_size / hp.model_dim,
-    ):
-        assert ratio(hp) == ratio(record)
+    # The rule gives the record the bytes of the challenge
+    assert ablate.record_bytes(record) == pytest.approx(train_gpt.SUBMISSION_CAP, rel=0.02)
+    assert hp.num_heads / hp.num_kv_heads == record.num_heads / record.num_kv_heads
+    for name in ("train_seq_len", "eval_seq_len", "bigram_dim", "bigram_vocab_size"):
+        assert getattr(hp, name) / hp.model_dim == getattr(record, name) / record.model_dim
     # With one pair all frequencies are 1, and bits per byte rise by 0.07
     assert record.rope_dims >= hp.rope_dims >= 8
     size = {"num_heads", "num_kv_heads", "model_dim", "rope_dims", "bigram_vocab_size"}
     size |= {"bigram_dim", "train_seq_len", "train_batch_tokens", "run_id"}
     for name in train_gpt.knobs_with("training", "model"):
         assert name in size or getattr(hp, name) == getattr(record, name), name
-
-
-def test_an_artifact_at_the_records_steps_has_its_size():
-    """The rule that gives the record in small its bytes gives the record those of the challenge."""
-    assert ablate.record_bytes(train_gpt.Hyperparameters()) == pytest.approx(
-        train_gpt.SUBMISSION_CAP, rel=0.02
-    )
 
 
 def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, capsys):
@@ -115,11 +99,7 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
     assert first.count("== ") == 2 and "== " not in again
     report = json.loads(again.splitlines()[-1])["score"]
     assert [line["steps"] for line in report] == [6, 3]
-    assert re.search(
-        r"^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the [\d.]+ GFLOP/s of its matrix",
-        again,
-        re.M,
-    )
+    assert re.search(r"(?m)^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the ", again)
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
 
 
@@ -136,9 +116,9 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
         return "error: stopped by SIGTERM"
 
     monkeypatch.setattr(sweep, "execute", execute)
-    variants = dict(
-        base=ablate.Variant({}), x=ablate.Variant({"SEED": "2"}), y=ablate.Variant({"SEED": "3"})
-    )
+    variants = {
+        name: ablate.Variant({"SEED": seed}) for seed, name in enumerate(("base", "x", "y"))
+    }
     with user_error("base_seed1 failed: error: stopped by SIGTERM"):
         ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0, jobs=1))
     assert started[0] == "base_seed1" and "y_seed1" not in started
@@ -157,26 +137,15 @@ def test_sigterm_ends_the_training(sweep_knobs, tmp_path, nothing_is_left_runnin
     assert process.returncode == 1 and said.endswith("interrupted: the same command continues\n")
 
 
-def test_side_by_side_runs_share_the_cores(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(ablate.os, "cpu_count", lambda: 8)
-    for jobs, threads in ((1, None), (2, "4"), (16, "1")):
-        arguments = small_arguments(steps=3, tokens_per_weight=0, jobs=jobs)
-        assert ablate.environment(arguments).get("OMP_NUM_THREADS") == threads
-
-
 @pytest.mark.parametrize(
     "options, part",
     [
         (["x: MATRIX_LRR=1"], "did you mean MATRIX_LR?"),
         (["x: NOTHING=1"], "is not a variant: write"),
-        ([": SEED=1"], "is not a variant: write"),
         (["QK_GAIN_INIT=4"], "is not a variant: write"),
-        (["x: MATRIX_LR="], "is not a variant: write"),
         (["a: SEED=1", "a: SEED=2"], "two variants have one name"),
         (["base: SEED=1"], 'called "base"'),
         (["--jobs", "0", "x: SEED=1"], "--jobs: 0 is not a whole number above 0"),
-        (["x: SEED=1 @fast"], "has the price 'fast'"),
         (["x: SEED=1 @-1"], "has the price '-1'"),
         (["--seeds", "1", "2", "x: SEED=1"], "write the variants before --seeds"),
     ],

@@ -28,9 +28,8 @@ def test_welch_is_the_textbook_one(tmp_path):
     test = compare.welch(a, b, 0.005)
     variance = [np.var(side, ddof=1) / len(side) for side in (a, b)]
     assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
-    assert test.df == pytest.approx(
-        sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
-    )
+    df = sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
+    assert test.df == pytest.approx(df)
     least = compare.smallest(a, b, compare.RECORD)
     shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
     # The smallest gain is just significant
@@ -79,11 +78,8 @@ def test_groups_that_cannot_be_compared(tmp_path, swept):
     unfinished = written(tmp_path / "unfinished", PUBLISHED[: PUBLISHED.index("DIAG")])
     with user_error("did not finish"):
         runs.read_group(str(unfinished))
-    other = written(
-        tmp_path,
-        re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text()),
-        "other.txt",
-    )
+    fewer = re.sub(r"val_tokens:\d+", "val_tokens:77", logs_of(swept)[1].read_text())
+    other = written(tmp_path, fewer, "other.txt")
     with user_error("were scored on 77 and"):
         compare.losses(runs.read_group(str(first)), runs.read_group(str(other)))
 
@@ -95,10 +91,9 @@ def test_a_failed_run_is_left_out(tmp_path, capsys):
     failed = written(tmp_path / "a", cut[: cut.index("DIAG")], "train_seed3.log")
     dead = written(tmp_path / "a", cut[: cut.index("step:0")], "train_seed4.log")
     assert [found.seed for found in runs.read_group(str(tmp_path / "a"))] == [1, 2]
-    assert capsys.readouterr().err.splitlines() == [
-        f"left out: {failed} has no final score: the run did not finish; run it again or leave it out",
-        f"left out: {dead} has neither steps nor scores; give logs/<RUN_ID>.txt or train_seed<N>.log",
-    ]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"left out: {failed} has no final score: the run did not finish")
+    assert second.startswith(f"left out: {dead} has neither steps nor scores")
     with user_error("cannot read"):
         runs.read_group(f"{tmp_path / 'a'},nothing.log")
 
@@ -128,10 +123,8 @@ def test_the_same_runs_are_equal(tmp_path):
 
 
 def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
-    names = [
-        written(tmp_path, PUBLISHED, name)
-        for name in ("a1.txt", "a2.txt", "a[1].txt", "b,1.txt", "c.log")
-    ]
+    names = ("a1.txt", "a2.txt", "a[1].txt", "b,1.txt", "c.log")
+    names = [written(tmp_path, PUBLISHED, name) for name in names]
     for text, expected in (
         (f"{tmp_path}/a?.txt", names[:2]),
         (f"{tmp_path}", names),
@@ -147,12 +140,8 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
 
 def made(losses: list[float]) -> list[runs.Run]:
     """Runs with these final losses."""
-    return [
-        SimpleNamespace(
-            score=SimpleNamespace(loss=loss, bpb=loss / 2, tokens=9, nbytes=None), seed=seed
-        )
-        for seed, loss in enumerate(losses)
-    ]
+    scores = [SimpleNamespace(loss=x, bpb=x / 2, tokens=9, nbytes=None) for x in losses]
+    return [SimpleNamespace(score=score, seed=seed) for seed, score in enumerate(scores)]
 
 
 def test_how_many_more_seeds_would_be_needed():
@@ -191,12 +180,8 @@ def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
     """Every comparison with nan is false, so it would have counted as a record."""
     logs = copy_of(swept, tmp_path) / "logs"
     (log, *_) = sorted(logs.glob("t_MATRIX_LR=0.005_seed*.txt"))
-    text = re.sub(
-        r"(final_int6_sliding_window_exact val_loss:\S+ val_bpb:)\S+",
-        rf"\g<1>{score}",
-        log.read_text(),
-    )
-    log.write_text(text)
+    form = r"(final_int6_sliding_window_exact val_loss:\S+ val_bpb:)\S+"
+    log.write_text(re.sub(form, rf"\g<1>{score}", log.read_text()))
     with user_error(f"has the score {score}: it cannot be compared"):
         runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
 

@@ -25,10 +25,8 @@ def whole_stream(hp) -> np.ndarray:
 
 def loaders(one_rank, size, **changes):
     hp, runtime = one_rank(**changes)
-    return hp, [
-        TrainingLoader(hp, dataclasses.replace(runtime, comm=Comm(rank, size)))
-        for rank in range(size)
-    ]
+    runtimes = [dataclasses.replace(runtime, comm=Comm(rank, size)) for rank in range(size)]
+    return hp, [TrainingLoader(hp, each) for each in runtimes]
 
 
 def published_batches(tokens: np.ndarray, ranks: int, rows: int, seq_len: int, steps: int):
@@ -86,22 +84,15 @@ def order(loader, epoch: int) -> list[int]:
 
 def test_shuffled_epochs_hold_every_row_once(one_rank):
     """Fault D4: #399's seeds did not change the order of the data."""
+    assert train_gpt.Hyperparameters().shuffle_seed == 1, "shuffled by default"
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=5)
     epochs = [order(loader, epoch) for epoch in (0, 1)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(loader.blocks))
     assert epochs[0] != epochs[1] != list(range(loader.blocks))
+    assert np.ptp(epochs[0][: loader.step_rows]) > loader.blocks / 2, "from all over the shards"
     for changes in ({"SHUFFLE_SEED": 6}, {"SHUFFLE_SEED": 5, "SEED": 2}):
         _, (other,) = loaders(one_rank, 1, **changes)
         assert order(other, 0) != epochs[0]
-
-
-def test_shuffled_rows_come_from_all_over_the_shards(one_rank):
-    """A batch in shard order is one stretch of text. A shuffled one comes from the whole stream."""
-    hp, (loader,) = loaders(one_rank, 1)
-    assert hp.shuffle_seed == 1, "shuffled by default"
-    starts = np.array(order(loader, 0)[: hp.train_batch_tokens // hp.train_seq_len])
-    assert starts.min() < loader.blocks / 4 and starts.max() > 3 * loader.blocks / 4
-    assert np.ptp(starts) > len(starts)
 
 
 def test_batches_are_ready_ahead(one_rank):
@@ -114,25 +105,18 @@ def test_batches_are_ready_ahead(one_rank):
     assert all(torch.equal(loader.read(5 + i), rows) for i, rows in enumerate(read))
 
 
-def test_bytes_by_the_rule_equal_the_text(data):
+def test_byte_pieces_count_one_and_boundaries_nothing(data):
     """Also fault B29: a leading space after BOS does not count."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
-    for text in ("x", "two  spaces", "caf\u00e9 \u4e2d\u6587 \U0001f600", "tab\there", "f(1.5)"):
+    for text in ("two  spaces", "caf\u00e9 \u4e2d\u6587 \U0001f600"):
         tokens = np.array([train_gpt.BOS, *pieces.encode(text)], dtype=np.uint16)
         assert counter.count(tokens).sum() == len(pieces.decode(tokens[1:].tolist()).encode())
-
-
-def test_byte_pieces_count_one_and_boundaries_nothing(data):
-    counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
     names = [pieces.id_to_piece(i) for i in range(VOCAB)]
     byte = names.index("<0xE4>")
     spaced = next(i for i in range(VOCAB) if names[i][0] == "\u2581" and len(names[i]) == 3)
-    assert counter.count(np.array([byte, byte])) == [1]
-    assert counter.count(np.array([byte, spaced])) == [3]
-    assert counter.count(np.array([train_gpt.BOS, spaced])) == [2]
-    assert counter.count(np.array([spaced, train_gpt.BOS])) == [0]
+    tokens = np.array([byte, byte, spaced, train_gpt.BOS, spaced])
+    assert counter.count(tokens).tolist() == [1, 3, 0, 2]
 
 
 def test_a_last_token_is_only_a_target():
@@ -177,28 +161,13 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     assert torch.equal(found.tokens, without.tokens) and found.nbytes.tolist() == exact[1:].tolist()
     assert found.total_bytes == exact[1:].sum() != without.total_bytes
     for rest, error in (
-        (
-            exact[middle:-1],
-            f"holds {tokens - 1} numbers up to 6, not the bytes of the {tokens} tokens",
-        ),
-        (
-            np.append(exact[middle:], 1),
-            f"holds {tokens + 1} numbers up to 6, not the bytes of the {tokens} tokens",
-        ),
-        (exact[middle:] + (1 << 15), f"holds {tokens} numbers up to 32774"),
+        (exact[middle:-1], f"{tokens - 1} numbers up to 6, not the bytes of the {tokens} tokens"),
+        (np.append(exact[middle:], 1), f"{tokens + 1} numbers up to 6, not the bytes"),
+        (exact[middle:] + (1 << 15), f"{tokens} numbers up to 32774"),
     ):
         write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", rest)
         with user_error(error):
             read_validation(hp, runtime.device)
-
-
-def test_rows_hold_the_documents_that_begin_anywhere_in_them():
-    for last, error in (
-        (64, contextlib.nullcontext()),
-        (63, user_error("3 documents begin")),
-    ):
-        with error:
-            train_gpt.check_documents(np.array([0, 10, last]), 64, "fa3")
 
 
 @pytest.mark.parametrize(
@@ -212,18 +181,12 @@ def test_documents_are_counted_for_flash_attention_3(
     shutil.copytree(data, tmp_path / "data")
     tokens = np.full(1000, 5)
     tokens[500 : 500 + starts] = train_gpt.BOS
-    for path in (
-        *train_gpt.shard_paths(tmp_path / "data", "train"),
-        *train_gpt.shard_paths(tmp_path / "data", "val"),
-    ):
+    for path in (tmp_path / "data").glob("*.bin"):
         write_shard(path, tokens)
     sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64, "DOC_LEN": limit}
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
     runtime = dataclasses.replace(runtime, attention=attention)
-    sentence = (
-        f"{starts} documents begin within 64 positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "
-        f"takes {refused}"
-    )
+    sentence = f"{starts} documents begin within 64 positions, but .* takes {refused}"
     outcome = user_error(sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
@@ -231,6 +194,8 @@ def test_documents_are_counted_for_flash_attention_3(
             loader.batch(step)
     with outcome if not limit else contextlib.nullcontext():  # evaluations do not cut documents
         evaluator(None, read_validation(hp, runtime.device), hp, runtime, 64)
+    # Those that begin anywhere in a row
+    train_gpt.check_documents(np.array([0, 10, 64]), 64, "fa3")
 
 
 TOKENS = np.arange(4, 300)
@@ -240,10 +205,7 @@ TOKENS = np.arange(4, 300)
     "spoil, part",
     [
         (lambda path: write_shard(path, TOKENS, magic=1), "starts with 1, 1, not with 20240520, 1"),
-        (
-            lambda path: write_shard(path, TOKENS, version=2),
-            "starts with 20240520, 2, not with 20240520, 1",
-        ),
+        (lambda path: write_shard(path, TOKENS, version=2), "starts with 20240520, 2, not with"),
         (lambda path: write_shard(path, TOKENS, count=295), "promises 295"),
         (lambda path: write_shard(path, TOKENS, count=297), "promises 297"),
         (lambda path: write_shard(path, TOKENS[:0]), "promises 0"),
@@ -263,19 +225,14 @@ def test_wrong_shards_are_named(tmp_path, spoil, part):
     assert str(path) in str(error.value) and part in str(error.value)
 
 
-def test_token_outside_the_vocabulary_is_named(tmp_path, one_rank):
-    tokens = np.full(2000, 5, dtype=np.uint16)
-    tokens[900] = VOCAB
-    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
+def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
+    """Reading the mapping of a truncated file would kill the process. So is a token outside the
+    vocabulary."""
+    path = tmp_path / "fineweb_train_000000.bin"
+    write_shard(path, np.where(np.arange(2000) == 900, VOCAB, 5))
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path, SHUFFLE_SEED=0)
-    loader.batch(0)
     with user_error(f"000000.bin holds token {VOCAB}.*VOCAB_SIZE"):
         loader.batch(1)
-
-
-def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
-    """Reading the mapping of a truncated file would kill the process."""
-    path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.full(500_000, 5))
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path)
     loader.batch(0)
@@ -292,9 +249,8 @@ def with_manifest(data, folder):
         (folder / path.name).write_bytes(path.read_bytes())
     files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
     digest = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(
-        json.dumps({"files": files, "tokenizer": {"sha256": digest}})
-    )
+    manifest = {"files": files, "tokenizer": {"sha256": digest}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
 
 
@@ -333,9 +289,8 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
     (tmp_path / "noise.model").write_bytes(b"\x00\x01noise")
     with user_error("cannot load .*; set it to the shards' SentencePiece model"):
         ByteCounter(str(tmp_path / "noise.model"), VOCAB)
-    monkeypatch.setattr(
-        sentencepiece.SentencePieceProcessor, "piece_to_id", lambda self, piece: self.unk_id()
-    )
+    processor = sentencepiece.SentencePieceProcessor
+    monkeypatch.setattr(processor, "piece_to_id", lambda self, piece: self.unk_id())
     with user_error(r"U\+2581"):
         ByteCounter(str(data / "tokenizer.model"), VOCAB)
 

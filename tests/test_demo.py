@@ -10,20 +10,14 @@ import train_gpt
 from conftest import ROOT, run, user_error
 
 
-@pytest.mark.parametrize(
-    "speed, name", [(2e12, "large"), (1.2e12, "large"), (1.19e12, "small"), (1e9, "small")]
-)
+@pytest.mark.parametrize("speed, name", [(1.2e12, "large"), (1.19e12, "small")])
 def test_the_model_fits_the_machine(speed, name, monkeypatch):
-    """DEMO_SIZE overrides the measured speed, and the sentence says why."""
+    """DEMO_SIZE overrides the measured speed."""
     monkeypatch.setattr(demo, "forked", lambda calls: speed)
     chosen, sentence = demo.choose_size({}, 2)
     assert chosen == name
     assert f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
-    for fixed in demo.SIZES:
-        assert demo.choose_size({"DEMO_SIZE": fixed}, 2) == (
-            fixed,
-            f"the demonstration's model is {fixed}, as DEMO_SIZE says",
-        )
+    assert demo.choose_size({"DEMO_SIZE": "large"}, 2)[0] == "large"
     with user_error("DEMO_SIZE=huge is not one of small, large"):
         demo.choose_size({"DEMO_SIZE": "huge"}, 2)
 
@@ -33,9 +27,7 @@ def test_the_model_fits_the_machine(speed, name, monkeypatch):
     [
         (1, (None, None), [(1, 1)]),
         (2, (None, None), [(1, 2), (2, 1)]),
-        (3, (None, None), [(1, 3), (2, 1)]),
         (4, (None, None), [(1, 4), (2, 2), (4, 1)]),
-        (16, (None, None), [(1, 16), (2, 8), (4, 4), (8, 2), (8, 1)]),
         (64, (None, None), [(1, 64), (2, 32), (4, 16), (8, 8), (8, 4), (8, 2), (8, 1)]),
         (4, (2, None), [(2, 2), (2, 1)]),
         (4, (None, 2), [(1, 2), (2, 2)]),
@@ -73,37 +65,22 @@ def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
 
 def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch):
     speeds = {(1, 4): 5.0, (2, 2): 7.0, (4, 1): 6.0}
-    monkeypatch.setattr(
-        demo, "measure", lambda environ, pairs: {pair: speeds[pair] for pair in pairs}
-    )
+    monkeypatch.setattr(demo, "measure", lambda _, pairs: {pair: speeds[pair] for pair in pairs})
     environ = {name: str(value) for name, value in demo.SIZES["small"].items()}
     chosen, sentence = demo.choose_ranks(environ, 4)
     assert chosen == {"NPROC": "2", "OMP_NUM_THREADS": "2"}
-    measured = (
-        "4 cores, steps per second by processes x threads: 2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0"
-    )
-    assert sentence == f"{measured}; NPROC=2 OMP_NUM_THREADS=2"
+    assert "2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0; NPROC=2 OMP_NUM_THREADS=2" in sentence
     chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
     assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
-    assert sentence == "4 cores; NPROC=4 OMP_NUM_THREADS=3"
 
 
 def test_real_steps_are_timed_by_several_ranks(env):
     """5 ranks cannot share 24 sequences: their speed is 0, and nothing hangs."""
-    code = "import demo, os; print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
-    result = run(
-        ["-c", f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); {code}"],
-        env(),
-        ROOT,
-        fresh=True,
-    )
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import demo, os; "
+    code += "print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
+    result = run(["-c", code], env(), ROOT, fresh=True)
     found = eval(result.stdout)
     assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
-
-
-def test_a_speed_is_that_of_the_first_process():
-    assert demo.forked([lambda: 2.0, lambda: 3.0]) == 2.0
-    assert demo.forked([lambda: 2.0, lambda: 1 / 0]) == 0.0
 
 
 # Knobs
@@ -115,9 +92,8 @@ def test_settings_yield_to_the_users(tmp_path):
         assert found["DATA_PATH"] == "demo_data"
         assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
         assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
-    fewer = demo.knobs(
-        {"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}, "small", tmp_path
-    )
+    given = {"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}
+    fewer = demo.knobs(given, "small", tmp_path)
     assert fewer["MAX_WALLCLOCK_SECONDS"] == "7.5" and not {"NUM_LAYERS", "RUN_ID"} & fewer.keys()
     # WARMDOWN_FRAC would replace WARMDOWN_ITERS
     mine = ("WARMDOWN_ITERS", "9"), ("GRID", "SEED=1 WARMDOWN_ITERS=9,10"), ("WARMDOWN_FRAC", "0.1")
@@ -154,7 +130,6 @@ def test_own_data_bring_their_tokenizer(tmp_path):
     "variable, value, sentence",
     [
         ("DEMO_SECONDS", "abc", "DEMO_SECONDS=abc is not a positive number: set for example"),
-        ("DEMO_SECONDS", "0", "DEMO_SECONDS=0 is not a positive number: set for example"),
         ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a positive"),
         ("DEMO_SECOND", "30", "DEMO_SECOND is set but is not a knob; did you mean DEMO_SECONDS?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
@@ -167,11 +142,8 @@ def test_own_data_bring_their_tokenizer(tmp_path):
 def test_a_mistake_is_one_sentence_before_anything_is_measured(
     variable, value, sentence, monkeypatch
 ):
-    monkeypatch.setattr(
-        demo.os,
-        "environ",
-        {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value},
-    )
+    environ = {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
+    monkeypatch.setattr(demo.os, "environ", environ)
     monkeypatch.setattr(demo, "measure", None)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
     with user_error(f"^{re.escape(sentence)}"):

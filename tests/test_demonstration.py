@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+import sentencepiece
 
 import demo_corpus
 import report
@@ -18,10 +19,8 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
     source = (ROOT / "train_gpt.py").read_text().splitlines()
     for i in range(60):
-        text = (
-            "\n".join(source[i * 20 : i * 20 + 20])
-            + f"\n\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
-        )
+        rare = f"\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
+        text = "\n".join([*source[i * 20 : i * 20 + 20], rare])
         (folder / f"m{i:02d}.py").write_text("  \n" + text, newline="")
     (folder / "m08.py").write_bytes((folder / "m07.py").read_bytes())
     (folder / "latin.py").write_bytes(b"# caf\xe9\n")
@@ -47,26 +46,18 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     expected = b"".join(texts[name].encode() for name in held_out)
     counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     tokens = train_gpt.read_shard(folder / "fineweb_val_000000.bin")
-    assert report.validation(str(folder), str(folder / "tokenizer.model")) == (
-        len(tokens),
-        expected,
-    )
+    found = report.validation(str(folder), str(folder / "tokenizer.model"))
+    assert found == (len(tokens), expected)
     assert counter.count(tokens).sum() == len(expected)
     assert (tokens == train_gpt.BOS).sum() == len(held_out)
     assert "made in" in line
-    # No long file dominates the validation text
-    assert max(len(texts[name].encode()) for name in held_out) <= 1000
-
-
-def test_spaces_within_a_piece_are_bytes_each(built):
-    """Fault B29: each U+2581 of a piece is 1 byte of text, not 3."""
-    import sentencepiece
-
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(built[0] / "tokenizer.model"))
+    # Fault B29: each U+2581 of a piece is 1 byte of text, not 3
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     run_of_four = pieces.piece_to_id("\u2581" * 4)
     assert run_of_four != pieces.unk_id(), "the tokenizer has learnt indentation"
-    counter = train_gpt.ByteCounter(str(built[0] / "tokenizer.model"), demo_corpus.VOCAB_SIZE)
     assert counter.count(np.array([pieces.piece_to_id("\n"), run_of_four])) == [4]
+    # No long file dominates the validation text
+    assert max(len(texts[name].encode()) for name in held_out) <= 1000
 
 
 def test_corpus_is_made_once(built, library):
@@ -77,12 +68,11 @@ def test_corpus_is_made_once(built, library):
 
 def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
-    for mine in (tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"):
+    file, inside = tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"
+    for target, mine in ((file, file), (inside.parent, inside)):
         mine.write_text("mine")
         with user_error("holds something else than the demonstration's data"):
-            demo_corpus.build(
-                mine if mine.parent == tmp_path else mine.parent, library, val_bytes=4000
-            )
+            demo_corpus.build(target, library, val_bytes=4000)
         assert mine.read_text() == "mine"
 
 
@@ -112,10 +102,8 @@ def test_report(demonstrated):
     assert "a sample, begun with 'if'" in result.stdout
     printed, _, curve = result.stdout.partition("\n\ntraining loss")
     assert curve.count("*") > 1
-    scores = zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True)
-    assert all(
-        line.startswith(f"  {name} ") and f" {bits:.4f}  " in line for line, (name, bits) in scores
-    )
+    for line, (name, bits) in zip(printed.splitlines()[-5:], list(rows.items())[-5:], strict=True):
+        assert line.startswith(f"  {name} ") and f" {bits:.4f}  " in line
     events["start"]["hyperparameters"]["eval_mode"] = "banded"
     with user_error("the log has no event final_int6_banded_exact"):
         report.table(events, *text)
@@ -141,44 +129,31 @@ def test_loss_curve():
 
 def test_report_of_own_data(data, env, tmp_path):
     """All validation shards are used; the sample begins as the validation text does."""
-    assert (
-        run([ROOT / "train_gpt.py"], env(RUN_ID="own", VAL_LOSS_EVERY=4), tmp_path).returncode == 0
-    )
+    knobs = env(RUN_ID="own", VAL_LOSS_EVERY=4)
+    assert run([ROOT / "train_gpt.py"], knobs, tmp_path).returncode == 0
     tokens, text = report.validation(str(data), str(data / "tokenizer.model"))
     parts = [train_gpt.read_shard(data / f"fineweb_val_00000{i}.bin") for i in (0, 1)]
     assert tokens == sum(map(len, parts))
     counter = train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
     # A document continues in the second shard
     assert len(text) == counter.count(np.concatenate(parts)).sum()
-    result = run(
-        [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz"],
-        {},
-        tmp_path,
-    )
+    command = [ROOT / "tools" / "report.py", "logs/own.jsonl", "logs/own.int6.xz"]
+    result = run(command, {}, tmp_path)
     assert result.returncode == 0, result.stderr
     begun = re.search(r"a sample, begun with (.+):", result.stdout)[1]
     assert len(begun) > 5 and text.decode().strip().startswith(ast.literal_eval(begun))
-
-
-def test_text_without_document_starts_is_whole(data, tmp_path):
-    tokens = train_gpt.read_shard(data / "fineweb_val_000000.bin")[5:24]
-    write_shard(tmp_path / "fineweb_val_000000.bin", tokens)
-    expected = (
-        train_gpt.ByteCounter(str(data / "tokenizer.model"), VOCAB)
-        .count(np.append(train_gpt.BOS, tokens))
-        .sum()
-    )
+    # Text without document starts is whole
+    write_shard(tmp_path / "fineweb_val_000000.bin", parts[0][5:24])
     count, text = report.validation(str(tmp_path), str(data / "tokenizer.model"))
-    assert train_gpt.BOS not in tokens and count == 19 and len(text) == expected
+    assert (
+        count == 19 and len(text) == counter.count(np.append(train_gpt.BOS, parts[0][5:24])).sum()
+    )
 
 
 def test_report_of_an_unfinished_run(demonstrated, tmp_path):
     _, folder = demonstrated
     lines = (folder / "logs" / "demo.jsonl").read_text().splitlines()
-    for name, text in dict(
-        cut="\n".join(lines[:3]), empty="", other="{}", list="[1]", event='{"event": 1}'
-    ).items():
-        (tmp_path / f"{name}.jsonl").write_text(text)
-    logs = dict.fromkeys(("none", "empty", "other", "list", "event"), "cannot read")
-    for name, part in {"cut": "did not finish", **logs}.items():
-        assert_mistake([ROOT / "tools" / "report.py", f"{name}.jsonl", "x.xz"], tmp_path, part)
+    for text in ("\n".join(lines[:3]), "", "{}", "[1]", '{"event": 1}'):
+        (tmp_path / "x.jsonl").write_text(text)
+        part = "cannot read" if len(text) < 99 else "did not finish"
+        assert_mistake([ROOT / "tools" / "report.py", "x.jsonl", "x.xz"], tmp_path, part)

@@ -2,7 +2,6 @@
 and replicas equal bit for bit."""
 
 import os
-import re
 import signal
 import socket
 import time
@@ -64,43 +63,16 @@ def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
     assert len({(tmp_path / f"digest{rank}").read_text() for rank in range(4)}) == 1
 
 
-@pytest.mark.parametrize(
-    "ranks, dtype",
-    [
-        (2, "float32"),
-        (3, "bfloat16"),
-        pytest.param(3, "float32", marks=pytest.mark.slow),
-        pytest.param(2, "bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "bfloat16")])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
     """Fault B5: in #399 each rank takes the learning rate from its own clock."""
-    changes = dict(
-        ITERATIONS=100000, MAX_WALLCLOCK_SECONDS=7, WARMDOWN_FRAC=1.0, COMPUTE_DTYPE=dtype
-    )
-    ranks_run("clocks", tmp_path, env(**SHAPE | {"MICRO_BATCH_TOKENS": 64} | changes), ranks)
+    knobs = {**SHAPE, "MICRO_BATCH_TOKENS": 64, "ITERATIONS": 100000, "COMPUTE_DTYPE": dtype}
+    knobs |= {"MAX_WALLCLOCK_SECONDS": 7, "WARMDOWN_FRAC": 1.0}
+    ranks_run("clocks", tmp_path, env(**knobs), ranks)
     digests = {(tmp_path / f"digest{rank}").read_text() for rank in range(ranks)}
     assert len(digests) == 1
     # The clock decides the rate of every step, so there must be several
     assert int(digests.pop().split()[1]) >= 10
-
-
-def final(text, name="final_int6_sliding_window_exact"):
-    return float(re.search(rf"{name} val_loss:(\S+)", text).group(1))
-
-
-def test_whole_run_on_nodes_that_share_no_disk(env, tmp_path):
-    """Fault B17: in #399 ranks read the artifact from their own disk. Here only rank 0 writes, and
-    the score is that of one rank, up to rounding. Blocks of 160 tokens score 32 each."""
-    (tmp_path / "alone").mkdir()
-    environment = env(EVAL_MODE="banded", MICRO_BATCH_TOKENS=160)
-    alone = run([ROOT / "train_gpt.py"], environment, tmp_path / "alone")
-    several = ranks_run("apart", tmp_path, environment, 2)
-    assert (tmp_path / "node0" / "final_model.int6.xz").exists()
-    assert not list((tmp_path / "node1").iterdir())
-    name = "final_int6_banded_exact"
-    assert final(several.stdout, name) == pytest.approx(final(alone.stdout, name), abs=2e-3)
-    assert several.stdout.count(name) == 1
 
 
 def test_rank_0_decides_whether_the_limits_are_kept(env, tmp_path):
@@ -111,12 +83,8 @@ def test_rank_0_decides_whether_the_limits_are_kept(env, tmp_path):
 
 def test_each_rank_ends_its_low_rank_training_in_time(env, tmp_path):
     """By its own clock, and the rest is scored once."""
-    ranks_run(
-        "limit",
-        tmp_path,
-        env(TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=8, EVAL_MAX_SECONDS=1e6),
-        2,
-    )
+    knobs = dict(TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=8, EVAL_MAX_SECONDS=1e6)
+    ranks_run("limit", tmp_path, env(**knobs), 2)
     assert [(tmp_path / f"limit{rank}").read_text() for rank in range(2)] == ["5 True", "0 True"]
 
 
@@ -126,26 +94,24 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def ended(processes, timeout: float) -> list[tuple[str, str]]:
+    """What they have printed, when all have ended within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    left = lambda: max(0, deadline - time.monotonic())  # noqa: E731
+    return [process.communicate(timeout=left()) for process in processes]
+
+
 def two_nodes(command, environment, folder, timeout):
     """`torchrun --nnodes=2` with two agents on one machine, each in a folder of its own. Returns
     [(status, stdout, stderr)], after at most `timeout` seconds."""
     agents, port = [], free_port()
     for node in range(2):
         (folder / f"node{node}").mkdir()
-        launch = [
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=2",
-            "--nproc_per_node=2",
-            f"--node_rank={node}",
-        ]
-        launch += [f"--rdzv_endpoint=127.0.0.1:{port}", *command]
-        agents.append(start(launch, environment, folder / f"node{node}"))
-    deadline = time.monotonic() + timeout
+        launch = f"-m torch.distributed.run --nnodes=2 --nproc_per_node=2 --node_rank={node} "
+        launch += f"--rdzv_endpoint=127.0.0.1:{port}"
+        agents.append(start([*launch.split(), *command], environment, folder / f"node{node}"))
     try:
-        outputs = [
-            agent.communicate(timeout=max(0, deadline - time.monotonic())) for agent in agents
-        ]
+        outputs = ended(agents, timeout)
     finally:
         for agent in agents:
             agent.terminate()  # an agent ends its ranks
@@ -179,13 +145,8 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
     """Without a launcher that would end the others: every rank of every node notices within a
     minute, reports it and stops, whether the dead rank was of the first node or of the last. Rank 0
     also served the process group's store."""
-    common = env(
-        ITERATIONS=100000,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=free_port(),
-        WORLD_SIZE=size,
-        SHARD_RANKS=node,
-    )
+    common = env(ITERATIONS=100000, WORLD_SIZE=size, SHARD_RANKS=node)
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(size):
         folder = tmp_path / str(rank)
@@ -197,11 +158,8 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
         assert time.monotonic() < deadline and ranks[0].poll() is None
         time.sleep(0.1)
     os.kill(ranks[victim].pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
     try:
-        errors = [
-            process.communicate(timeout=max(0, deadline - time.monotonic()))[1] for process in ranks
-        ]
+        errors = [error for _, error in ended(ranks, 60)]
     finally:
         for process in ranks:
             process.kill()
@@ -213,15 +171,10 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
         assert "Traceback" not in err
 
 
-def test_ranks_that_do_not_fill_the_mesh_are_an_error(hyperparameters):
-    wrong = r"SHARD_RANKS=3 \(default: LOCAL_WORLD_SIZE\) does not divide the 8 ranks: set a divisor of 8"
+def test_ranks_that_do_not_fill_the_mesh_are_an_error():
+    wrong = r"SHARD_RANKS=3 \(default: LOCAL_WORLD_SIZE\) does not divide the 8 ranks: set a div"
     with user_error(wrong):
         train_gpt.Comm(0, 8).split(3, torch.device("cpu"))
-    with (
-        user_error("SHARD_RANKS=2 .* 1 ranks: set a divisor of 1"),
-        train_gpt.Runtime.start(hyperparameters(SHARD_RANKS=2)),
-    ):
-        pass
 
 
 def test_more_local_ranks_than_gpus_is_an_error(monkeypatch):

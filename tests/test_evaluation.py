@@ -40,11 +40,8 @@ def setting(one_rank):
 @pytest.mark.parametrize("targets", [48, 49, 111, 240])
 def test_every_target_is_scored_once(setting, window, stride, size, targets):
     """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail that depends
-    on the window.
-
-    The model is replaced by a function whose loss at target j is one bit of j. Eight such sums show
-    whether a target is missing or counted twice.
-    """
+    on the window. The loss at target j is one bit of j, so eight sums show what is missing or
+    counted twice."""
     blocks = {} if stride else {"MICRO_BATCH_TOKENS": 36}  # of a banded pass, which score 20
     hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window, **blocks)
     val.tokens = torch.arange(targets + 1, dtype=torch.int32)
@@ -83,31 +80,6 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     result = f"val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f}"
     assert line.startswith(f"name {result} eval_time:")
     assert (fields["val_loss"], fields["val_bpb"]) == (score.val_loss, score.val_bpb)
-
-
-def test_sliding_score_is_the_plain_sum(setting):
-    """Against a Python loop over the targets, and one over the windows, which are longer than the
-    sequences of the training."""
-    hp, runtime, val = setting(EVAL_SEQ_LEN=48)
-    shorten(val, 1000)
-    model = made(hp, runtime.attend)
-    tokens, stride, window, total = val.tokens.long(), 8, hp.eval_seq_len, 0.0
-    for target in range(0, val.targets, 97):
-        start = 0 if target < window else -(-(target + 1 - window) // stride) * stride
-        x = tokens[start : target + 1][None]
-        total += -model(x)[0, -1].log_softmax(-1)[tokens[target + 1]].item()
-    nats = torch.zeros(val.targets)
-    for number, start in enumerate(range(0, val.targets - window + stride, stride)):
-        index = torch.arange(start, start + window).clamp(max=val.targets - 1)
-        out = model(tokens[index][None], tokens[index + 1][None], "none")[0]
-        first = 0 if number == 0 else window - stride
-        stop = min(window, val.targets - start)
-        nats[start + first : start + stop] = out[first:stop].detach()
-    assert nats[::97].double().sum().item() == pytest.approx(total, rel=1e-5)
-    for batch in (96, 1024):
-        hp = dataclasses.replace(hp, val_batch_size=batch)
-        found = evaluate(model, val, hp, runtime, stride).val_loss
-        assert found == pytest.approx(nats.double().mean().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("windows", [slice(None, -1), [0, *range(57)]])
@@ -150,39 +122,6 @@ def test_windows_of_a_span_do_not_depend_on_its_end():
         assert windows[-1][2] == end, "and there are as many as the span needs"
 
 
-@pytest.mark.parametrize("n", [1, 5, 23, 24])
-@pytest.mark.parametrize(
-    "changes", [{}, {"XSA_LAST_N": 0, "NUM_KV_HEADS": 4}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, PARTS]
-)
-def test_fewer_targets_are_the_last_positions(one_rank, n, changes):
-    hp, runtime = one_rank(**changes)
-    model = noise(made(hp, runtime.attend))
-    with torch.no_grad():
-        ids = torch.randint(1, hp.vocab_size, (3, 25), generator=torch.Generator().manual_seed(2))
-        whole = model(ids[:, :-1], ids[:, 1:], "none")
-        end = model(ids[:, :-1], ids[:, -n:], "none")
-    assert end.shape == (3, n)
-    torch.testing.assert_close(end, whole[:, -n:], rtol=1e-5, atol=1e-5)
-
-
-def test_unscored_positions_skip_the_head(one_rank):
-    hp, runtime = one_rank()
-    model = made(hp, runtime.attend)
-    shapes, real = [], train_gpt.F.linear
-    ids = torch.ones(2, 24, dtype=torch.int64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            train_gpt.F,
-            "linear",
-            lambda x, w: shapes.append((x.size(1), tuple(w.shape))) or real(x, w),
-        )
-        model(ids, ids[:, -4:], "none")
-    # The bigram projection first, the head last; q, k and v are one product.
-    assert [time for time, _ in shapes] == [24] + [24] * 12 + [4]
-    assert shapes[1][1] == (hp.model_dim + 2 * hp.num_kv_heads * hp.head_dim, hp.model_dim)
-    assert shapes[-1] == (4, (hp.vocab_size, hp.model_dim))
-
-
 def several_documents(setting, **changes):
     """(hyperparameters, runtime, validation stream with further BOS, random model)."""
     hp, runtime, val = setting(**changes)
@@ -198,51 +137,53 @@ def shorten(val, targets):
     val.total_bytes, val.documents = int(val.nbytes.sum()), val.documents[val.documents < targets]
 
 
-@pytest.mark.parametrize("stride", [32, 8])
-def test_documents_are_scored_as_if_each_were_alone(setting, stride):
-    """With the windows of what low-rank training leaves over after its time limit."""
-    hp, runtime, val, model = several_documents(setting)
-    total, picked = 0.0, []
-    with torch.no_grad():
-        for begin, end in val.spans(True).tolist():
-            for target in [t for t in range(begin, end) if t % 11 == 0 or end - begin < 40]:
-                later = max(0, -(-(target + 1 - begin - 32) // stride))
-                ids = val.tokens[begin + later * stride : target + 1][None].long()
-                total += -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])].item()
-                picked.append(target)
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("stride, changes", [(48, {}), (8, {**PARTS, "VAL_BATCH_SIZE": 96})])
+def test_the_score_is_that_of_each_target_alone(setting, documents, stride, changes):
+    """In windows longer than the training's sequences; the documents are windows of what low-rank
+    training leaves over."""
+    hp, runtime, val, model = several_documents(setting, EVAL_SEQ_LEN=48, **changes)
+    shorten(val, 1000)
     scorer = evaluator(model, val, hp, runtime, stride)
-    train_gpt.score_rest(scorer, val.spans(True), np.zeros(len(val.documents), np.int64))
-    assert scorer.nats[picked].double().sum().item() == pytest.approx(total, rel=1e-5)
-    assert scorer.result().val_bytes == val.total_bytes
-    assert scorer.result().val_loss != evaluate(model, val, hp, runtime, stride).val_loss
+    spans = val.spans(documents)
+    if documents:
+        train_gpt.score_rest(scorer, spans, np.zeros(len(spans), np.int64))
+    else:
+        scorer.score(scorer.windows())
+    for begin, end in spans.tolist():
+        for target in [t for t in range(begin, end) if t % 29 == 0 or end - begin < 20]:
+            later = max(0, -(-(target + 1 - begin - 48) // stride))
+            ids = val.tokens[begin + later * stride : target + 1][None].long()
+            nats = -model(ids)[0, -1].log_softmax(-1)[int(val.tokens[target + 1])]
+            assert scorer.nats[target].item() == pytest.approx(nats.item(), rel=1e-4)
+    result = scorer.result()
+    assert result.val_bytes == val.total_bytes
+    assert result.val_loss == pytest.approx(scorer.nats[:-1].double().mean().item())
 
 
-def test_progress_line(setting, monkeypatch):
+def test_unscored_positions_skip_the_head(one_rank, monkeypatch):
+    hp, runtime = one_rank()
+    model = made(hp, runtime.attend)
+    sizes, real = [], train_gpt.F.linear
+    noted = lambda x, w: sizes.append(x.size(1)) or real(x, w)  # noqa: E731
+    monkeypatch.setattr(train_gpt.F, "linear", noted)
+    ids = torch.ones(2, 24, dtype=torch.int64)
+    model(ids, ids[:, -4:], "none")
+    # The bigram projection, 4 products per layer (q, k and v are one), and the head
+    assert sizes == [24] + [24] * 12 + [4]
+
+
+def test_progress_lines_are_of_all_ranks(setting, monkeypatch):
     hp, runtime, val = setting()
-    seconds, lines = iter(range(0, 10**6, 11)), []
+    seconds, lines = itertools.count(step=11), []
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(seconds))
-    evaluate(
-        lambda ids, targets, *_, **__: torch.full(targets.shape, 2.0),
-        val,
-        hp,
-        runtime,
-        8,
-        lambda line, **_: lines.append(line),
-    )
+    losses = lambda ids, targets, *_, **__: torch.full(targets.shape, 2.0)  # noqa: E731
+    shared = dataclasses.replace(runtime, comm=Comm(1, 2))
+    scorer = evaluator(losses, val, hp, shared, 8, lambda line, **_: lines.append(line))
+    scorer.score(scorer.windows())
     form = r"evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s"
     shares = [float(re.fullmatch(form, line).group(1)) for line in lines]
-    assert shares == sorted(shares) and len(shares) > 3 and shares[-1] == 100.0
-
-
-def test_progress_is_of_all_ranks(setting):
-    """A rank that has scored half of the text on its own means that two ranks are done."""
-    hp, runtime, val = setting()
-    for size, done in ((1, "50.0%"), (2, "100.0%")):
-        shared, lines = dataclasses.replace(runtime, comm=Comm(0, size)), []
-        scorer = evaluator(None, val, hp, shared, 8, lambda line, **_: lines.append(line))  # noqa: B023
-        scorer.count += val.targets // 2
-        scorer.log_progress()
-        assert f"done:{done} bpb_so_far:0.0000" in lines[0]
+    assert shares == sorted(shares) and len(shares) > 3 and 98 < shares[-1] <= 100
 
 
 # The banded pass
@@ -295,43 +236,11 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {**PARTS, "DOC_ATTENTION": 0}]
+    "tokens, scored", [(0, 8192), (5000, 3976), (1160, 136), (1100, 128), (10**6, 8192)]
 )
-def test_how_far_a_band_reaches(setting, changes):
-    """A visit of a layer by the band - 1, the embeddings by 2. A block reads that much first."""
-    hp, _, val, model = banded(setting, **changes)
-    hp = dataclasses.replace(hp, eval_seq_len=4, eval_stride=4)
-    embed, streams = model.embed, []
-
-    def noted(ids, weights):
-        streams.append(embed(ids, weights).detach().requires_grad_())
-        return streams[-1]
-
-    ids = (val.tokens[:101] % 50 + 2).long()[None]  # without BOS, which stops the embeddings
-    model.embed = noted
-    config = train_gpt.ForwardConfig(hp.layer_order(), band=4)
-    model(ids[:, :-1], ids[:, 1:], "none", config)[0, -1].backward()
-    reached = streams[0].grad[0].abs().sum(dim=1).nonzero()
-    assert 99 - int(reached.min()) == 3 * len(hp.layer_order())
-    with torch.no_grad():
-        ends = train_gpt.LayerCall(0, 0, model.matrices(), {}, None, 0, None)
-        changed = [embed(ids.index_fill(1, torch.tensor([i]), 60), ends)[0, 50] for i in range(51)]
-        same = [torch.equal(x, embed(ids, ends)[0, 50]) for x in changed]
-    assert same.index(False) == 48
-    assert 3 * len(hp.layer_order()) + 2 < train_gpt.band_block(hp)[0]
-
-
-def test_a_block_is_no_longer_than_a_forward(hyperparameters):
-    sizes = [
-        (0, (1024, 8192)),
-        (5000, (1024, 3976)),
-        (1160, (1024, 136)),
-        (1100, (1024, 128)),
-        (10**6, (1024, 8192)),
-    ]
-    for tokens, expected in sizes:
-        knobs = dict(NUM_LAYERS=7, LOOP_VISITS=1, EVAL_SEQ_LEN=128, MICRO_BATCH_TOKENS=tokens)
-        assert train_gpt.band_block(hyperparameters(**knobs)) == expected
+def test_a_block_is_no_longer_than_a_forward(hyperparameters, tokens, scored):
+    hp = hyperparameters(NUM_LAYERS=7, EVAL_SEQ_LEN=128, MICRO_BATCH_TOKENS=tokens)
+    assert train_gpt.band_block(hp) == (1024, scored)
 
 
 @pytest.mark.parametrize("stride", [0, 8])
@@ -344,23 +253,14 @@ def test_a_window_reads_nothing_behind_its_targets(setting, stride):
     noted = lambda ids, *rest, **more: found.append(ids) or model(ids, *rest, **more)  # noqa: E731
     scorer = evaluator(noted, val, hp, runtime, stride)
     scorer.score(scorer.windows()[:, -1:])
-    start = scorer.windows()[0, -1]
-    assert start + found[0].size(1) > val.targets, "the window ends before the stream"
-    begins = lambda tokens: (tokens == train_gpt.BOS).sum()  # noqa: E731
-    assert begins(found[0][0]) == begins(val.tokens[start : val.targets]) > 0
-    scorer.batch(torch.arange(32)[None], 32, torch.tensor([[0]]), torch.tensor([[10]]))
-    assert torch.equal(found[1][0, :10], val.tokens[:10].long()) and not found[1][0, 10:].any()
+    length = val.targets - scorer.windows()[0, -1]
+    assert found[0].size(1) > length and not found[0][0, length:].any()
+    assert torch.equal(found[0][0, :length], val.tokens[-length - 1 : -1].long())
 
 
 def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
-    hp, runtime, val, _ = banded(
-        setting,
-        EVAL_MODE="sliding",
-        EVAL_SEQ_LEN=128,
-        TTT_CHUNK_TOKENS=32,
-        DOC_ATTENTION=1,
-        TTT_ENABLED=1,
-    )
+    knobs = dict(EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, TTT_ENABLED=1)
+    hp, runtime, val, _ = banded(setting, **knobs, DOC_ATTENTION=1)
     # Three in 128 positions are as many as fit, two in 32 are not
     val.documents = np.array([0, 100, 101])
     fa3 = dataclasses.replace(runtime, attention="fa3")
@@ -385,9 +285,8 @@ DOCUMENTS = torch.tensor([[0] * 3 + [1] * 20 + [2] * 1 + [3] * 64, [5] * 61 + [6
 
 @pytest.mark.parametrize("band", [0, 1, 5, 8, 64])
 @pytest.mark.parametrize("time", [88, 40, 37, 5])
-@pytest.mark.parametrize(
-    "name, document", [("flash", None), ("math", None), ("flash", DOCUMENTS), ("math", DOCUMENTS)]
-)
+@pytest.mark.parametrize("name", ["flash", "math"])
+@pytest.mark.parametrize("document", [None, DOCUMENTS])
 def test_attention_within_bands_and_documents(band, time, name, document):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, time, 4, 8, generator=generator)
@@ -399,11 +298,9 @@ def test_attention_within_bands_and_documents(band, time, name, document):
     scores = torch.einsum("bnhe,bthe->bhnt", q, k.repeat_interleave(2, dim=2)) / 8**0.5
     weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
     expected = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
-    torch.testing.assert_close(
-        train_gpt.reference_attention(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6
-    )
-    found = train_gpt.load_attention(name)(q, k, v, band, document)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for attend in (train_gpt.reference_attention, train_gpt.load_attention(name)):
+        found = attend(q, k, v, band, document)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -414,6 +311,7 @@ def fa3(monkeypatch):
     def fixed(q, k, v, causal=False, window_size=(-1, -1), deterministic=False):
         before, after = window_size
         assert causal and after in (0, -1)
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         return train_gpt.reference_attention(q, k, v, before + 1), None
 
     def varlen(q, k, v, queries, keys, longest_q, longest_k, **options):
@@ -436,30 +334,15 @@ def fa3(monkeypatch):
 
 @pytest.mark.parametrize("band", [0, 7])
 @pytest.mark.parametrize("document", [None, DOCUMENTS])
-def test_windows_and_lengths_of_flash_attention_3(fa3, band, document):
+def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypatch):
+    """It repeats its gradients if asked to. More documents than it has lengths for are an error."""
+    deterministic = band == 7
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.reference_attention(q, k, v, band, document)
     torch.testing.assert_close(fa3(q, k, v, band, document), expected)
-
-
-def test_flash_attention_3_repeats_its_gradients_if_asked_to(fa3, monkeypatch):
-    asked = []
-    module = sys.modules["flash_attn_interface"]
-    monkeypatch.setattr(
-        module, "flash_attn_func", lambda q, k, v, **options: asked.append(options) or q
-    )
-    for wanted in (False, True):
-        monkeypatch.setattr(
-            torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted
-        )
-        train_gpt.load_attention("fa3")(*torch.randn(3, 1, 8, 2, 8))
-    assert [options["deterministic"] for options in asked] == [False, True]
-
-
-def test_more_documents_than_flash_attention_has_lengths_for_are_an_error(fa3):
-    q, k = torch.randn(1, 64, 4, 8), torch.randn(1, 64, 2, 8)
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        fa3(q, k, k, 0, torch.arange(64)[None])
+        fa3(q, k, k, band, torch.arange(88).expand(2, 88))
 
 
 @pytest.mark.parametrize("changes", [{"EVAL_MODE": "banded"}, {"DOC_ATTENTION": 1}])
@@ -478,29 +361,6 @@ def test_a_kernel_without_a_mask_is_skipped(one_rank, monkeypatch, changes):
     assert one_rank()[1].attention == "flash"
     _, runtime = one_rank(**changes)
     assert runtime.attention == "math" and "attention flash skipped" in runtime.notes[0]
-
-
-@pytest.mark.parametrize("stride", [32, 8, 0])
-def test_attention_within_documents_scores_each_as_if_it_were_alone(setting, stride):
-    """The beginnings of documents in a sequence have the same losses as alone."""
-    hp, runtime, val, model = several_documents(
-        setting, DOC_ATTENTION=1, EVAL_MODE="banded", EVAL_SEQ_LEN=32
-    )
-    packed = evaluator(model, val, hp, runtime, stride)
-    packed.score(packed.windows())
-    alone = evaluator(model, val, hp, runtime, stride)
-    alone.score(train_gpt.plan_windows(val.spans(True), alone.window, alone.stride))
-    # In the document's first 32 positions, in a window with all
-    inside = torch.zeros(val.targets, dtype=torch.bool)
-    windows = packed.windows().T.tolist()
-    for begin, end in val.spans(True).tolist():
-        for start, scored, stop, *_ in windows:
-            if start <= begin:
-                inside[max(scored, begin) : min(stop, end, begin + 32)] = True
-    assert inside.sum() > 100
-    torch.testing.assert_close(
-        packed.nats[:-1][inside], alone.nats[:-1][inside], rtol=1e-4, atol=1e-5
-    )
 
 
 def noting_shapes(model) -> set:
@@ -533,10 +393,8 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
     )
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
     for rank in range(size):
-        asked = itertools.count()
-        monkeypatch.setattr(
-            train_gpt, "out_of_time", lambda *_, asked=asked: limit > 0 and next(asked) >= 3
-        )
+        over = lambda *_, asked=itertools.count(): limit > 0 and next(asked) >= 3  # noqa: B008, E731
+        monkeypatch.setattr(train_gpt, "out_of_time", over)
         runtime = dataclasses.replace(runtime, comm=Comm(rank, size))
         monkeypatch.setattr(runtime.comm, "all_reduce", lambda tensor: lambda: None)
         monkeypatch.setattr(runtime.comm, "gather", lambda value: [value])
@@ -571,11 +429,8 @@ def learner(setting, mode="sgd", targets=0, **changes):
     if targets:
         shorten(val, targets)
     lines = []
-    return (
-        model,
-        evaluator(model, val, hp, runtime, hp.eval_stride, lambda line, **_: lines.append(line)),
-        lines,
-    )
+    log = lambda line, **_: lines.append(line)  # noqa: E731
+    return model, evaluator(model, val, hp, runtime, hp.eval_stride, log), lines
 
 
 def test_sgd_by_the_published_recipe(setting):
@@ -599,15 +454,15 @@ def test_sgd_by_the_published_recipe(setting):
     expected.score(windows[:, (windows[1] >= chunk) & (windows[1] < 2 * chunk)])
     done = ~expected.nats[:-1].isnan()
     assert done.sum() >= 2 * chunk
-    torch.testing.assert_close(
-        scorer.nats[:-1][done], expected.nats[:-1][done], rtol=1e-4, atol=1e-4
-    )
+    found, wanted = scorer.nats[:-1][done], expected.nats[:-1][done]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
-    """Before it is clipped. Of three sequences, a fourth rank has none."""
+    """Before it is clipped, by the compiled forward. Of three sequences, a fourth rank has none."""
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
+    scorer.forward = mock.Mock(side_effect=model)
     x = scorer.val.tokens[64:161].long()
     model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -617,6 +472,7 @@ def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
         with pytest.raises(OneRank.Caught) as caught:
             train_gpt.sgd_gradients(model, scorer, 64)
         total += caught.value.args[0]
+    assert scorer.forward.call_count == min(size, 3)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -652,26 +508,6 @@ def test_chunks_are_slices_of_the_windows(setting, monkeypatch):
         assert np.shares_memory(part, windows), "a slice, not a copy of what a mask selects"
 
 
-def test_sgd_compiles_two_shapes(setting):
-    """The gradients use the compiled forward: full batches of 2 sequences and the rest, 1. Scores
-    stay the same. One layer has no skips, so their gates have no gradient."""
-    knobs = dict(
-        TTT_CHUNK_TOKENS=160, MICRO_BATCH_TOKENS=64, TTT_LR=0.05, NUM_LAYERS=1, XSA_LAST_N=1
-    )
-    scores = []
-    for compiled in (False, True):
-        model, scorer, _ = learner(setting, "sgd", 450, **knobs)
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        if compiled:
-            scorer.forward = torch.compile(model, backend=counter, dynamic=False, fullgraph=True)
-        train_gpt.ttt_sgd(model, scorer)
-        scores.append(scorer.nats[:-1])
-    # Windows that score all or the end, and two shapes of gradients
-    assert counter.frame_count == 4
-    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("mode, steps", [("sgd", 4), ("lora", 5)])
 def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
     setting, monkeypatch, mode, steps
@@ -698,13 +534,11 @@ def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
     (line,) = lines
     assert "EVAL_MAX_SECONDS=1e+09 was reached after" in line
     assert "the rest is scored with fixed weights" in line
-    place = torch.arange(scorer.val.targets)
+    place = np.arange(scorer.val.targets)
     if mode == "lora":  # within the document
-        place -= torch.from_numpy(
-            np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1))
-        )
+        place -= np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1))
     # Three epochs on the first chunk and one on the second
-    before = place < {"sgd": 2 * 64, "lora": steps * 8}[mode]
+    before = torch.from_numpy(place < {"sgd": 2 * 64, "lora": steps * 8}[mode])
     same = scores[0] == scores[1]
     assert same[before].all() and not same.all(), "what was scored before the limit stays"
 
@@ -712,22 +546,19 @@ def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
 def test_sgd_does_not_depend_on_the_training_of_the_model(setting):
     """An artifact does not know TRAIN_SEQ_LEN, so EVAL_ONLY must not."""
     scores = []
-    for length in (32, 16, 96):
-        model, scorer, _ = learner(
-            setting, "sgd", 200, TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length
-        )
+    for length in (32, 16):
+        knobs = dict(TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length)
+        model, scorer, _ = learner(setting, "sgd", 200, **knobs)
         train_gpt.ttt_sgd(model, scorer)
         scores.append(scorer.nats[:-1])
-    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+    assert torch.equal(*scores)
 
 
 def test_sgd_of_one_chunk_says_that_it_learns_nothing(setting):
     model, scorer, lines = learner(setting, targets=64, TTT_CHUNK_TOKENS=64)
     before = weights_of(model)
     train_gpt.ttt_sgd(model, scorer)
-    assert lines == [
-        "note: TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets, so SGD learns nothing: lower it"
-    ]
+    assert "TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets" in lines[0]
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     model, scorer, lines = learner(setting, targets=65, TTT_CHUNK_TOKENS=64)
     train_gpt.ttt_sgd(model, scorer)
@@ -739,9 +570,8 @@ def adapter_of(hp, documents: int, size=0.0) -> train_gpt.Adapter:
     generator, adapter = torch.Generator().manual_seed(3), {}
     for name, factor in train_gpt.lora_adapter(hp, torch.device("cpu")).items():
         copies = factor.repeat(documents, 1, 1, 1)
-        adapter[name] = (
-            copies + size * torch.randn(copies.shape, generator=generator)
-        ).requires_grad_()
+        copies += size * torch.randn(copies.shape, generator=generator)
+        adapter[name] = copies.requires_grad_()
     return adapter
 
 
@@ -795,12 +625,9 @@ def test_an_adapter_is_a_change_of_the_weights(one_rank, n, parts):
         adapter = adapter_of(hp, 2, 0.2)
         together = model(x, y, "none", adapter=adapter)
         for row in range(2):
-            dense = {
-                name: 1.5 * adapter[f"{name}.b"][row] @ adapter[f"{name}.a"][row]
-                for name in train_gpt.LORA_TARGETS
-            }
-            rows = x[row : row + 1], y[row : row + 1]
-            alone = changed_model(hp, runtime.attend, dense)(*rows, "none")
+            a, b = ({n: adapter[f"{n}.{f}"][row] for n in train_gpt.LORA_TARGETS} for f in "ab")
+            changed = changed_model(hp, runtime.attend, {n: 1.5 * b[n] @ a[n] for n in a})
+            alone = changed(x[row : row + 1], y[row : row + 1], "none")
             torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
         for name in adapter:  # each of them matters
             other = model(x, y, "none", adapter={**adapter, name: 0 * adapter[name]})
@@ -851,16 +678,13 @@ def test_low_rank_training_by_hand(setting, end, monkeypatch):
     hp, tokens = scorer.hp, scorer.val.tokens.long()
     after = lora_documents(scorer, [[200, end]])
     adapter = adapter_of(hp, 1)
-    adam = torch.optim.AdamW(
-        adapter.values(), lr=0.02, betas=(0.0, 0.99), eps=1e-6, weight_decay=0.5
-    )
+    how = dict(lr=0.02, betas=(0.0, 0.99), eps=1e-6, weight_decay=0.5)
+    adam = torch.optim.AdamW(adapter.values(), **how)
     for first in range(200, end, 8):
         stop = min(first + 8, end)
         begin = max(200, first + 8 - hp.eval_seq_len)  # windows of 32 tokens
-        nats = model(
-            tokens[begin:stop][None], tokens[begin + 1 : stop + 1][None], "none", adapter=adapter
-        )
-        nats = nats[0, first - begin :]
+        x, y = tokens[begin:stop], tokens[begin + 1 : stop + 1]
+        nats = model(x[None], y[None], "none", adapter=adapter)[0, first - begin :]
         torch.testing.assert_close(scorer.nats[first:stop], nats.detach(), rtol=1e-4, atol=1e-4)
         if stop < end:
             adam.zero_grad()
@@ -880,10 +704,8 @@ def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
     results = []
     for rows in (1, 2, 3, 5):
         _, scorer, _ = learner(setting, "lora", TTT_LORA_LR=0.02)
-        after = lora_documents(scorer, spans, rows)
-        results.append(
-            torch.cat([scorer.nats[9:150], *(factor.flatten() for factor in after.values())])
-        )
+        after = lora_documents(scorer, spans, rows).values()
+        results.append(torch.cat([scorer.nats[9:150], *(factor.flatten() for factor in after)]))
         assert (~scorer.nats[:-1].isnan()).sum() == 141
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-4)
@@ -917,18 +739,15 @@ def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
 def test_documents_are_dealt_to_the_ranks(setting, monkeypatch):
     """Each document is scored once, on one rank, as that rank would score its documents alone."""
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
-    for size in (1, 2, 12):  # of 12 ranks two have nothing
-        together = torch.zeros(500)
+    for size in (1, 2, 6):  # of 6 ranks one has nothing
         for rank in range(size):
-            model, scorer, _ = learner(setting, "lora", 500, TTT_LORA_LR=0.02)
-            scorer.val.documents = np.arange(0, 500, 50)
+            model, scorer, _ = learner(setting, "lora", 200, TTT_LORA_LR=0.02)
+            scorer.val.documents = np.arange(0, 200, 40)
             scorer.runtime = dataclasses.replace(scorer.runtime, comm=Comm(rank, size))
             train_gpt.ttt_lora(model, scorer)
             scored = ~scorer.nats[:-1].isnan()
-            owner = torch.arange(500) // 50 % size
+            owner = torch.arange(200) // 40 % size
             assert torch.equal(scored, owner == rank) and scorer.count == scored.sum()
-            together += scored
-        assert (together == 1).all()
 
 
 # As compile_whole sets it; monkeypatch would delete it afterwards
@@ -936,6 +755,7 @@ def test_documents_are_dealt_to_the_ranks(setting, monkeypatch):
 def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypatch):
     """Afterwards nothing is compiled, forward or update, and the weights are as before."""
     monkeypatch.setattr(train_gpt, "LORA_CHUNKS", ((30, 5),))
+    monkeypatch.setattr(train_gpt, "LORA_PARTS", (4, 1))
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 4)  # the last batch has fewer documents
     knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
     model, scorer, _ = learner(setting, "lora", 400, **knobs)
@@ -947,11 +767,12 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     before = weights_of(model)
     inputs = scorer.forward, scorer.val, scorer.hp, scorer.runtime
     train_gpt.warm_up_evaluation(functools.partial(train_gpt.Evaluator, *inputs), scorer.hp)
-    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     compiled = counter.frame_count
     assert compiled > 5
     train_gpt.ttt_lora(model, scorer)
     assert counter.frame_count == compiled
+    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
     monkeypatch.setattr(train_gpt, "compile_whole", lambda function, _: function)
     eager, alone, _ = learner(setting, "lora", 400, **knobs)
     train_gpt.ttt_lora(eager, alone)
@@ -990,12 +811,3 @@ def test_the_row_of_a_document_follows_from_those_before_it(setting):
     lora_documents(scorer, spans, rows=2)
     assert groups == [[0, 1], [2, 3]] + [[1, 3]] * 4
     assert {shape[0] for shape in shapes} == {2}, "always as many rows"
-
-
-def test_low_rank_training_leaves_the_model_as_it_was(setting):
-    """Its weights, and that they have gradients."""
-    model, scorer, _ = learner(setting, "lora", 200)
-    before = weights_of(model)
-    train_gpt.ttt_lora(model, scorer)
-    assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
-    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -117,9 +117,8 @@ def test_false_probabilities_and_losses_are_caught(setting):
 
 def test_a_look_ahead_within_a_chunk_is_caught(setting):
     evaluate, tokens, hp = setting("banded", EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80)
-    assert legality.future(
-        lambda t: evaluate(t, chunk_sees_itself), tokens, hp.vocab_size, CUTS
-    ).startswith("C1")
+    peeks = lambda t: evaluate(t, chunk_sees_itself)  # noqa: E731
+    assert legality.future(peeks, tokens, hp.vocab_size, CUTS).startswith("C1")
     assert legality.suite(train_gpt, {"EVAL_MODE": "banded"}, chunk_sees_itself).startswith("C1")
 
 
@@ -141,24 +140,20 @@ def test_learning_before_scoring_is_caught(setting):
 
         evaluator.score = train_first
 
-    assert legality.order(
-        legality.spied(train_gpt, lambda t: evaluate(t, early), tokens), TARGETS
-    ).startswith("C3")
-    assert legality.future(lambda t: evaluate(t, early), tokens, hp.vocab_size, CUTS).startswith(
-        "C1"
-    )
+    cheating = lambda t: evaluate(t, early)  # noqa: E731
+    events = legality.spied(train_gpt, cheating, tokens)
+    assert legality.order(events, TARGETS).startswith("C3")
+    assert legality.future(cheating, tokens, hp.vocab_size, CUTS).startswith("C1")
 
 
 def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
     """A goes on in the order of the stream. Backwards, a document would know a later one."""
     evaluate, tokens, hp = setting("lora")
-    real = train_gpt.ttt_lora
+    real, forwards = train_gpt.ttt_lora, train_gpt.Validation.spans
+    reversed_spans = lambda val, documents: forwards(val, documents)[::-1]  # noqa: E731
 
     def backwards(model, scorer):
-        forwards = train_gpt.Validation.spans
-        with mock.patch.object(
-            train_gpt.Validation, "spans", lambda val, documents: forwards(val, documents)[::-1]
-        ):
+        with mock.patch.object(train_gpt.Validation, "spans", reversed_spans):
             real(model, scorer)
 
     monkeypatch.setattr(train_gpt, "ttt_lora", backwards)
@@ -190,24 +185,6 @@ def test_batches_of_documents_of_several_lengths(setting, monkeypatch, rows):
     tokens[[40, 60, 75, 90, 130, 150, 170, 175, 240, 270]] = BOS
     assert legality.future(evaluate, tokens, hp.vocab_size, CUTS) == ""
     assert legality.complete(evaluate, tokens) == ""
-
-
-def test_scoring_backwards_is_caught():
-    backwards = [("score", [5, 6]), ("learn", [5, 6]), ("score", [3])]
-    assert "after an update that followed later ones" in legality.order(backwards, 7)
-    assert legality.order([("score", [0, 1]), ("learn", [0]), ("score", [2])], 3) == ""
-
-
-def test_training_with_a_rate_of_zero_is_no_training(setting):
-    plain, tokens, _ = setting("sliding")
-    sgd, _, _ = setting("sgd", TTT_LR=0)
-    assert torch.equal(sgd(tokens), plain(tokens))
-    still, _, _ = setting("lora", TTT_LORA_LR=0)
-    lora, _, _ = setting("lora")
-    differ = lora(tokens) != still(tokens)
-    for begin in (0, 9, 25, 288):
-        assert not differ[begin : begin + 8].any(), "each document begins without changes"
-        assert differ[begin + 8 : begin + 16].any()
 
 
 def test_the_suite_tries_every_way_of_a_run(monkeypatch):

@@ -10,17 +10,7 @@ from torch import nn
 
 import train_gpt
 from conftest import made, matrices_of, user_error, weights_of
-from train_gpt import GPT, Comm, Matrix, ParallelMuon, bank_shape, newton_schulz
-
-# The layout of #399: four banks, the down projections not transposed.
-PUBLISHED = (
-    Matrix("q", "qo_bank", reads="q", normed=True),
-    Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", reads="q", out="kv", normed=True),
-    Matrix("v", "kv_bank", reads="q", out="kv", normed=True),
-    Matrix("up", "mlp_up_bank", reads="up", out="mlp", normed=True),
-    Matrix("down", "mlp_down_bank", reads="down", into="mlp", zero=True, gain="mlp_scale"),
-)
+from train_gpt import GPT, Comm, ParallelMuon, bank_shape, newton_schulz
 
 
 def prepared(hyperparameters, dtype=torch.float32, **changes):
@@ -61,16 +51,8 @@ def test_newton_schulz_brings_singular_values_near_one(shape, coefficients):
     left, _, right = torch.linalg.svd(g.double(), full_matrices=False)
     along = (left.mT @ out.double() @ right.mT).diagonal(dim1=-2, dim2=-1)
     assert (along > 0).all(), "directions stay, only lengths change"
-
-
-@pytest.mark.parametrize("coefficients", train_gpt.NEWTON_SCHULZ)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_newton_schulz_of_zero_is_zero(dtype, coefficients):
-    g = torch.randn(4, 8, 16)
-    g[2] = 0
-    out = newton_schulz(g, dtype, 5, coefficients)
-    assert not out[2].any() and out.isfinite().all() and out[3].any()
-    assert newton_schulz(g * 1e-12, dtype, 5, coefficients).isfinite().all()
+    tiny = newton_schulz(torch.stack((0 * g[0], 1e-12 * g[0])), torch.bfloat16, 5, coefficients)
+    assert not tiny[0].any() and tiny.isfinite().all(), "zero is zero"
 
 
 def reference_steps(hp, weights, gradients, settings):
@@ -78,9 +60,7 @@ def reference_steps(hp, weights, gradients, settings):
     gradient clipped by its whole norm. Weights and gradients are by matrix and small parameter."""
     weights = {name: w.clone() for name, w in weights.items()}
     memory, first, second = {}, {}, {}
-    for t, (gradient, (lr_scale, momentum)) in enumerate(
-        zip(gradients, settings, strict=True), start=1
-    ):
+    for t, (gradient, (lr_scale, momentum)) in enumerate(zip(gradients, settings, strict=True), 1):
         norm = torch.cat([g.flatten() for g in gradient.values()]).norm()
         clip = min(1.0, hp.grad_clip_norm / (norm.item() + 1e-6))
         for name, weight in weights.items():
@@ -90,26 +70,20 @@ def reference_steps(hp, weights, gradients, settings):
                 update = g + momentum * memory[name]
                 if hp.muon_eq:
                     update = update / update.norm(dim=1, keepdim=True)
-                update = newton_schulz(
-                    update[None], torch.float32, hp.muon_backend_steps, hp.muon_coeffs
-                )[0]
+                form = torch.float32, hp.muon_backend_steps, hp.muon_coeffs
+                update = newton_schulz(update[None], *form)[0]
                 lr = lr_scale * hp.matrix_lr
                 weight *= 1 - lr * hp.muon_wd
                 weight -= lr * max(1, weight.size(0) / weight.size(1)) ** 0.5 * update
                 continue
-            lr = lr_scale * (
-                hp.tied_embed_lr if name in ("tok_emb", "bigram_emb") else hp.scalar_lr
-            )
+            embedding = name in ("tok_emb", "bigram_emb")
+            lr = lr_scale * (hp.tied_embed_lr if embedding else hp.scalar_lr)
             first[name] = hp.beta1 * first.get(name, 0) + (1 - hp.beta1) * g
             second[name] = hp.beta2 * second.get(name, 0) + (1 - hp.beta2) * g * g
-            weight *= 1 - lr * (
-                hp.adam_wd if name in ("tok_emb", "bigram_emb", "bigram_proj") else hp.scalar_wd
-            )
-            weight -= (
-                lr
-                * (first[name] / (1 - hp.beta1**t))
-                / ((second[name] / (1 - hp.beta2**t)).sqrt() + hp.adam_eps)
-            )
+            decays = embedding or name == "bigram_proj"
+            weight *= 1 - lr * (hp.adam_wd if decays else hp.scalar_wd)
+            root = (second[name] / (1 - hp.beta2**t)).sqrt()
+            weight -= lr * first[name] / (1 - hp.beta1**t) / (root + hp.adam_eps)
     return weights
 
 
@@ -118,9 +92,8 @@ def trained(hyperparameters, gradients, settings, **changes):
     hp, model, optimizer = prepared(hyperparameters, **changes)
     before = matrices_of(optimizer.weights())
     for gradient, setting in zip(gradients, settings, strict=True):
-        for name, view in matrices_of(
-            {name: p.grad for name, p in model.named_parameters()}
-        ).items():
+        views = matrices_of({name: p.grad for name, p in model.named_parameters()})
+        for name, view in views.items():
             view.copy_(gradient[name])
         advance(optimizer, *setting)
         assert not any(p.grad.any() for p in model.parameters()), "a step leaves zero gradients"
@@ -156,20 +129,6 @@ def test_updates_are_the_formulas(hyperparameters, gradients, changes):
     for name, weight in after.items():
         moved = (expected[name] - before[name]).norm()
         assert moved > 0 and (weight - expected[name]).norm() < 1e-4 * moved, name
-
-
-def test_the_published_layout_gives_the_same_updates(hyperparameters, gradients, monkeypatch):
-    """Three banks with transposed down projections and #399's four banks differ only in storage."""
-    _, before, ours = trained(hyperparameters, gradients, SETTINGS)
-    monkeypatch.setattr(train_gpt, "MATRICES", PUBLISHED)
-    names = ("qo_bank", "kv_bank", "mlp_up_bank", "mlp_down_bank")
-    banks = {bank: [kind for kind in PUBLISHED if kind.bank == bank] for bank in names}
-    monkeypatch.setattr(train_gpt, "BANKS", banks)
-    hp, start, published = trained(hyperparameters, gradients, SETTINGS)
-    assert bank_shape("mlp_down_bank", hp) == (3, 32, 96), "the layout is another one"
-    for name, weight in published.items():
-        assert torch.equal(start[name], before[name])
-        assert (weight - ours[name]).norm() < 1e-5 * (weight - before[name]).norm(), name
 
 
 @pytest.mark.parametrize("changes", [{}, {"MUON_COEFFS": "polar-express", "MUON_EQ": 0}])
@@ -231,10 +190,8 @@ def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
         set_gradients(model, step)
         advance(optimizer, 1e-3, 0.9)
     after = optimizer.weights()
-    for name in ("tok_emb", "qo_bank"):
-        assert (after[name] != before[name]).float().mean() > 0.99, (
-            f"an update of 1e-5 of a weight counts: {name}"
-        )
+    for name in ("tok_emb", "qo_bank"):  # an update of 1e-5 of a weight counts
+        assert (after[name] != before[name]).float().mean() > 0.99, name
     # Most weights of the bf16 copy stay the same
     assert (model.qo_bank != coarse).float().mean() < 0.5
     assert model.qo_bank.dtype == torch.bfloat16
@@ -253,11 +210,8 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
     shard = optimizer.banks["qo_bank"]
     assert (shard.grad_sum[: shard.rows] == 1.0 + (accumulation - 1) / 512).all()
     assert shard.comm_buffer.dtype == shard.grad_shard.dtype == torch.bfloat16
-    assert (
-        (shard.grad_sum is shard.grad)
-        == (shard.grad_sum is shard.comm_buffer)
-        == (accumulation == 1)
-    )
+    for buffer in (shard.grad, shard.comm_buffer):
+        assert (shard.grad_sum is buffer) == (accumulation == 1)
 
 
 def test_collectives_need_no_copy(hyperparameters, monkeypatch):
@@ -265,18 +219,16 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     hp = hyperparameters()
     model = made(hp)
     optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
-    scattered, gathered, done = [], [], lambda: None
-    monkeypatch.setattr(optimizer.comm, "all_reduce", lambda tensor: done)
-    monkeypatch.setattr(
-        optimizer.comm, "reduce_scatter", lambda shard, full: scattered.append(full) or done
-    )
-    monkeypatch.setattr(
-        optimizer.comm, "all_gather", lambda full, shard: gathered.append(full) or done
-    )
+    given = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
+    for name, calls in given.items():
+        noted = lambda *tensors, calls=calls: calls.append(tensors) or (lambda: None)  # noqa: E731
+        monkeypatch.setattr(optimizer.comm, name, noted)
     advance(optimizer, 1.0, 0.9)
     banks = [getattr(model, name) for name in optimizer.banks]
-    assert [full.data_ptr() for full in scattered] == [bank.grad.data_ptr() for bank in banks]
-    assert [full.data_ptr() for full in gathered] == [bank.data_ptr() for bank in banks]
+    scattered = [full.data_ptr() for _, full in given["reduce_scatter"]]
+    gathered = [full.data_ptr() for full, _ in given["all_gather"]]
+    assert scattered == [bank.grad.data_ptr() for bank in banks]
+    assert gathered == [bank.data_ptr() for bank in banks]
 
 
 def two_nodes() -> Comm:
@@ -342,18 +294,14 @@ def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
 def test_padding_of_banks_for_any_number_of_ranks(hyperparameters):
     """Fault B17. Each row has one owner; padding rows stay zero, fewer than ranks."""
     hp = hyperparameters()
-    for size in (1, 2, 3, 4, 5, 6, 8, 16, 64):
+    for size in (1, 3, 4, 8, 16):
         models = [made(hp) for _ in range(size)]
-        shards = [
-            ParallelMuon(m, weights_of(m), hp, Comm(rank, size)).banks
-            for rank, m in enumerate(models)
-        ]
+        comms = [Comm(rank, size) for rank in range(size)]
+        pairs = zip(models, comms, strict=True)
+        shards = [ParallelMuon(m, weights_of(m), hp, comm).banks for m, comm in pairs]
         for bank in train_gpt.BANKS:
             rows = bank_shape(bank, hp)[0]
-            assert all(
-                -rows % size == s[bank].padded.size(0) - s[bank].rows and s[bank].rows == rows
-                for s in shards
-            )
+            assert all(len(s[bank].padded) == rows + -rows % size for s in shards)
             owned = torch.cat([s[bank].master for s in shards])
             assert torch.equal(owned[:rows], weights_of(models[0])[bank]) and not owned[rows:].any()
             scales = torch.cat([s[bank].scale for s in shards]).flatten()
@@ -369,17 +317,12 @@ def test_scatter_is_the_inverse_of_gather(hyperparameters, size, monkeypatch):
     """A checkpoint holds whole banks without padding, so any number of ranks can read it."""
     hp = hyperparameters(NUM_LAYERS=5)
     model = made(hp)
-    ranks = [
-        ParallelMuon(made(hp), weights_of(model), hp, Comm(rank, size)) for rank in range(size)
-    ]
+    comms = [Comm(rank, size) for rank in range(size)]
+    ranks = [ParallelMuon(made(hp), weights_of(model), hp, comm) for comm in comms]
     bank = torch.randn(bank_shape("qo_bank", hp))
     shared = []
-
-    def share(value):
-        shared.append(value)
-        return shared[0]
-
     for rank, optimizer in enumerate(ranks):
+        share = lambda value: shared.append(value) or shared[0]  # noqa: E731
         monkeypatch.setattr(optimizer.comm, "broadcast", share)
         source = bank if rank == 0 else None  # only rank 0 has the checkpoint
         optimizer.scatter("qo_bank.momentum", optimizer.tensors()["qo_bank.momentum"], source)
@@ -387,20 +330,14 @@ def test_scatter_is_the_inverse_of_gather(hyperparameters, size, monkeypatch):
     assert torch.equal(torch.cat(owned)[: len(bank)], bank)
     assert not torch.cat(owned)[len(bank) :].any()
     for optimizer, rows in zip(ranks, owned, strict=True):
-        monkeypatch.setattr(
-            optimizer.comm,
-            "all_gather",
-            lambda full, shard: (full.copy_(torch.cat(owned)), lambda: None)[1],
-        )
-        assert torch.equal(optimizer.gather("qo_bank.momentum", rows), bank)
-        owned_sums = [rows.sum((1, 2), keepdim=True) for rows in owned]  # state of another shape
-        monkeypatch.setattr(
-            optimizer.comm,
-            "all_gather",
-            lambda full, shard: (full.copy_(torch.cat(owned_sums)), lambda: None)[1],  # noqa: B023
-        )
-        found = optimizer.gather("qo_bank.sums", owned_sums[0])
-        assert found.shape == (len(bank), 1, 1)
+        sums = [rows.sum((1, 2), keepdim=True) for rows in owned]  # state of another shape
+        for parts, mine, shape in ((owned, rows, bank.shape), (sums, sums[0], (len(bank), 1, 1))):
+            copy = lambda full, _, parts=parts: full.copy_(torch.cat(parts)) is None  # noqa: E731
+            monkeypatch.setattr(
+                optimizer.comm, "all_gather", lambda *a, copy=copy: lambda: copy(*a)
+            )
+            found = optimizer.gather("qo_bank.momentum", mine)
+            assert found.shape == shape and torch.equal(found, torch.cat(parts)[: len(bank)])
     for wrong in (torch.zeros(3, 4), None):
         shared.clear()
         with user_error("qo_bank.momentum with shape .*, not .*: it belongs to another model"):

@@ -1,6 +1,7 @@
 """tools/published.py: a run beside the published losses of a record."""
 
 import json
+import math
 
 import pytest
 
@@ -37,14 +38,6 @@ def test_each_seed_of_a_record_is_on_its_track(tmp_path, name):
         assert ok and "on the published track in all" in text, text
 
 
-def test_curves_are_those_of_three_seeds():
-    """Figures of #399's first seed, from its log."""
-    curves = published.read_curves("399")
-    assert curves["train", 1].losses == [6.9290, 6.9308, 6.9310]
-    assert curves["val", -1].losses == [1.9265, 1.9277, 1.9275]
-    assert curves["train", 5600].rate == pytest.approx(0.575, abs=0.02)
-
-
 def test_a_run_that_leaves_the_track_is_told_where(tmp_path):
     worse = log_of("399", "42", lambda step, nats: nats + 0.1 * (step >= 400))
     ok, text = followed(tmp_path, "399", worse)
@@ -56,15 +49,11 @@ def test_a_run_that_leaves_the_track_is_told_where(tmp_path):
     assert ok and " of them ahead" in text and "  ahead" in text
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_behind(tmp_path, value):
-    text = log_of("399", "42")
-    changed = text.replace(
-        f"val_loss:{CURVES['399']['42']['curve'][34][2]:.4f}", f"val_loss:{value}"
-    )
-    assert changed != text
-    ok, report = followed(tmp_path, "399", changed)
-    assert not ok and "behind the published track from step 4000 (val)" in report
+    text = log_of("399", "42", lambda step, nats: value if step == 4000 else nats)
+    ok, report = followed(tmp_path, "399", text)
+    assert not ok and "behind the published track from step 4000 (" in report
 
 
 def test_limits_follow_the_seeds(tmp_path):
@@ -74,12 +63,8 @@ def test_limits_follow_the_seeds(tmp_path):
         spread = max(curves[point].losses) - min(curves[point].losses)
         limit = 2 * max(spread, published.LEAST_RANGE[point[0]])
         for factor, expected in ((0.9, True), (1.1, False)):
-            moved = curves[point].mean + factor * limit
-            text = log_of(
-                "399",
-                "42",
-                lambda step, nats, moved=moved, point=point: moved if step == point[1] else nats,
-            )
+            moved = {point[1]: curves[point].mean + factor * limit}
+            text = log_of("399", "42", lambda step, nats: moved.get(step, nats))  # noqa: B023
             # Both losses of step 3,000 are moved, and only one of them is asked for.
             rows = published.rows_of(runs.read_run(written(tmp_path, text)), "399")
             (row,) = [row for row in rows if (row.kind, row.step) == point]

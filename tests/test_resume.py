@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -123,24 +124,21 @@ def stopped(killed, tmp_path):
 
 
 def test_checkpoints_do_not_change_the_run(undisturbed, knobs, tmp_path):
-    plain = {
-        name: value for name, value in knobs.items() if name not in ("CHECKPOINT_EVERY", "RESUME")
-    }
+    plain = {**knobs, "CHECKPOINT_EVERY": "", "RESUME": ""}
     assert faulty("none", 0, plain, tmp_path).returncode == 0
     assert losses(tmp_path) == losses(undisturbed) and len(losses(tmp_path)) == 12
     assert exact(tmp_path) == exact(undisturbed)
     assert not (tmp_path / "checkpoints").exists() and kept(undisturbed) == [9, 12]
 
 
-@pytest.mark.parametrize("fault, status", [("kill", -signal.SIGKILL), ("term", 143), ("int", 130)])
+@pytest.mark.parametrize("fault, status", [("kill", -signal.SIGKILL), ("term", 143)])
 def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tmp_path):
     """Fault B11: #399's state was empty after sharded steps."""
     first = faulty(fault, 7, knobs, tmp_path)
     assert first.returncode == status, first.stderr
-    if fault != "kill":  # the run ends after its step, with a checkpoint
-        name = {"term": "SIGTERM", "int": "SIGINT"}[fault]
+    if fault == "term":  # the run ends after its step, with a checkpoint
         advice = f"set RESUME=auto to continue from {step_file(8)}"
-        assert last_line(first) == f"error: stopped by {name} after step 8; {advice}"
+        assert last_line(first) == f"error: stopped by SIGTERM after step 8; {advice}"
     (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
     assert again.returncode == 0, again.stderr
@@ -155,16 +153,12 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_during_the_last_validation_stops_the_run(ranks, undisturbed, knobs, tmp_path):
+def test_a_signal_during_the_last_validation_stops_the_run(ranks, knobs, tmp_path):
     """It is in no step's report. The run forgot it and went on to export."""
     first = faulty("late", 0, knobs, tmp_path, ranks, rank=ranks - 1)
     assert first.returncode == (143 if ranks == 1 else 1), first.stderr
     assert "stopped by SIGTERM after step 12; set RESUME=auto to continue" in first.stderr
     assert kept(tmp_path) == [9, 12] and not exact(tmp_path)
-    if ranks == 1:
-        again = faulty("none", 0, knobs, tmp_path)
-        assert again.returncode == 0 and "resumed: step:12 " in again.stdout, again.stderr
-        assert exact(tmp_path) == exact(undisturbed)
 
 
 @pytest.mark.parametrize("late", [6, 7])
@@ -210,20 +204,14 @@ def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path)
 
 
 def test_the_second_interrupt_ends_a_run_at_once():
+    """But a launcher repeats SIGTERM, and the first one's checkpoint must be written."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     with pytest.raises(KeyboardInterrupt), train_gpt.stop_signals() as received:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert received == [signal.SIGINT]
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second one was only noted")
-
-
-def test_a_repeated_sigterm_is_only_noted():
-    """A launcher repeats it, and the first one's checkpoint must be written."""
-    with train_gpt.stop_signals() as received:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-    assert received == [signal.SIGTERM] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -233,29 +221,8 @@ def test_sigterm_outside_the_training_ends_the_run_with_a_sentence(ranks, knobs,
     assert result.returncode == (143 if ranks == 1 else 1)
     log = next((tmp_path / "logs").glob("*.txt")).read_text()
     assert log.endswith("error: KeyboardInterrupt(<Signals.SIGTERM: 15>)\n")
-    assert (
-        "error: interrupted by SIGTERM; what was finished until then is in the log\n"
-        in result.stderr
-    )
+    assert "error: interrupted by SIGTERM; what was finished" in result.stderr
     assert 'train_gpt.py", line' not in result.stderr
-
-
-def nats(score: str) -> float:
-    return float(score.split(":")[1].split()[0])
-
-
-def test_other_numbers_of_ranks_resume(undisturbed, knobs, tmp_path):
-    """2 -> 1 -> 4 ranks. Only the order of sums differs from the undisturbed run on one rank."""
-    assert faulty("term", 4, knobs, tmp_path, ranks=2, rank=1).returncode != 0
-    assert kept(tmp_path) == [3, 5]
-    assert faulty("term", 7, knobs, tmp_path).returncode == 143
-    last = faulty("none", 0, knobs, tmp_path, ranks=4)
-    assert last.returncode == 0 and "resumed: step:8 " in last.stdout, last.stderr
-    assert list(losses(tmp_path)) == list(range(1, 13))
-    for step, loss in losses(undisturbed).items():
-        assert float(losses(tmp_path)[step]) == pytest.approx(float(loss), abs=3e-4)
-    for name, score in exact(undisturbed).items():
-        assert nats(exact(tmp_path)[name]) == pytest.approx(nats(score), abs=3e-4)
 
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -278,11 +245,8 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
         if name not in train_gpt.BANKS:
             state = ("weight", "step", "exp_avg", "exp_avg_sq", "average")
         for kind in state:
-            tensor = tensors.pop(f"{name}.{kind}")
-            assert tensor.any() and tensor.shape == (() if kind == "step" else parameter.shape), (
-                name,
-                kind,
-            )
+            tensor, shape = tensors.pop(f"{name}.{kind}"), () if kind == "step" else parameter.shape
+            assert tensor.any() and tensor.shape == shape, (name, kind)
     assert not tensors, "nothing else is stored"
     _, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
     digests = set()
@@ -303,7 +267,8 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
 
 
 def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
-    """Only rank 0 reads and writes checkpoints; rank 1 runs in a folder that stays empty."""
+    """Fault B17: in #399 ranks read the artifact from their own disk. Only rank 0 reads and writes
+    files; rank 1 runs in a folder that stays empty."""
     half = {**knobs, "ITERATIONS": "6", "WARMDOWN_ITERS": "0"}
     assert run([WORKER, "apart", tmp_path], half, tmp_path, ranks=2).returncode == 0
     unfinished(tmp_path / "node0")
@@ -311,35 +276,26 @@ def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
     result = run([WORKER, "apart", tmp_path], {**half, "ITERATIONS": "9"}, tmp_path, ranks=2)
     assert result.returncode == 0 and "resumed: step:6 " in result.stdout, result.stderr
     assert kept(tmp_path / "node0") == [6, 9] and not list((tmp_path / "node1").iterdir())
+    assert (tmp_path / "node0" / "final_model.int6.xz").exists()
+    assert result.stdout.count("final_int6_sliding_window_exact") == 1
     assert list(losses(tmp_path / "node0")) == list(range(1, 10))
 
 
 def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
     """One of two ranks is killed. torchrun --max-restarts starts both again."""
-    (tmp_path / "calm").mkdir()
-    assert faulty("none", 0, knobs, tmp_path / "calm", ranks=2).returncode == 0
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
-    ]
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1"
     environment = {**knobs, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    result = run([*launcher, FAULTS, "kill", 7, 1], environment, tmp_path)
+    result = run([*launcher.split(), FAULTS, "kill", 7, 1], environment, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "killed").exists() and "resumed: step:6 " in result.stdout
-    assert losses(tmp_path) == losses(tmp_path / "calm")
-    assert exact(tmp_path) == exact(tmp_path / "calm")
+    assert list(losses(tmp_path)) == list(range(1, 13)) and len(exact(tmp_path)) == 3
 
 
 def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
     """torchrun's default store still holds the addresses of the dead ranks (pytorch #135712)."""
-    launcher = dict(
-        TORCHELASTIC_MAX_RESTARTS="1", TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE="2"
-    )
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     needed = "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it"
     with user_error(needed), train_gpt.Runtime.start(hyperparameters()):
         pass
@@ -347,9 +303,8 @@ def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
 
 def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs):
     shutil.copytree(undisturbed, tmp_path / "r")
-    assert "RUN_ID=r is used by an earlier run" in last_line(
-        faulty("none", 0, knobs, tmp_path / "r")
-    )
+    refused = last_line(faulty("none", 0, knobs, tmp_path / "r"))
+    assert "RUN_ID=r is used by an earlier run" in refused
     unfinished(tmp_path / "r")
     result = faulty("none", 0, knobs, tmp_path / "r")
     assert result.returncode == 0 and "resumed: step:12 " in result.stdout
@@ -364,9 +319,8 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     now, taken = [0.0], []
 
     def prepared(calibration: float) -> train_gpt.Run:
-        monkeypatch.setattr(
-            train_gpt.Run, "calibrate", lambda self, batches: ({}, calibration * len(batches))
-        )
+        calibrate = lambda _, batches: ({}, calibration * len(batches))  # noqa: E731
+        monkeypatch.setattr(train_gpt.Run, "calibrate", calibrate)
         capped = dict(MAX_WALLCLOCK_SECONDS=36, ITERATIONS=100000, WARMUP_STEPS=0, EVAL_STRIDE=32)
         capped |= {"RUN_ID": "r", "CHECKPOINT_EVERY": 10000, "RESUME": "auto"}
         training = run_of(val=True, **capped)
@@ -389,10 +343,8 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     assert steps > 10 and kept(tmp_path) == [steps]
     path, state, tensors, _ = train_gpt.find_checkpoint(again.hp, again.runtime.comm)
     again.restore(path, state, tensors)
-    assert (again.clock.begins(steps), again.clock.end(steps)) == (
-        first.clock.begins(steps),
-        first.clock.end(steps),
-    )
+    for each in (train_gpt.Clock.begins, train_gpt.Clock.end):
+        assert each(again.clock, steps) == each(first.clock, steps)
     again.train()
     assert taken == list(range(steps))
 
@@ -415,21 +367,24 @@ def test_a_changed_experiment_is_refused(stopped, knobs):
 def test_an_earlier_run_is_not_overwritten(stopped, knobs):
     again = faulty("none", 0, {**knobs, "RESUME": ""}, stopped)
     assert again.returncode == 1
-    assert (
-        "checkpoints/r holds an earlier run: set RESUME=auto to continue it, or another RUN_ID"
-        in last_line(again)
-    )
+    assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in last_line(again)
     # Its log is still there
     assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7
+
+
+def wait_for(process, folder, text: str) -> Path:
+    """The log of run r, when it holds this text."""
+    log = folder / "logs" / "r.txt"
+    while not (log.exists() and text in log.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    return log
 
 
 def test_two_runs_of_one_name(knobs, tmp_path):
     first = start([FAULTS, "none", 0], {**knobs, "ITERATIONS": "100000"}, tmp_path)
     try:
-        log = tmp_path / "logs" / "r.txt"
-        while not (log.exists() and "\nstep:2/" in log.read_text()):
-            assert first.poll() is None
-            time.sleep(0.05)
+        log = wait_for(first, tmp_path, "\nstep:2/")
         # As if the first run were writing it
         partial = tmp_path / (step_file(99999999) + ".partial")
         partial.touch()
@@ -454,16 +409,6 @@ def damage(folder: Path, step: int = 6) -> None:
     file.write_bytes(blob)
 
 
-def test_a_damaged_checkpoint_is_skipped(stopped, undisturbed, knobs):
-    damage(stopped)
-    result = faulty("none", 0, knobs, stopped)
-    assert result.returncode == 0, result.stderr
-    damaged = f"checkpoint {step_file(6)} is truncated, altered or of another version"
-    assert f"note: skipped: {damaged}: its checksum is wrong; copy or delete it" in result.stdout
-    assert "resumed: step:3 " in result.stdout
-    assert losses(stopped) == losses(undisturbed) and exact(stopped) == exact(undisturbed)
-
-
 def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_one(
     undisturbed, knobs, tmp_path, monkeypatch
 ):
@@ -471,7 +416,9 @@ def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_
     shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     damage(tmp_path, 12)
-    resume(knobs)
+    (note,) = resume(knobs)
+    damaged = f"checkpoint {step_file(12)} is truncated, altered or of another version"
+    assert note == f"skipped: {damaged}: its checksum is wrong; copy or delete it"
     assert kept(tmp_path) == [9]
     damage(tmp_path, 9)
     with user_error(f"{step_file(9)} .* delete checkpoints/r to start over"):
@@ -487,7 +434,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
     assert metadata == json.loads(text) and tensors["weight"].tolist() == weight.tolist()
     inside = blob.index(weight.tobytes()) + 9  # one byte in the tensor stands for all
     places = [*range(inside), *range(inside + weight.nbytes - 9, len(blob))]
-    for end in range(0, len(blob), 7):
+    for end in range(0, len(blob), 61):
         path.write_bytes(blob[:end])
         with user_error("is truncated, altered or of another version: "):
             train_gpt.read_checkpoint(path)
@@ -516,25 +463,21 @@ def with_tensor(name: str, tensor):
 
 OTHER_MODEL = "the checkpoint has {}.weight .* another model"
 FORGED = {
-    "another version": (
-        "another version: version 9; copy",
-        lambda metadata, _: metadata.update(version=9),
-    ),
+    "version": ("another version: version 9; copy", lambda data, _: data.update(version=9)),
     "a tensor less": (OTHER_MODEL.format("tok_emb"), with_tensor("tok_emb.weight", None)),
-    "a small table": (OTHER_MODEL.format("tok_emb"), with_tensor("tok_emb.weight", torch.ones(3))),
     "a small bank": (OTHER_MODEL.format("qo_bank"), with_tensor("qo_bank.weight", torch.ones(3))),
-    "no knobs": ("is of another run,", lambda metadata, _: metadata.update(hyperparameters={})),
+    "no knobs": ("is of another run,", lambda data, _: data.update(hyperparameters={})),
 }
 
 
-def resume(knobs: dict[str, str]) -> None:
-    """Restore a run of one rank in this process."""
+def resume(knobs: dict[str, str]) -> list[str]:
+    """Restore a run of one rank in this process. Returns the notes for its log."""
     hp = train_gpt.Hyperparameters.from_env(knobs)
     with train_gpt.Runtime.start(hp) as runtime:
-        found, state, tensors, _ = train_gpt.find_checkpoint(hp, runtime.comm)
-        train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None).restore(
-            found, state, tensors
-        )
+        found, state, tensors, notes = train_gpt.find_checkpoint(hp, runtime.comm)
+        training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, Comm(1, 2)), None)
+        training.restore(found, state, tensors)
+    return notes
 
 
 @pytest.mark.parametrize("kind", FORGED)
@@ -594,21 +537,11 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     assert losses(tmp_path) == losses(undisturbed) and not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_folder_that_cannot_be_written(knobs, tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    error = last_line(faulty("none", 0, knobs, tmp_path))
-    assert re.search(r"cannot write checkpoints/r: (File exists|Not a directory)", error)
-
-
 def test_a_shard_that_is_truncated(knobs, data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
-    process = start(
-        [FAULTS, "none", 0], {**knobs, "DATA_PATH": "data", "ITERATIONS": "100000"}, tmp_path
-    )
-    log = tmp_path / "logs" / "r.txt"
-    while not (log.exists() and "\nstep:4/" in log.read_text()):
-        assert process.poll() is None
-        time.sleep(0.05)
+    endless = {**knobs, "DATA_PATH": "data", "ITERATIONS": "100000"}
+    process = start([FAULTS, "none", 0], endless, tmp_path)
+    wait_for(process, tmp_path, "\nstep:4/")
     for shard in (tmp_path / "data").glob("fineweb_train_*.bin"):
         os.truncate(shard, 2000)
     _, err = process.communicate(timeout=600)
@@ -620,31 +553,18 @@ def test_a_shard_that_is_truncated(knobs, data, tmp_path):
 # Losses that are not finite
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(knobs, tmp_path):
-    result = faulty("nan", 7, knobs, tmp_path)
+# No later loss shows that of the last step: the run went on and exported weights that are nan. Step
+# 6 is that before a checkpoint.
+@pytest.mark.parametrize("step, ranks, steps", [(7, 1, [3, 6]), (5, 1, [3]), (11, 2, [6, 9])])
+def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_path):
+    result = faulty("nan", step, knobs, tmp_path, ranks)
     assert result.returncode == 1
-    assert (
-        f"the training loss of step 8 is nan; the last good checkpoint is {step_file(6)}: lower "
-        "MATRIX_LR" in last_line(result)
-    )
-    assert kept(tmp_path) == [3, 6]
-
-
-def test_weights_that_are_not_finite_are_not_kept(knobs, tmp_path):
-    """Not those of the step before a checkpoint. A resumed run names its checkpoint, too."""
-    for step in (5, 3):
-        assert f"the last good checkpoint is {step_file(3)}" in last_line(
-            faulty("nan", step, knobs, tmp_path)
-        )
-        assert kept(tmp_path) == [3]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_last_step_is_not_finite(ranks, knobs, tmp_path):
-    """No later loss shows it. The run went on and exported weights that are nan."""
-    result = faulty("nan", 11, knobs, tmp_path, ranks)
-    assert result.returncode == 1 and "error: the training loss of step 12 is nan" in result.stderr
-    assert kept(tmp_path) == [6, 9] and not list(tmp_path.rglob("*.xz"))
+    sentence = f"the training loss of step {step + 1} is nan; the last good checkpoint is "
+    assert f"error: {sentence}{step_file(steps[-1])}: lower MATRIX_LR" in result.stderr
+    assert kept(tmp_path) == steps and not list(tmp_path.rglob("*.xz"))
+    if step == 5:  # a resumed run names its checkpoint, too
+        again = faulty("nan", 3, knobs, tmp_path)
+        assert f"the last good checkpoint is {step_file(3)}" in last_line(again)
 
 
 # Clocks
@@ -652,10 +572,9 @@ def test_the_last_step_is_not_finite(ranks, knobs, tmp_path):
 
 def test_a_clock_that_jumps_ends_the_run_cleanly(knobs, tmp_path):
     """After a machine has slept, the time counts: all scores, but no valid submission."""
-    result = faulty(
-        "jump", 7, {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}, tmp_path
-    )
-    slow = r"error: training took 100\d\.\d\d s, over the limit of 600: this run is not a valid submission"
+    endless = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}
+    result = faulty("jump", 7, endless, tmp_path)
+    slow = r"error: training took 100\d\.\d\d s, over the limit of 600: this run is not a valid sub"
     assert result.returncode == 1 and re.match(slow, last_line(result))
     stopped = r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/"
     assert re.search(stopped, result.stdout, re.M) and exact(tmp_path)
@@ -666,9 +585,8 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
 
     def after(every) -> train_gpt.Checkpoints:
         """Checkpoints with one at step 10, 100 seconds into the run."""
-        made = train_gpt.Checkpoints(
-            hyperparameters(CHECKPOINT_EVERY=every, RUN_ID="a"), Comm(), None
-        )
+        hp = hyperparameters(CHECKPOINT_EVERY=every, RUN_ID="a")
+        made = train_gpt.Checkpoints(hp, Comm(), None)
         made.last = {"step": 10, "seconds": 100.0}
         return made
 
@@ -676,6 +594,10 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
     assert [by_time.due(11, seconds) for seconds in (159.9, 160.0)] == [False, True]
     assert [by_step.due(step, 0.0) for step in (69, 70)] == [False, True]
     assert not never.due(1000, 1e9)
+    # On a GPU, whose loss is read later, weights that are not finite may be due
+    by_step.log = mock.Mock()
+    assert by_step.write({"step": 70}, {"x": torch.tensor([1.0, np.nan])}) is None
+    assert "there is no checkpoint of step 70: x is not finite" in str(by_step.log.call_args)
 
 
 def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
@@ -753,32 +675,18 @@ def test_golden_trace(run_of, tmp_path, configuration):
     change a code: 5e-5 on a CPU without AMX."""
     if not torch.__version__.startswith("2.13.0"):
         pytest.skip("the trace belongs to torch 2.13.0")
-    changes = {}
-    if configuration == "published":  # except what makes the run tiny
-        changes = {
-            name: value
-            for name, value in variables("published").items()
-            if name not in {*TINY, "QAT_THRESHOLD"} - {"LATE_QAT"}
-        }
+    changes = variables("published") if configuration == "published" else {}
+    for name in {*TINY, "QAT_THRESHOLD"} - {"LATE_QAT"}:  # what makes the run tiny stays
+        changes.pop(name, None)
     found, expected = trace(run_of, tmp_path, **changes), GOLDEN[configuration]
     assert found[:16] == pytest.approx(expected[:16], rel=2e-5)
     assert found[16:] == pytest.approx(expected[16:], rel=1e-4)
 
 
-def test_both_forms_of_attention_train_alike(run_of, tmp_path, monkeypatch):
-    """Plain products for the short sequences of a run, and torch's kernel for the whole ones."""
-    monkeypatch.setattr(train_gpt, "PLAIN_ATTENTION", TINY["TRAIN_SEQ_LEN"] // 2)
-    found = trace(run_of, tmp_path, SHORT_SEQ_PARTS=4)
-    monkeypatch.setattr(train_gpt, "PLAIN_ATTENTION", 2 * TINY["TRAIN_SEQ_LEN"])
-    assert found != trace(run_of, tmp_path, SHORT_SEQ_PARTS=4) == pytest.approx(found, rel=1e-4)
-
-
 def test_equal_runs_are_equal_bit_for_bit(run_of, tmp_path):
     """Fault D4: seeds change the initial weights and the order of the data."""
     knobs = {"a": {}, "b": {}, "c": {"SEED": 7}, "d": {"SHUFFLE_SEED": 7}}
-    a, b, other, order = (
-        trace(run_of, tmp_path / name, **changes) for name, changes in knobs.items()
-    )
+    a, b, other, order = (trace(run_of, tmp_path / name, **knobs[name]) for name in knobs)
     assert a == b and a[0] != other[0] and a[0] != order[0]
     assert a[0] == pytest.approx(order[0], abs=0.2)
 
@@ -786,22 +694,8 @@ def test_equal_runs_are_equal_bit_for_bit(run_of, tmp_path):
 @pytest.mark.slow
 def test_compiled_runs_on_two_threads_are_equal_bit_for_bit(env, tmp_path):
     """README promises it; the other tests have one thread or compile nothing."""
-    knobs = env(
-        COMPILE="train",
-        OMP_NUM_THREADS=2,
-        ITERATIONS=20,
-        TRAIN_BATCH_TOKENS=6144,
-        TRAIN_LOG_EVERY=1,
-    )
-    losses = []
-    for name in "ab":
-        result = run([ROOT / "train_gpt.py"], {**knobs, "RUN_ID": name}, tmp_path)
-        losses.append(
-            re.findall(
-                r"train_loss:\S+|final_int6_sliding_window_exact val_loss:\S+", result.stdout
-            )
-        )
-    assert losses[0] == losses[1] and len(losses[0]) > 20, result.stderr
-
-
-# What a log must not hold, and what must not remain
+    knobs = env(COMPILE="train", OMP_NUM_THREADS=2, TRAIN_BATCH_TOKENS=6144, TRAIN_LOG_EVERY=1)
+    form = r"train_loss:\S+|final_int6_sliding_window_exact val_loss:\S+"
+    outputs = [run([ROOT / "train_gpt.py"], {**knobs, "RUN_ID": x}, tmp_path).stdout for x in "ab"]
+    one, two = (re.findall(form, output) for output in outputs)
+    assert one == two and len(one) > 12

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -39,19 +40,14 @@ def finished(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")
     knobs = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY}
     knobs |= {"RUN_ID": "tiny", "TRAIN_LOG_EVERY": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.6}
-    return folder, run(
-        [ROOT / "train_gpt.py"], {name: str(value) for name, value in knobs.items()}, folder
-    )
+    return folder, run([ROOT / "train_gpt.py"], {k: str(v) for k, v in knobs.items()}, folder)
 
 
 def evaluating(env, path, **changes) -> dict[str, str]:
     """The environment that scores the artifact at `path`, which has the model's shape."""
+    of_model = train_gpt.knobs_with("model")
     knobs = env(EVAL_ONLY=path, **changes)
-    return {
-        name: value
-        for name, value in knobs.items()
-        if name.lower() not in train_gpt.knobs_with("model")
-    }
+    return {name: value for name, value in knobs.items() if name.lower() not in of_model}
 
 
 def events_of(path) -> dict[str, dict]:
@@ -73,71 +69,59 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert losses[-1] < losses[0] - 0.5, "it learns"
     assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log
     assert f"torch {torch.__version__}" in log
-
-
-def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
-    def full(hp):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore")
-
-    monkeypatch.setattr(train_gpt, "train_and_score", full)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    with pytest.raises(SystemExit) as ended:
-        train_gpt.main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 1 and error.count("\n") == 1
-    assert error.startswith(
-        "error: a GPU's memory is full (OutOfMemoryError: CUDA out of memory. Tried to allocate 6.00 GiB.): set a low"
+    # Fault B1b: #399 announces late QAT although nothing changes.
+    switched = re.findall(r"lr_scale:(\S+) momentum:\S+ qat:(\d)", log)
+    assert [flag for _, flag in switched] == [str(int(float(scale) < 0.6)) for scale, _ in switched]
+    assert ("0.2500", "1") in switched
+    # The default decay of 0.997 keeps the initial weights for hundreds of steps.
+    assert re.search(
+        r"\nexporting EMA of .*\nnote: 9\d% of the average is the initial weights", log
     )
 
 
-def test_log_tells_when_late_qat_acts(finished):
-    """Fault B1b: #399 announces late QAT although nothing changes."""
-    switched = re.findall(r"lr_scale:(\S+) momentum:\S+ qat:(\d)", finished[1].stdout)
-    assert [flag for _, flag in switched] == [str(int(float(scale) < 0.6)) for scale, _ in switched]
-    assert ("0.2500", "1") in switched
+def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore")
+    monkeypatch.setattr(train_gpt, "train_and_score", mock.Mock(side_effect=full))
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    with pytest.raises(SystemExit, match="1"):
+        train_gpt.main()
+    sentence = r"error: a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS\n"
+    assert re.fullmatch(sentence, capsys.readouterr().err)
 
 
 def test_events_are_json_with_the_scores_of_the_log(finished):
     """Fault D2: the loss is in nats and bpb in bits per byte, everywhere."""
     folder, result = finished
-    events = [
-        json.loads(line) for line in (folder / "logs" / "tiny.jsonl").read_text().splitlines()
-    ]
-    kinds = [event["event"] for event in events]
-    finals = [
-        f"final_{name}_exact" for name in ("average", "int6_roundtrip", "int6_sliding_window")
-    ]
-    assert list(dict.fromkeys(kinds)) == [
-        "start",
-        "warmup",
-        "train",
-        "val",
-        "gptq",
-        finals[0],
-        "artifact",
-        *finals[1:],
-        "finished",
-    ]
+    log = (folder / "logs" / "tiny.jsonl").read_text()
+    kinds = re.findall(r'(?m)^\{"event": "(\w+)"', log)
+    assert " ".join(dict.fromkeys(kinds)) == (
+        "start warmup train val gptq final_average_exact artifact final_int6_roundtrip_exact "
+        "final_int6_sliding_window_exact finished"
+    )
     assert kinds.count("train") == 12
-    last = events[-2]
-    assert last["event"] == "final_int6_sliding_window_exact"
+    last = json.loads(log.splitlines()[-2])
     assert f"val_loss:{last['val_loss']:.8f} val_bpb:{last['val_bpb']:.8f}" in result.stdout
-    tokens, nbytes = (
-        int(x) for x in re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups()
+    tokens, nbytes = map(
+        int, re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout).groups()
     )
     assert last["val_bpb"] == pytest.approx(last["val_loss"] / math.log(2) * tokens / nbytes)
 
 
-def test_sizes_are_those_of_the_files(finished):
+def test_the_artifact_has_the_size_in_the_log_and_describes_the_run(finished):
     folder, result = finished
-    model = (folder / "final_model.int6.xz").stat().st_size
+    blob = (folder / "final_model.int6.xz").read_bytes()
     code = (ROOT / "train_gpt.py").stat().st_size
-    kept = folder / "logs" / "tiny.int6.xz"
-    assert kept.read_bytes() == (folder / "final_model.int6.xz").read_bytes()
+    assert (folder / "logs" / "tiny.int6.xz").read_bytes() == blob
     assert events_of(folder / "logs" / "tiny.jsonl")["artifact"]["path"] == "logs/tiny.int6.xz"
-    sizes = f"int6+ans: {model} bytes\nCode size: {code} bytes\nTotal submission size int6+ans: {model + code} bytes"
-    assert sizes in result.stdout
+    assert f"int6+ans: {len(blob)} bytes\nCode size: {code} bytes\n" in result.stdout
+    assert f"Total submission size int6+ans: {len(blob) + code} bytes" in result.stdout
     assert sorted(p.name for p in folder.iterdir()) == ["final_model.int6.xz", "logs"]
+    header = train_gpt.open_artifact(blob)[0]
+    made = header["training"]
+    assert made["steps"] == 12 and made["weights"] == "EMA of 12 steps" and made["seed"] == 1337
+    assert made["ranks"] == 1
+    assert f"val_bpb:{made['val_bpb']:.8f}" in result.stdout
+    assert header["coder"] == "ans" and header["row_range"] == "sdclip"
 
 
 def scores(result) -> list[float]:
@@ -157,51 +141,21 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     assert (
         end == f"finished: {score:.4f} bits per byte (sliding_window), {size:,} of 16,000,000 bytes"
     )
-    assert (
-        files
-        == "files: logs/tiny.int6.xz (copy: final_model.int6.xz), logs/tiny.txt, logs/tiny.jsonl"
-    )
+    assert re.match(r"files: logs/tiny.int6.xz .*, logs/tiny.txt, logs/tiny.jsonl", files)
     command = re.fullmatch(r"next: (.*) python train_gpt.py", following)[1]
     shutil.copytree(folder / "logs", tmp_path / "logs")
     settings = dict(word.split("=") for word in command.split())
-    again = run(
-        [ROOT / "train_gpt.py"], {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", **settings}, tmp_path
-    )
+    settings |= {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
+    again = run([ROOT / "train_gpt.py"], settings, tmp_path)
     assert again.returncode == 0, again.stderr
     assert scores(again) == pytest.approx(scores(result), abs=1e-7)
     found, _, following = again.stdout.splitlines()[-3:]
     assert found == end and following == "next: python tools/inspect_artifact.py logs/tiny.int6.xz"
 
 
-def test_eval_only_repeats_the_scores_on_two_ranks(finished, env, tmp_path):
-    """EVAL_ONLY loads the artifact and does nothing else: no training data, no new artifact."""
-    folder, result = finished
-    knobs = evaluating(env, folder / "final_model.int6.xz")
-    only = run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks=2)
-    assert only.returncode == 0, only.stderr
-    assert scores(only) == pytest.approx(scores(result), abs=1e-7)
-    assert "train_loss" not in only.stdout and [p.name for p in tmp_path.iterdir()] == ["logs"]
-
-
-def test_a_banded_evaluation(finished, env, tmp_path):
-    """Its score replaces that of sliding windows; the artifact has no mode."""
-    path = finished[0] / "final_model.int6.xz"
-    knobs = evaluating(env, path, EVAL_MODE="banded", ATTENTION="math")
-    result = run([ROOT / "train_gpt.py"], knobs, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "final_int6_banded_exact" in result.stdout and "sliding_window" not in result.stdout
-
-
-def test_cap_shorter_than_calibration(run_of):
-    run = run_of(val=True, MAX_WALLCLOCK_SECONDS=0.001)
-    short = "MAX_WALLCLOCK_SECONDS=0.001 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"
-    with user_error(short):
-        run.warm_up()
-
-
-@pytest.mark.parametrize("compiles", ["1", "auto"])
+@pytest.mark.parametrize("compiles, mode", [("1", "sliding"), ("auto", "banded")])
 def test_evaluations_are_timed_without_compiling(
-    compiles, finished, env, tmp_path, monkeypatch, capsys
+    compiles, mode, finished, env, tmp_path, monkeypatch, capsys
 ):
     """Compiling took minutes of EVAL_MAX_SECONDS. EVAL_ONLY compiles all its shapes before a
     score's clock starts; on a CPU only if COMPILE=1 asks for it."""
@@ -211,74 +165,51 @@ def test_evaluations_are_timed_without_compiling(
         asked.append(compiled)
         if not isinstance(model, torch.nn.Module):
             return model
-        return lambda x, y, *a, **options: (
-            shapes.add((x.shape, y.shape)) or model(x, y, *a, **options)
-        )
+        return lambda x, y, *a, **b: shapes.add((x.shape, y.shape)) or model(x, y, *a, **b)
 
+    scored = lambda *a: before.append(set(shapes)) or real(*a)  # noqa: E731
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_gpt, "compile_whole", recorded)
-    monkeypatch.setattr(
-        train_gpt, "score_artifact", lambda *a: before.append(set(shapes)) or real(*a)
-    )
-    changes = dict(EVAL_SEQ_LEN=512, EVAL_STRIDE=64, VAL_BATCH_SIZE=1024, COMPILE=compiles)
+    monkeypatch.setattr(train_gpt, "score_artifact", scored)
+    changes = dict(EVAL_SEQ_LEN=128, EVAL_STRIDE=16, VAL_BATCH_SIZE=1024, COMPILE=compiles)
+    changes |= {"EVAL_MODE": mode, "ATTENTION": "math"}
     path = finished[0] / "final_model.int6.xz"
     train_gpt.evaluate_only(evaluating(env, path, **changes), str(path))
     assert before == [shapes] and len(shapes) >= 2 and asked[-1] == (compiles == "1")
     printed = capsys.readouterr().out
     assert f" compile:{int(compiles == '1')}\n" in printed  # the log said 1 for an eager score
     assert ("compiling, which takes minutes" in printed) == (compiles == "1")
+    # The artifact has no mode, and a banded pass replaces sliding windows
+    assert ("final_int6_banded_exact" in printed) == (mode == "banded")
+    assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
 
 
-def test_a_parameter_that_the_artifact_would_lose_is_refused_at_the_start(hyperparameters):
+def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, monkeypatch):
     """Its knob has the wrong role. The run trained for its whole time and ended in "a packed part is
     cut"."""
     hp = hyperparameters(ATTN_GATE=1)
     train_gpt.require_exportable(hp)
-    with pytest.MonkeyPatch.context() as patch:
-        roles = train_gpt.knobs_with
-        patch.setattr(
-            train_gpt, "knobs_with", lambda *r: tuple(n for n in roles(*r) if n != "attn_gate")
-        )
-        with user_error('the knob that changes attn_gate needs the role "model"'):
-            train_gpt.require_exportable(hp)
-
-
-def test_knobs_are_no_arguments(script):
-    assert "knobs are environment variables" in script(arguments=("NUM_LAYERS=4",)).stderr
-
-
-def test_an_average_of_a_short_run_is_noted(finished):
-    """The default decay of 0.997 keeps the initial weights for hundreds of steps: a run of 150 had
-    3.12 bits per byte where its last weights had 2.11."""
-    lines = finished[1].stdout.splitlines()
-    place = next(i for i, line in enumerate(lines) if line.startswith("exporting EMA of "))
-    assert re.match(r"note: 9\d% of the average is the initial weights", lines[place + 1])
-
-
-def test_a_shape_that_contradicts_the_artifact_is_named(finished, script):
-    """Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1."""
-    path = finished[0] / "final_model.int6.xz"
-    result = script(EVAL_ONLY=path, NUM_LAYERS=1, XSA_LAST_N=4)
-    assert f"NUM_LAYERS=1 is set, but EVAL_ONLY={path} was made with" in result.stderr
+    names = {*train_gpt.knobs_with("model")} - {"attn_gate"}
+    monkeypatch.setattr(train_gpt, "knobs_with", lambda *roles: names)
+    with user_error('the knob that changes attn_gate needs the role "model"'):
+        train_gpt.require_exportable(hp)
 
 
 def test_the_log_of_a_finished_run_is_kept(finished, env, tmp_path):
-    """Another training or evaluation with its RUN_ID replaced it. Here on two ranks."""
-    shutil.copytree(finished[0], tmp_path / "run")
-    log, path = tmp_path / "run" / "logs" / "tiny.txt", finished[0] / "final_model.int6.xz"
+    """Another training with its RUN_ID replaced it. Here on two ranks."""
+    shutil.copytree(finished[0] / "logs", tmp_path / "logs")
+    log = tmp_path / "logs" / "tiny.txt"
     before = log.read_bytes()
-    used = "RUN_ID=tiny is used by an earlier run: unset it, set another, or delete its log, logs/tiny.txt"
-    for knobs in (env(RUN_ID="tiny"), evaluating(env, path, RUN_ID="tiny")):
-        result = run([ROOT / "train_gpt.py"], knobs, tmp_path / "run", ranks=2)
-        assert result.returncode == 1 and result.stderr.count(used) == 1
-        assert log.read_bytes() == before and "lost a collective" not in result.stderr
+    result = run([ROOT / "train_gpt.py"], env(RUN_ID="tiny"), tmp_path, ranks=2)
+    used = "RUN_ID=tiny is used by an earlier run: "
+    assert result.returncode == 1 and result.stderr.count(used) == 1
+    assert log.read_bytes() == before and "lost a collective" not in result.stderr
 
 
 def log_of(hyperparameters, folder, *kinds, **changes):
     """A new log where an earlier run left these events."""
-    (folder / "r.jsonl").write_text(
-        "".join(f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds)
-    )
+    events = [f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds]
+    (folder / "r.jsonl").write_text("".join(events))
     return train_gpt.Log(hyperparameters(RUN_ID="r", **changes), train_gpt.Comm(), folder)
 
 
@@ -324,8 +255,7 @@ def test_the_space_is_checked_before_the_training(
     free, every, part, hyperparameters, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    disk = shutil._ntuple_diskusage(0, 0, free << 20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=free << 20))
     hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
     with user_error(part) if part else contextlib.nullcontext():
         train_gpt.require_space(hp)
@@ -334,24 +264,6 @@ def test_the_space_is_checked_before_the_training(
         Path(f"checkpoints/r/step_{step:08d}.npz").touch()
     if free > 40:
         train_gpt.require_space(hp)
-
-
-def test_the_artifact_describes_the_run(finished):
-    """Its header says how it was made, with the score before the export."""
-    header = train_gpt.open_artifact((finished[0] / "final_model.int6.xz").read_bytes())[0]
-    made = header["training"]
-    assert made["steps"] == 12 and made["weights"] == "EMA of 12 steps" and made["seed"] == 1337
-    assert made["ranks"] == 1
-    assert f"val_bpb:{made['val_bpb']:.8f}" in finished[1].stdout
-    assert header["coder"] == "ans" and header["row_range"] == "sdclip"
-
-
-def test_a_target_below_the_script_is_refused_before_the_training(script, tmp_path):
-    code = (ROOT / "train_gpt.py").stat().st_size
-    result = script(TARGET_BYTES=code)
-    assert result.returncode == 1 and not (tmp_path / "logs").exists()
-    expected = f"error: TARGET_BYTES={code} is no more than the {code} bytes of the script: raise"
-    assert sentence(result).startswith(expected)
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tmp_path):
@@ -365,22 +277,13 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tm
     assert train_gpt.load_artifact(path.read_bytes())
 
 
-@pytest.mark.parametrize(
-    "package, setting, changes",
-    [
-        ("constriction", "COMPRESSOR=ans", {}),
-        ("zstandard", "COMPRESSOR=zstd", {"COMPRESSOR": "zstd"}),
-    ],
-)
+@pytest.mark.parametrize("package, coder", [("constriction", "ans"), ("zstandard", "zstd")])
 def test_a_missing_package_is_reported_before_training(
-    package, setting, changes, hyperparameters, monkeypatch
+    package, coder, hyperparameters, monkeypatch
 ):
-    find = train_gpt.find_spec
-    monkeypatch.setattr(
-        train_gpt, "find_spec", lambda name: None if name == package else find(name)
-    )
-    with user_error(f"{setting} needs {package}: pip install {package}"):
-        train_gpt.train_and_score(hyperparameters(**changes))
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: name != package or None)
+    with user_error(f"COMPRESSOR={coder} needs {package}: pip install {package}"):
+        train_gpt.train_and_score(hyperparameters(COMPRESSOR=coder))
 
 
 def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparameters, monkeypatch):
@@ -393,37 +296,20 @@ def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparam
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
 def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_path, mode):
-    """Ranks have equal weights (sgd) or share the documents (lora)."""
+    """And so is all that EVAL_ONLY does. Ranks have equal weights (sgd) or share the documents."""
     (tmp_path / "half").mkdir()
     shutil.copy(data / "fineweb_val_000000.bin", tmp_path / "half")
     changes = {"TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 256, "TTT_LORA_CHUNK": 8}
     knobs = evaluating(env, finished[0] / "final_model.int6.xz", **changes, DATA_PATH="half")
     results = [run([ROOT / "train_gpt.py"], knobs, tmp_path, ranks) for ranks in (1, 2)]
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    # No training data, no new artifact
+    assert {p.name for p in tmp_path.iterdir()} == {"half", "logs"}
     form = r"^final_int6_(\w+)_exact val_loss:(\S+) .* val_tokens:\d+ val_bytes:\d+"
     one, two = (dict(re.findall(form, result.stdout, re.M)) for result in results)
     assert list(one) == ["roundtrip", "sliding_window", f"ttt_{mode}"]
     for name, nats in one.items():
         assert float(two[name]) == pytest.approx(float(nats), abs=2e-6), name
-
-
-def test_ctrl_c_during_the_last_evaluation(finished, env, tmp_path):
-    """The exit status is that of an interrupt, and a part of the text has no score."""
-    code = f"""
-import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv = ["train_gpt.py"]
-import train_gpt
-batch, calls = train_gpt.Evaluator.batch, []
-def stop(*arguments):
-    calls.append(1)
-    if len(calls) == 20: raise KeyboardInterrupt
-    return batch(*arguments)
-train_gpt.Evaluator.batch = stop
-train_gpt.main()
-"""
-    knobs = evaluating(env, finished[0] / "final_model.int6.xz", RUN_ID="cut", VAL_BATCH_SIZE=64)
-    result = run(["-c", code], knobs, tmp_path)
-    assert result.returncode == 130 and "error: interrupted by Ctrl-C" in sentence(result)
-    assert not re.search(r"(?m)^final_int6_", (tmp_path / "logs" / "cut.txt").read_text())
 
 
 def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
@@ -461,6 +347,8 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     training.warm_up()
     limit = 3 * (1 - train_gpt.MARGIN)
     assert training.clock.end(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
+    with user_error("MAX_WALLCLOCK_SECONDS=1 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"):
+        run_of(val=True, MAX_WALLCLOCK_SECONDS=1, GPTQ_BATCHES=4).warm_up()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -499,19 +387,15 @@ def test_warm_up_leaves_no_trace(run_of):
 
         one.train_step = step
         one.warm_up()
-    assert (
-        taken == [(8, False, False), (8, True, False), (32, True, False)] + [(32, True, True)] * 3
-    )
+    kinds = [(8, False, False), (8, True, False), (32, True, False)]
+    assert taken == kinds + [(32, True, True)] * 3
     state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:
         for step in range(4):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
-    for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert all(
-        torch.equal(a, b) for a, b in zip(*(one.average.mean.values() for one in runs), strict=True)
-    )
+    for find in (lambda one: one.model.parameters(), lambda one: one.average.mean.values()):
+        assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
 
 
 def test_short_sequences_are_parts_of_the_long_ones(run_of):
@@ -523,14 +407,12 @@ def test_short_sequences_are_parts_of_the_long_ones(run_of):
     seen = []
     forward = short.forward
     short.forward = lambda x, y, **options: seen.append((x, y)) or forward(x, y, **options)
-    losses = [
-        short.train_step(step, train_gpt.schedule(short.hp, step, 0.0, 0.0))[0] for step in range(3)
-    ]
+    settings = [train_gpt.schedule(short.hp, step, 0.0, 0.0) for step in range(3)]
+    losses = [short.train_step(step, each)[0] for step, each in enumerate(settings)]
     rows = whole.loader.batch(0).long()
+    parts = [torch.cat(t.split(8, dim=1)) for t in (rows[:, :-1], rows[:, 1:])]
     with torch.no_grad():
-        expected = whole.model(
-            torch.cat(rows[:, :-1].split(8, dim=1)), torch.cat(rows[:, 1:].split(8, dim=1))
-        )
+        expected = whole.model(*parts)
     assert [tuple(x.shape) for x, _ in seen] == [(96, 8), (96, 8), (24, 32)]
     assert torch.equal(seen[0][0].view(24, 32), rows[:, :-1])
     assert torch.equal(seen[0][1].view(24, 32), rows[:, 1:])
@@ -546,11 +428,8 @@ def test_the_host_never_waits_for_the_step_that_it_queued(run_of, monkeypatch):
         waiting.append([number for number, *_ in run.in_flight])
         with monkeypatch.context() as patch:
             for name in ("item", "tolist", "__float__", "__bool__", "__int__", "cpu"):
-                patch.setattr(
-                    torch.Tensor,
-                    name,
-                    lambda *a, name=name: pytest.fail(f"Tensor.{name} in the loop"),
-                )
+                read = lambda *a, name=name: pytest.fail(f"Tensor.{name} in the loop")  # noqa: E731
+                patch.setattr(torch.Tensor, name, read)
             return step(*arguments)
 
     run.train_step = guarded
@@ -575,12 +454,10 @@ def test_micro_batches_do_not_change_the_step(run_of):
     runs = [run_of(val=True, MICRO_BATCH_TOKENS=n) for n in tokens]
     assert [one.accumulation for one in runs] == [1, 8, 24, 24]
     reports = [one.train_step(0, train_gpt.StepSettings(1.0, 0.9, False, 32)) for one in runs]
+    bank = runs[0].model.qo_bank
     for one, report in zip(runs[1:], reports[1:], strict=True):
         assert report[0].item() == pytest.approx(reports[0][0].item(), rel=1e-6)
-        difference = (one.model.qo_bank - runs[0].model.qo_bank).norm() / (
-            runs[0].model.qo_bank
-        ).norm()
-        assert difference < 1e-5
+        assert (one.model.qo_bank - bank).norm() / bank.norm() < 1e-5
 
 
 def test_import_has_no_side_effects(tmp_path):
@@ -606,36 +483,22 @@ def test_windows_is_one_sentence(program, tmp_path):
     assert result.stderr == "error: this needs Linux or macOS: on Windows, run it in WSL2\n"
 
 
-def test_peak_memory(monkeypatch):
-    """In MiB."""
-    assert train_gpt.peak_memory(torch.device("cpu")) == {}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 5 << 20)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7 << 20)
-    found = train_gpt.peak_memory(torch.device("cuda"))
-    assert found == {"allocated": 5, "reserved": 7}
-
-
 @pytest.mark.parametrize(
-    "script, known",
+    "script, told",
     [
-        ('case "$*" in *--id=GPU-12ab-34*) echo "570.86, 700 W, 1980 MHz";; esac', True),
-        ("exit 9", False),
-        ("echo; exit 0", False),
+        ('case "$*" in *--id=GPU-12ab-34*) echo "570, 700 W";; esac', "570, 700 W"),
+        ("exit 9", "unknown"),
+        ("echo; exit 0", "unknown"),
     ],
 )
-def test_facts_of_a_gpu(script, known, tmp_path, monkeypatch):
-    """Those that nvidia-smi tells of the card that torch uses, and versions."""
-    properties = type("Properties", (), {"uuid": "12ab-34"})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+def test_facts_of_a_gpu(script, told, tmp_path, monkeypatch):
+    """Those that nvidia-smi tells of the card that torch uses."""
+    card = mock.Mock(uuid="12ab-34")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    facts = train_gpt.gpu_facts(torch.device("cuda", 0))
-    told = "570.86, 700 W, 1980 MHz" if known else "unknown"
-    assert facts == f"{told}, cudnn 91002, nccl 2.27.5"
+    assert train_gpt.gpu_facts(torch.device("cuda", 0)).startswith(f"{told}, cudnn ")
 
 
 def test_what_only_newer_versions_of_torch_have_is_asked_for():
@@ -659,14 +522,17 @@ def sentence(result) -> str:
 @pytest.mark.parametrize(
     "changes, part",
     [
-        (
-            {"DATA_PATH": "/nowhere"},
-            "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin: set the fol",
-        ),
+        ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin"),
+        ({"TARGET_BYTES": 1000}, "TARGET_BYTES=1000 is no more than the "),
         ({"TOKENIZER_PATH": "/nowhere"}, "cannot load TOKENIZER_PATH=/nowhere: No such file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
         ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
+        # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
+        (
+            {"EVAL_ONLY": "a.xz", "NUM_LAYERS": 1, "XSA_LAST_N": 4},
+            "NUM_LAYERS=1 is set, but EVAL_ONLY=a.xz was made with",
+        ),
         ({"SCALAR_LR": 1e30, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
         ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set"),
     ],
@@ -684,11 +550,7 @@ def test_mistakes_end_with_one_sentence(script, finished, tmp_path, changes, par
 @pytest.mark.parametrize(
     "content, status, expected",
     [
-        (
-            "import nowhere",
-            1,
-            f"No module named 'nowhere': run {ACTIVATE}`pip install -r requirements.txt`",
-        ),
+        ("import nowhere", 1, f"No module named 'nowhere': run {ACTIVATE}`pip install -r req"),
         ("raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
     ],
 )
@@ -703,30 +565,13 @@ def test_a_failed_import_is_one_sentence(content, status, expected, script, tmp_
 def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
     """A launcher ends the others as soon as the first has printed."""
     waited = []
-    monkeypatch.setattr(
-        train_gpt.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err))
-    )
+    sleep = lambda seconds: waited.append((seconds, capsys.readouterr().err))  # noqa: E731
+    monkeypatch.setattr(train_gpt.time, "sleep", sleep)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    monkeypatch.setenv("NUM_LAYERS", "no")
     for rank, before in ((0, []), (1, [(5, "")])):
         monkeypatch.setattr(train_gpt, "LOCAL_RANK", rank)
-        with pytest.raises(SystemExit):
-            train_gpt.main()
-        assert waited == before
-        assert capsys.readouterr().err.startswith("error: NUM_LAYERS='no' is not a whole number")
-
-
-def test_empty_data_folder(script, tmp_path):
-    (tmp_path / "empty").mkdir()
-    assert "/empty has no fineweb_val_NNNNNN.bin" in sentence(script(DATA_PATH=tmp_path / "empty"))
-
-
-def test_folder_that_cannot_be_written(script, tmp_path):
-    (tmp_path / "logs").write_text("a file where the folder should be")
-    assert re.search(
-        r"cannot write logs/.*\.txt: (File exists|Not a directory)", sentence(script())
-    )
+        train_gpt.print_error("it failed")
+        assert waited == before and capsys.readouterr().err == "error: it failed\n"
 
 
 def test_full_disk(env, tmp_path):
@@ -746,9 +591,9 @@ def test_full_disk_at_the_export(env, tmp_path):
     # A fork keeps another TMPDIR
     result = run(script_after("import tempfile; tempfile.tempdir = None"), knobs, tmp_path)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
-    reason = "cannot write final_model.int6.xz: No space left on device; free space or choose a writable folder"
     assert result.returncode == 1
-    assert sentence(result) == f"error: {reason}; the artifact is {spare}"
+    assert sentence(result).startswith("error: cannot write final_model.int6.xz: No space left")
+    assert sentence(result).endswith(f"; the artifact is {spare}")
     assert train_gpt.load_artifact(spare.read_bytes())
     assert "final_int6_sliding_window_exact" in result.stdout
     assert (tmp_path / "final_model.int6.xz").read_bytes() == b"of an earlier run"
@@ -756,61 +601,42 @@ def test_full_disk_at_the_export(env, tmp_path):
     assert "finished" not in events_of(tmp_path / "logs" / "full.jsonl")
 
 
-@pytest.mark.parametrize("only", [False, True])
-def test_over_the_cap_fails_after_the_scores(only, finished, env, tmp_path, monkeypatch, capsys):
-    """Fault D3: the run, or the evaluation of an artifact, is scored, then it fails."""
-    monkeypatch.chdir(tmp_path)
-    knobs = evaluating(env, finished[0] / "final_model.int6.xz") if only else env()
-    for name, value in knobs.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 50_000)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    with pytest.raises(SystemExit) as exit_:
+@pytest.fixture
+def in_process(tmp_path, monkeypatch):
+    """A function that runs the script in this process, in an empty folder, with these knobs."""
+
+    def go(knobs: dict[str, str]) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+        for name, value in knobs.items():
+            monkeypatch.setenv(name, value)
         train_gpt.main()
+
+    return go
+
+
+def test_over_the_cap_fails_after_the_scores(finished, env, in_process, monkeypatch, capsys):
+    """Fault D3: an evaluation, like a run, is scored, then it fails."""
+    monkeypatch.setattr(train_gpt, "SUBMISSION_CAP", 50_000)
+    with pytest.raises(SystemExit, match="1"):
+        in_process(evaluating(env, finished[0] / "final_model.int6.xz"))
     out, err = capsys.readouterr()
-    assert exit_.value.code == 1 and "final_int6_sliding_window_exact" in out
+    assert "final_int6_sliding_window_exact" in out
     last = err.strip().splitlines()[-1]
     assert "over the limit of 50000" in last and "train with TARGET_BYTES=50000" in last
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_one_line_in_a_terminal(hyperparameters, tmp_path, monkeypatch, terminal):
-    """There a bar replaces the lines of progress; the log file has all lines either way."""
-    screen = io.StringIO()
-    screen.isatty = lambda: terminal
-    monkeypatch.setattr(sys, "stdout", screen)
-    with train_gpt.Log(hyperparameters(RUN_ID="bar"), train_gpt.Comm(), tmp_path) as log:
-        log("step:20 train_loss:3", bar=("training: step 20", 0.25))
-        log("a result")
-    shown = screen.getvalue()
-    assert ("training: step 20 25% |" in shown) == terminal
-    assert ("step:20 train_loss:3\n" in shown) != terminal
-    assert "a result\n" in shown
-    assert (tmp_path / "bar.txt").read_text() == "step:20 train_loss:3\na result\n"
-    assert not terminal or shown.endswith("\r\x1b[K\r"), "the bar is removed"
-
-
-def test_the_bar_shows_every_stage(env, tmp_path, monkeypatch):
+def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypatch):
+    """There a bar replaces the lines of progress; the log file has all lines."""
     screen = io.StringIO()
     screen.isatty = lambda: True
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
-    for name, value in env(
-        GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000
-    ).items():
-        monkeypatch.setenv(name, value)
-    train_gpt.main()
-    order = (
-        "warm-up",
-        "validation",
-        "GPTQ",
-        "averaged weights",
-        "export",
-        "roundtrip",
-        "sliding_window",
-        "ttt_sgd",
-    )
-    begins = [screen.getvalue().find(f"\r{stage} 0% |") for stage in order]
-    assert begins == sorted(begins) and begins[0] >= 0, dict(zip(order, begins, strict=True))
+    knobs = dict(GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000)
+    in_process(env(**knobs, RUN_ID="bar"))
+    log = (tmp_path / "logs" / "bar.txt").read_text()
+    assert "\nstep:10/12 train_loss" in log and "\nstep:10/12 train" not in screen.getvalue()
+    assert "\x1b[K\rfinished: " in screen.getvalue(), "the bar is removed"
+    stages = re.findall(r"\r([\w -]+) 0% \|", screen.getvalue())
+    order = "warm-up validation GPTQ averaged_weights export roundtrip sliding_window ttt_sgd"
+    assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
     assert "\rtraining: step 10, loss " in screen.getvalue()

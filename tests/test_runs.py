@@ -26,11 +26,9 @@ def test_published_logs_are_read(tmp_path):
 
 @pytest.mark.parametrize("names", [("roundtrip", "banded"), ("roundtrip", "banded", "ttt_sgd")])
 def test_a_banded_pass_is_the_score_without_test_time_training(tmp_path, names):
-    lines = [
-        f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}"
-        for place, name in enumerate(names)
-    ]
-    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n" + "\n".join(lines) + "\n"
+    text = "step:9/9 val_loss:2.1 val_bpb:1.2 train_time:9ms\n"
+    for place, name in enumerate(names):
+        text += f"final_int6_{name}_exact val_loss:2.0 val_bpb:1.{place}\n"
     found = runs.read_run(written(tmp_path, text))
     assert found.score_name == f"final_int6_{names[-1]}"
     assert found.score.bpb == 1 + (len(names) - 1) / 10
@@ -42,11 +40,8 @@ def test_later_published_logs_are_read(tmp_path):
     assert found.score == runs.Score(2.31944212, 1.05989454, 508.785, None, None)
     bits = (found.before_export.bpb, found.after_export.bpb, found.val[-1].fields["val_bpb"])
     assert bits == (1.06395844, 1.07254371, 1.0756)
-    assert (found.code_bytes, found.total_bytes, found.train[-1].seconds) == (
-        31999,
-        15897259,
-        540.0,
-    )
+    sizes = (found.code_bytes, found.total_bytes, found.train[-1].seconds)
+    assert sizes == (31999, 15897259, 540.0)
     assert found.configuration == {"MATRIX_LR": "0.026", "WORLD_SIZE": "8"}
 
 
@@ -70,10 +65,8 @@ def test_our_log_is_read_whole(swept):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", found.started)
     names = ("val_loss", "val_bpb", "eval_seconds", "val_tokens", "val_bytes")
     assert found.score == pytest.approx(tuple(last[name] for name in names), abs=1e-3)
-    assert (found.model_bytes, found.code_bytes) == (
-        artifact["model_bytes"],
-        artifact["code_bytes"],
-    )
+    assert found.model_bytes == artifact["model_bytes"]
+    assert found.code_bytes == artifact["code_bytes"]
     assert found.settings["NUM_LAYERS"] == "3"
     assert "NUM_LAYERS" in found.changed and "MUON_WD" not in found.changed
     assert [point.step for point in found.train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12]
@@ -83,17 +76,12 @@ def test_our_log_is_read_whole(swept):
 
 
 def test_steps_that_a_resumed_run_did_not_reach_again_do_not_count(tmp_path):
-    losses = {1: 5.0, 2: 4.0, 3: 3.0, 4: 2.0}
-    lines = [
-        f"step:{step}/9 train_loss:{loss} train_time:{step}00ms" for step, loss in losses.items()
-    ]
+    lines = [f"step:{step}/9 train_loss:{6 - step} train_time:{step}00ms" for step in range(1, 5)]
     lines.append("resumed: step:1 train_time:100ms from:checkpoints/r/step_00000001.npz")
     lines.append("step:2/9 train_loss:4.5 train_time:210ms")
     found = runs.read_run(written(tmp_path, "\n".join(lines)))
-    assert [(point.step, point.fields["train_loss"]) for point in found.train] == [
-        (1, 5.0),
-        (2, 4.5),
-    ]
+    losses = [(point.step, point.fields["train_loss"]) for point in found.train]
+    assert losses == [(1, 5.0), (2, 4.5)]
     assert (found.steps, found.resumed) == (2, 1)
 
 

@@ -4,6 +4,7 @@ import hashlib
 import io
 import shutil
 import sys
+from unittest import mock
 
 import pytest
 import sentencepiece
@@ -50,11 +51,8 @@ def test_logits_with_kept_keys_are_those_of_the_whole_text(one_rank, parts, piec
         read += n
         found = reader.logits()
         visible = torch.tensor([TEXT[reader.start : read]])
-        assert (
-            read == visible.size(1)
-            if read <= hp.eval_seq_len
-            else 16 <= visible.size(1) <= hp.eval_seq_len
-        )
+        assert min(read, 16) <= visible.size(1) <= hp.eval_seq_len
+        assert reader.start == 0 or read > hp.eval_seq_len
         with torch.no_grad():
             expected = model(visible)[0, -1]
         # fp32: both add the same numbers in another order, and one of them rotates keys twice.
@@ -65,13 +63,9 @@ def test_logits_with_kept_keys_are_those_of_the_whole_text(one_rank, parts, piec
 def test_a_token_is_read_with_two_others_and_no_more(hyperparameters, monkeypatch):
     """When the window of 32 is full, its last half is read again."""
     reader = sample.Reader(hyperparameters(**PARTS), weights_of(made(hyperparameters(**PARTS))))
-    lengths = []
-    embed = reader.model.embed
-    monkeypatch.setattr(
-        reader.model,
-        "embed",
-        lambda ids, weights: lengths.append(ids.size(1)) or embed(ids, weights),
-    )
+    lengths, embed = [], reader.model.embed
+    noted = lambda ids, weights: lengths.append(ids.size(1)) or embed(ids, weights)  # noqa: E731
+    monkeypatch.setattr(reader.model, "embed", noted)
     reader.ids = TEXT[:7]
     monkeypatch.setattr(sample, "sampled", lambda *_: 8)
     list(reader.continued(30, 0, None))
@@ -81,13 +75,9 @@ def test_a_token_is_read_with_two_others_and_no_more(hyperparameters, monkeypatc
 def test_sampling():
     logits = torch.tensor([0.0, 3.0, 1.0])
     generator = torch.Generator().manual_seed(1)
-    assert {
-        sample.sampled(logits, temperature, generator) for temperature in (0, 5e-324, 0.01)
-    } == {1}
-    drawn = (
-        torch.tensor([sample.sampled(logits, 2.0, generator) for _ in range(4000)]).bincount()
-        / 4000
-    )
+    assert [sample.sampled(logits, t, generator) for t in (0, 5e-324, 0.01)] == [1] * 3
+    drawn = [sample.sampled(logits, 2.0, generator) for _ in range(4000)]
+    drawn = torch.tensor(drawn).bincount() / 4000
     # The largest deviation of a share is sqrt(0.25 / 4000) = 0.008; four of them.
     assert torch.allclose(drawn, (logits / 2).softmax(-1), atol=0.032)
 
@@ -111,26 +101,21 @@ def test_a_character_of_several_tokens_comes_whole(data):
 
 
 def test_prompts_of_a_caseops_tokenizer(tmp_path):
-    text = "The NASA probe of SpaceX."
-    parts = (ROOT / "train_gpt.py").read_text().split("\n\n")
-    coded = list(map(caseops.encode, parts))
+    coded = [caseops.encode(part) for part in (ROOT / "train_gpt.py").read_text().split("\n\n")]
     model = tokenize_text.train_tokenizer(coded, 400, operators=train_gpt.CASE_OPERATORS)
     (tmp_path / "t.model").write_bytes(model)
     tokenizer = sample.Tokenizer(str(tmp_path / "t.model"), 400)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text and 4 in ids, "TITLE is a piece"
+    ids = tokenizer.encode("The NASA probe.")
+    assert tokenizer.decode(ids) == "The NASA probe." and 4 in ids, "TITLE is a piece"
 
 
 @pytest.fixture(scope="module")
 def artifact(data, tmp_path_factory):
     """An artifact of a model of random weights, made with the tokenizer of `data`."""
-    hp = train_gpt.Hyperparameters.from_env(
-        {name: str(value) for name, value in (TINY | PARTS).items()}
-    )
+    hp = train_gpt.Hyperparameters.from_env({k: str(v) for k, v in (TINY | PARTS).items()})
     digest = hashlib.sha256((data / "tokenizer.model").read_bytes()).hexdigest()
-    blob = train_gpt.pack_artifact(
-        weights_of(noise(made(hp))), hp, metadata={"tokenizer_sha256": digest}
-    )
+    metadata = {"tokenizer_sha256": digest}
+    blob = train_gpt.pack_artifact(weights_of(noise(made(hp))), hp, metadata=metadata)
     path = tmp_path_factory.mktemp("artifact") / "a.int6.xz"
     path.write_bytes(blob)
     return path
@@ -138,12 +123,9 @@ def artifact(data, tmp_path_factory):
 
 def test_the_program_repeats_itself(artifact, data, tmp_path):
     def said(*options) -> str:
-        environment = dict(
-            TOKENIZER_PATH=str(data / "tokenizer.model"), DEVICE="cpu", COMPUTE_DTYPE="float32"
-        )
-        result = run(
-            [SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options], environment, tmp_path
-        )
+        knobs = {"TOKENIZER_PATH": str(data / "tokenizer.model"), "COMPUTE_DTYPE": "float32"}
+        command = [SAMPLE, artifact, "--prompt", "def x", "--tokens", 12, *options]
+        result = run(command, {**knobs, "DEVICE": "cpu"}, tmp_path)
         assert result.returncode == 0, result.stderr
         assert "tokens in" in result.stderr and "per second" in result.stderr
         return result.stdout
@@ -166,17 +148,9 @@ def test_the_tokenizer_of_the_demonstration_is_named(artifact, data, tmp_path):
 def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):
     """Standard input that is no terminal is the prompt, which must be text."""
     seen = []
-    monkeypatch.setattr(
-        sample.Reader, "continued", lambda reader, *_: seen.append(list(reader.ids)) or iter([])
-    )
-    typed = iter(["a", "b", "", "c"])
-
-    def line(_) -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
+    noted = lambda reader, *_: seen.append(list(reader.ids)) or iter([])  # noqa: E731
+    monkeypatch.setattr(sample.Reader, "continued", noted)
+    line = mock.Mock(side_effect=["a", "b", "", "c", EOFError])
     monkeypatch.setenv("TOKENIZER_PATH", str(data / "tokenizer.model"))
     monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact)])
     monkeypatch.setattr("builtins.input", line)
@@ -190,15 +164,12 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
     sample.main()
     assert seen[3:] == [[BOS, *whole]]
-    assert (
-        capsys.readouterr().out
-        == sample.Tokenizer(str(data / "tokenizer.model"), VOCAB).decode(whole) + "\n"
-    )
+    tokenizer = sample.Tokenizer(str(data / "tokenizer.model"), VOCAB)
+    assert capsys.readouterr().out == tokenizer.decode(whole) + "\n"
     for bad in (["--prompt", "\udcff"], []):
         monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact), *bad])
-        monkeypatch.setattr(
-            sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
-        )
+        latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", latin)
         with user_error("the prompt is not UTF-8 text"):
             sample.main()
 
@@ -208,14 +179,8 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
     [
         (["none.xz"], 1, "artifact none.xz does not exist"),
         (["cut.xz"], 1, "artifact cut.xz cannot be used"),
-        (
-            ["a.xz"],
-            1,
-            "cannot load TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model: No such",
-        ),
+        (["a.xz"], 1, "TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model: No such"),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of"),
-        (["a.xz", "TOKENIZER_PATH=a.xz"], 1, "is not the tokenizer of"),
-        (["a.xz", "--temperature", "-1"], 2, "--temperature -1.0 is not a number from 0 on"),
         (["a.xz", "--temperature", "nan"], 2, "--temperature nan is not"),
         (["a.xz", "--tokens", "0"], 2, "--tokens 0 is below 1"),
         (["a.xz", "NUM_LAYERS=1"], 1, "NUM_LAYERS=1 is set, but EVAL_ONLY=a.xz was made with 5"),

@@ -2,7 +2,6 @@
 formulas."""
 
 import copy
-import math
 import random
 from types import SimpleNamespace
 
@@ -31,6 +30,37 @@ def test_published_run_has_the_published_schedule():
         assert settings.qat == (settings.lr_scale < 0.1)
 
 
+CUT = {"SHORT_SEQ_PARTS": "4", "ITERATIONS": "1000"}
+STEPS = {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
+
+
+@pytest.mark.parametrize(
+    "knobs, field, expected",
+    [
+        # For the first 40 % of the run, by steps or by wall clock, whichever is further
+        (CUT, "seq_len", {(0, 0): 512, (100, 239): 512, (100, 241): 2048, (400, 10): 2048}),
+        ({"SHORT_SEQ_PARTS": "1"}, "seq_len", {(0, 0): 2048}),
+        ({"LOOP_VISITS": "3"}, "looping", {(9, 0): False, (9, 209): False, (9, 211): True}),
+        ({"WARMDOWN_FRAC": "0.4"}, "lr_scale", {(7, 359): 1, (7, 420): 0.75, (9, 480): 0.5}),
+        (STEPS, "lr_scale", {(120, 1e6): 1, (160, 1e6): 0.5, (199, 1e6): 1 / 80, (200, 1e6): 0}),
+        ({"WARMDOWN_ITERS": "0"}, "lr_scale", {(7000, 590): 1}),
+    ],
+)
+def test_settings_follow_the_progress(knobs, field, expected):
+    hp = Hyperparameters.from_env(knobs)
+    for (step, seconds), value in expected.items():
+        found = schedule(hp, step, seconds, hp.max_wallclock_seconds)
+        assert getattr(found, field) == pytest.approx(value), (step, seconds)
+
+
+def test_layers_of_the_loop_are_visited_repeatedly():
+    hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
+    assert hp.layer_order(False) == Hyperparameters().layer_order() == tuple(range(11))
+    assert hp.layer_order() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
+    with user_error("end the loop before lanes"):
+        Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
+
+
 @pytest.mark.parametrize("step_seconds", [0.08, 0.65, 2.1, 30.0])
 def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
     """Fault B7: #399's rule starts at 0.31 for steps of 650 ms."""
@@ -42,29 +72,6 @@ def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
     assert not scales[0].qat
 
 
-def test_warmdown_fraction_is_the_same_on_any_machine():
-    hp = Hyperparameters.from_env({"WARMDOWN_FRAC": "0.4"})
-    for step_seconds in (0.08, 2.1):
-        for seconds, expected in ((0, 1.0), (359, 1.0), (420, 0.75), (480, 0.5), (600, 0.0)):
-            settings = schedule(hp, int(seconds / step_seconds), seconds, 600.0)
-            assert settings.lr_scale == pytest.approx(expected, abs=0.01)
-
-
-def test_short_sequences_come_first():
-    """For the first 40 % of the run, by steps or by wall clock, whichever is further."""
-    hp = Hyperparameters.from_env({"SHORT_SEQ_PARTS": "4", "ITERATIONS": "1000"})
-    for step, seconds, length in (
-        (0, 0, 512),
-        (100, 239, 512),
-        (100, 241, 2048),
-        (399, 10, 512),
-        (400, 10, 2048),
-        (999, 599, 2048),
-    ):
-        assert schedule(hp, step, seconds, 600.0).seq_len == length
-    assert schedule(Hyperparameters.from_env({"SHORT_SEQ_PARTS": "1"}), 0, 0.0, 0.0).seq_len == 2048
-
-
 @pytest.mark.parametrize(
     "threshold, fraction", [("0.7", train_gpt.SHORT_SEQ_FRACTION), ("0.2", 0.9)]
 )
@@ -72,26 +79,20 @@ def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
     """The warm-up compiles one graph for short sequences and one for QAT. Both together would need
     a graph more, which would be compiled during the run."""
     monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", fraction)
-    knobs = dict(
-        ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", QAT_THRESHOLD=threshold, WARMDOWN_FRAC="1"
-    )
+    knobs = dict(ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_FRAC="1")
+    knobs["QAT_THRESHOLD"] = threshold
     steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
 
 
 def test_phases_are_the_kinds_of_steps_that_a_run_has():
     """Each is a graph, which the warm-up compiles. No other may follow within the clock."""
+    looping = [(512, False, True), (2048, False, True)]
     for changes, expected in (
         ({"SHORT_SEQ_PARTS": "1", "LATE_QAT": "0"}, [(2048, False, False)]),
         ({}, [(512, False, False), (2048, False, False), (2048, True, False)]),
-        (
-            {"LOOP_VISITS": "3"},
-            [(512, False, False), (512, False, True), (2048, False, True), (2048, True, True)],
-        ),
-        (
-            {"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"},
-            [(512, False, True), (2048, False, True)],
-        ),
+        ({"LOOP_VISITS": "3"}, [(512, False, False), *looping, (2048, True, True)]),
+        ({"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"}, looping),
     ):
         hp = Hyperparameters.from_env(changes)
         found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
@@ -102,36 +103,12 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
             assert {(kind.seq_len, kind.qat, kind.looping) for kind in run} == set(expected)
 
 
-def test_depth_recurrence_begins_at_its_fraction_of_the_run():
-    hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
-    for seconds, looping in ((0, False), (209, False), (211, True), (599, True)):
-        assert schedule(hp, 10 * seconds, seconds, 600.0).looping == looping
-    assert hp.layer_order(False) == tuple(range(11))
-    assert hp.layer_order() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
-    assert Hyperparameters().layer_order() == tuple(range(11))
-    with user_error("end the loop before lanes"):
-        Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
-
-
 def test_the_learning_rate_has_a_floor():
     """Late QAT begins where it would without a floor."""
     hp = Hyperparameters.from_env({"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "QAT_THRESHOLD": "0.05"})
     found = [schedule(hp, 10 * seconds, seconds, 600.0) for seconds in (0, 300, 560, 580, 600)]
     assert [step.lr_scale for step in found] == pytest.approx([1, 0.5, 0.1, 0.1, 0.1])
     assert [step.qat for step in found] == [False, False, False, True, True]
-
-
-def test_schedule_without_a_cap_counts_steps():
-    hp = Hyperparameters.from_env(
-        {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
-    )
-    for step, expected in ((0, 1), (120, 1), (160, 0.5), (199, 1 / 80), (200, 0)):
-        assert schedule(hp, step, 1e6, 0.0) == schedule(hp, step, 1e6, math.inf)
-        assert schedule(hp, step, 1e6, math.inf).lr_scale == pytest.approx(expected)
-    assert (
-        schedule(Hyperparameters.from_env({"WARMDOWN_ITERS": "0"}), 7000, 590.0, 600.0).lr_scale
-        == 1.0
-    )
 
 
 def simulate(
@@ -161,7 +138,7 @@ def simulate(
 
 
 @pytest.mark.parametrize("in_flight", [0, 2])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_no_run_exceeds_its_cap(in_flight, seed):
     """Fault B20: #399's runs end about 60 ms late. Two steps must fit, because nothing is known
     before them."""

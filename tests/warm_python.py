@@ -6,10 +6,6 @@ path of a program that takes the arguments of python (-B, -u, SCRIPT ..., -c COD
 signals and exit status. The fork's sys.executable is that program, so torchrun and the tools start
 their processes in the same way.
 
-    program  -- arguments, folder, environment, streams -->  server  -- fork -->  script
-             -- signals -->
-             <-- exit status --
-
 What Python, OpenMP and torch read when they start is fixed in a fork. The program becomes an
 ordinary Python if its environment sets such a variable otherwise, for other options of Python, and
 if it inherits more than three open files. All forks of a server share the seed of str.__hash__, so
@@ -20,6 +16,7 @@ import contextlib
 import functools
 import marshal
 import os
+import select
 import signal
 import socket
 import sys
@@ -33,32 +30,18 @@ LARGEST = 150_000  # bytes of a request, which is one packet
 # The program. It needs no package and imports little.
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The options among these arguments of Python that a fork can follow, and the rest."""
-    count = 0
-    while arguments[count:] and arguments[count] in ("-B", "-u"):
-        count += 1
-    return arguments[:count], arguments[count:]
-
-
 def fits(rest: list[str]) -> bool:
-    """Whether a fork does what a new Python would do."""
-    special = {
-        n: value
-        for n, value in os.environ.items()
-        if n.startswith(READ_AT_START) and n not in FOLLOWED
-    }
-    known = bool(rest) and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
-    return (
-        known
-        and special.items() <= FIXED.items()
-        and not any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
-    )
+    """Whether a fork does what a new Python would do with these arguments."""
+    known = rest[:1] in (["-c"], ["-m"]) or (rest and not rest[0].startswith("-"))
+    special = {name for name in os.environ if name.startswith(READ_AT_START)} - {*FOLLOWED}
+    inherited = any(os.path.exists(f"/proc/self/fd/{n}") for n in (3, 4))
+    return known and not inherited and all(os.environ[n] == FIXED.get(n) for n in special)
 
 
 def ask(program: str, interpreter: str, arguments: list[str]) -> None:
     """Have the arguments run in a fork, and end as it ends."""
-    options, rest = split(arguments)
+    count = next((i for i, word in enumerate(arguments) if word not in ("-B", "-u")), 0)
+    options, rest = arguments[:count], arguments[count:]
     if not fits(rest):
         os.execv(interpreter, [interpreter, *arguments])
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,76 +82,43 @@ def compiled(path: str, changed: int):
         return compile(file.read(), path, "exec")
 
 
-class Server:
-    """Forks for each client until standard input ends."""
-
-    def __init__(self, listener: socket.socket):
-        import selectors
-
-        self.selector = selectors.DefaultSelector()
-        self.watch = functools.partial(self.selector.register, events=selectors.EVENT_READ)
-        self.clients = {}  # of the processes that run
-        self.watch(0, data=self.stop)
-        self.watch(listener, data=self.accept)
-
-    def run(self) -> tuple:
-        """Returns in forks only: the request and its streams."""
-        while True:
-            for key, _ in self.selector.select():
-                found = key.data(key.fileobj)
-                if found:
-                    return found
-
-    def accept(self, listener: socket.socket) -> tuple | None:
+def serve(listener: socket.socket) -> tuple:
+    """Fork for each client until standard input ends. Returns in the forks only: the request and
+    its streams."""
+    while listener in select.select([0, listener], [], [])[0]:
         client, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(client, LARGEST, 3)
         _, _, arguments, folder, _ = request = marshal.loads(message)
         with contextlib.suppress(Exception):  # what is no script fails in the fork
             path = os.path.join(folder, arguments[0])
             compiled(path, os.stat(path).st_mtime_ns)
-        process = os.fork()
-        if process == 0:
-            client.close()
-            self.leave()
-            return request, streams
+        if os.fork() == 0:
+            listener.close()
+            os.close(0)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            process = os.fork()
+            if process == 0:
+                client.close()
+                return request, streams
+            attend(client, process, streams)
+        client.close()
         for stream in streams:
             os.close(stream)
-        self.clients[process] = client
-        self.watch(client, data=functools.partial(self.pass_signal, process))
-        self.watch(os.pidfd_open(process), data=functools.partial(self.report, process))
+    os.killpg(0, signal.SIGKILL)
 
-    def leave(self) -> None:
-        """Close the server's files, in a fork."""
-        for key in list(self.selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-            elif key.fd:
-                os.close(key.fd)
-        self.selector.close()
 
-    def pass_signal(self, process: int, client: socket.socket) -> None:
-        """A client that is gone was killed, so its process is killed, too."""
-        if process in self.clients:
-            number = client.recv(1)
-            os.kill(process, number[0] if number else signal.SIGKILL)
-            if not number:
-                self.selector.unregister(client)
-
-    def report(self, process: int, ended: int) -> None:
-        _, status = os.waitpid(process, 0)
-        client = self.clients.pop(process)
-        with contextlib.suppress(OSError):  # the client is gone
-            client.send(str(os.waitstatus_to_exitcode(status)).encode())
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(client)
-        self.selector.unregister(ended)
-        client.close()
-        os.close(ended)
-
-    def stop(self, _) -> None:
-        for process in self.clients:
-            os.kill(process, signal.SIGKILL)
-        os._exit(0)
+def attend(client: socket.socket, process: int, streams: list[int]) -> None:
+    """Pass the client's signals on, and the exit status back. A client that is gone was killed, so
+    its process is killed, too."""
+    for stream in streams:
+        os.close(stream)
+    ended = os.pidfd_open(process)
+    while ended not in select.select([client, ended], [], [])[0]:
+        number = client.recv(1)
+        os.kill(process, number[0] if number else signal.SIGKILL)
+    with contextlib.suppress(OSError):  # the client is gone
+        client.send(str(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])).encode())
+    os._exit(0)
 
 
 # The fork
@@ -253,9 +203,7 @@ def python() -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(f"{program}.socket")
         listener.listen(100)
-        environ = {
-            name: value for name, value in os.environ.items() if not name.startswith(READ_AT_START)
-        }
+        environ = {n: v for n, v in os.environ.items() if not n.startswith(READ_AT_START)}
         server = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno())],
             env=environ | FIXED,
@@ -278,5 +226,6 @@ if __name__ == "__main__":
         ask(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
         preload()
-        finish(become, *Server(socket.socket(fileno=int(sys.argv[2]))).run())
+        finish(become, *serve(socket.socket(fileno=int(sys.argv[2]))))

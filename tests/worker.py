@@ -1,18 +1,6 @@
-"""Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`.
-
-steps       5 updates without a clock; rank 0 saves the weights, their average and the
-            Hessians; each rank saves a digest of all state, collected from its node
-rounding    the same with initial weights that differ in the last bits between the ranks
-clocks      updates under a clock that advances with every reading, at another speed on each
-            rank; each rank saves a digest of its weights
-checkpoint  2 updates and a checkpoint; each rank saves its state
-restore     restores that checkpoint; each rank saves its state, gathered, and a digest of its
-            weights
-limit       low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1;
-            each rank saves its steps and whether all targets were scored
-apart       the whole script, each rank in a folder of its own, as on several nodes
-late        the same with a timer that is 1,000 s ahead on rank 1
-"""
+"""Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`. A mode is one of the
+functions from `clocks` on, or "rounding": `steps` with initial weights that differ in the last bits
+between the ranks."""
 
 import hashlib
 import itertools
@@ -31,18 +19,17 @@ from conftest import evaluator
 
 def digest(tensors) -> str:
     """The sha256 of these tensors, in hexadecimal."""
-    return hashlib.sha256(
-        b"".join(t.detach().float().numpy().tobytes() for t in tensors)
-    ).hexdigest()
+    parts = [t.detach().float().numpy().tobytes() for t in tensors]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def clocks(run: train_gpt.Run, folder: Path) -> None:
+    """Updates under a clock that advances with every reading, at another speed on each rank."""
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
-    (folder / f"digest{rank}").write_text(
-        f"{digest(run.model.parameters())} {run.clock.step} {run.clock.seconds}"
-    )
+    weights = digest(run.model.parameters())
+    (folder / f"digest{rank}").write_text(f"{weights} {run.clock.step} {run.clock.seconds}")
 
 
 def updates(run: train_gpt.Run, count: int) -> None:
@@ -51,6 +38,8 @@ def updates(run: train_gpt.Run, count: int) -> None:
 
 
 def steps(run: train_gpt.Run, folder: Path) -> None:
+    """5 updates without a clock. Rank 0 saves the weights, their average and the Hessians, each rank
+    a digest of all state, collected from its node."""
     updates(run, 5)
     weights = run.optimizer.weights()  # collective: all ranks call it
     state = digest([*run.model.parameters(), *gathered(run).values()])
@@ -77,12 +66,12 @@ def unequal_start() -> None:
 
 def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
-    return {
-        name: run.optimizer.gather(name, tensor).clone() for name, tensor in run.tensors().items()
-    }
+    gather = run.optimizer.gather
+    return {name: gather(name, tensor).clone() for name, tensor in run.tensors().items()}
 
 
 def checkpoint(run: train_gpt.Run, folder: Path) -> None:
+    """2 updates and a checkpoint."""
     updates(run, 2)
     run.save(2)
     run.checkpoints.written.result()
@@ -98,6 +87,8 @@ def restore(run: train_gpt.Run, folder: Path) -> None:
 
 
 def limit(run: train_gpt.Run, folder: Path) -> None:
+    """Low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1. Each rank
+    saves its steps and whether all targets were scored."""
     scorer = evaluator(run.model, run.val, run.hp, run.runtime, run.hp.eval_stride)
     learn, steps, rank = train_gpt.lora_step, [], run.runtime.comm.rank
 
@@ -109,12 +100,12 @@ def limit(run: train_gpt.Run, folder: Path) -> None:
     scorer.started -= 1e9 * rank
     train_gpt.lora_step, train_gpt.LORA_BATCH = counted, 2
     train_gpt.ttt_lora(run.model, scorer)
-    (folder / f"limit{rank}").write_text(
-        f"{len(steps)} {scorer.result().val_tokens == run.val.targets}"
-    )
+    complete = scorer.result().val_tokens == run.val.targets
+    (folder / f"limit{rank}").write_text(f"{len(steps)} {complete}")
 
 
 def apart(folder: Path) -> None:
+    """The whole script, each rank in a folder of its own, as on several nodes."""
     place = folder / f"node{os.environ.get('RANK', 0)}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
@@ -123,6 +114,7 @@ def apart(folder: Path) -> None:
 
 
 def late(folder: Path) -> None:
+    """The same with a timer that is 1,000 s ahead on rank 1."""
     ahead, elapsed = 1000 * int(os.environ["RANK"]), train_gpt.Clock.elapsed
     train_gpt.Clock.elapsed = lambda clock: ahead + elapsed(clock)
     apart(folder)
@@ -131,23 +123,16 @@ def late(folder: Path) -> None:
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     if mode in ("apart", "late"):
-        return {"apart": apart, "late": late}[mode](folder)
+        return globals()[mode](folder)
     if mode == "rounding":
+        mode = "steps"
         unequal_start()
-    act = {
-        "steps": steps,
-        "rounding": steps,
-        "clocks": clocks,
-        "checkpoint": checkpoint,
-        "restore": restore,
-        "limit": limit,
-    }[mode]
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log = train_gpt.Log(hp, runtime.comm, folder)
         val = train_gpt.read_validation(hp, runtime.device)
         run = train_gpt.Run(hp, runtime, log, val)
-        act(run, folder)
+        globals()[mode](run, folder)
     # None on systems without /proc
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
     # Threads of the process group remain and may abort the process
