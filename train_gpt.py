@@ -1120,10 +1120,10 @@ class ParallelMuon:
         source = self.comm.broadcast(source)
         shard = self.banks.get(name.partition(".")[0])
         shape = tensor.shape if shard is None else (shard.rows, *tensor.shape[1:])
-        found = getattr(source, "shape", None)
+        saved = getattr(source, "shape", None)
         require(
-            found == shape,
-            f"the checkpoint has {name} with shape {found}, not {shape}: "
+            saved == shape,
+            f"the checkpoint has {name} with shape {saved}, not {shape}: "
             "it belongs to another model, or ranks have different tensors",
         )
         if shard is None:
@@ -3015,10 +3015,10 @@ def read_validation(
     val = Validation(tokens, count_bytes(hp, tokens, log), device)
     if hp.canonical_mask:
         refused = refused_pairs(hp.tokenizer_path)
-        wrong = refused[tokens[:-1], tokens[1:]].sum()
-        if wrong:
+        count = refused[tokens[:-1], tokens[1:]].sum()
+        if count:
             log(
-                f"note: CANONICAL_MASK is off: it would refuse {wrong} targets of the validation "
+                f"note: CANONICAL_MASK is off: it would refuse {count} targets of the validation "
                 "text"
             )
         else:
@@ -3663,11 +3663,11 @@ def ask_driver(device: torch.device, query: str) -> str:
 
 def package_versions() -> str:
     """The versions of the installed PACKAGES, for the log."""
-    found = []
+    versions = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)
+            versions.append(f"{name} {version(name)}")
+    return ", ".join(versions)
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -3696,10 +3696,12 @@ def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     """This process's device: GPU number LOCAL_RANK, or the CPU if there is no GPU."""
-    found = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not found):
+    available = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not available):
         return torch.device("cpu")
-    require(found, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu")
+    require(
+        available, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
+    )
     gpus = torch.cuda.device_count()
     require(
         local_rank < gpus,
@@ -3784,10 +3786,10 @@ def trial_error(comm: Comm, trial: Callable, *arguments) -> str:
     """Collective. The error of `trial` on the first rank where it fails; "" if it passes on all."""
     try:
         trial(*arguments)
-        mine = ""
+        message = ""
     except Exception as error:  # a missing or unfit kernel can raise anything
-        mine = error_message(error)
-    return next(filter(None, comm.gather(mine)), "")
+        message = error_message(error)
+    return next(filter(None, comm.gather(message)), "")
 
 
 def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **options) -> None:
@@ -3795,13 +3797,13 @@ def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **opti
     is on, its gradients, up to rounding."""
     inputs = [t.detach().requires_grad_() for t in inputs]
     exact = [t.detach().float().requires_grad_() for t in inputs]
-    found, expected = [call(*inputs, **options)], [plain(*exact, **options)]
+    results, expected = [call(*inputs, **options)], [plain(*exact, **options)]
     if torch.is_grad_enabled():
-        grad = torch.randn_like(found[0])
-        found += torch.autograd.grad(found[0], inputs, grad)
+        grad = torch.randn_like(results[0])
+        results += torch.autograd.grad(results[0], inputs, grad)
         expected += torch.autograd.grad(expected[0], exact, grad.float())
-    for mine, right in zip(found, expected, strict=True):
-        error = ((mine.float() - right).norm() / right.norm().clamp(min=1e-30)).item()
+    for result, right in zip(results, expected, strict=True):
+        error = ((result.float() - right).norm() / right.norm().clamp(min=1e-30)).item()
         require(
             error <= AGREEMENT,
             f"its results differ from the plain form's by {error:.2g} of their norm",
