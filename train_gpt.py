@@ -343,11 +343,9 @@ class Hyperparameters:
             self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
             f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}",
         )
-        targets = self.ttt_lora_targets.split(",")
         require(
-            set(targets) <= set(LORA_TARGETS) and len(set(targets)) == len(targets),
-            f"TTT_LORA_TARGETS={self.ttt_lora_targets!r} is not a list, without repetition, of "
-            f"{','.join(LORA_TARGETS)}",
+            set(self.ttt_lora_targets.split(",")) <= set(LORA_TARGETS),
+            f"TTT_LORA_TARGETS={self.ttt_lora_targets!r} is not a list of {','.join(LORA_TARGETS)}",
         )
         require(
             re.fullmatch(r"([1-9]\d*s?)?", self.checkpoint_every),

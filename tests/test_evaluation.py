@@ -651,7 +651,7 @@ def test_each_visit_of_a_layer_has_its_own_change(one_rank):
         assert (a - b).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("wrong", ["k,q,k", "k, v", "", "tok_emb", "k,out,"])
+@pytest.mark.parametrize("wrong", ["k, v", "", "tok_emb", "k,out,"])
 def test_targets_are_a_list_of_known_names(hyperparameters, wrong):
     with user_error("TTT_LORA_TARGETS=.* of q,k,v,out,mlp,head"):
         hyperparameters(TTT_LORA_TARGETS=wrong)
