@@ -290,10 +290,8 @@ def test_make_refuses(made, swept, tmp_path):
     assert folder.is_dir()
     first, second = logs_of(swept)
     other_rate = logs_of(swept, "0.005")[1]
-    altered, other = (
-        written(tmp_path / "altered", f"#{n}\n" + path.read_text(), f"{n}.txt")
-        for n, path in enumerate((first, second))
-    )
+    altered = written(tmp_path, "#1\n" + first.read_text(), "1.txt")
+    other = written(tmp_path, "#2\n" + second.read_text(), "2.txt")
     text = second.read_text()
     died = written(tmp_path, text[: text.rindex("final_int6_sliding_window_exact")], "died.txt")
     cases = {
@@ -312,7 +310,6 @@ def test_make_refuses(made, swept, tmp_path):
 
 AGREES = "ok    submission.json says what the logs say"
 BPB_AS_LOSS = "logs say: val_loss is 1.1217, which is the bits per byte"
-SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
 
 
 @pytest.mark.parametrize(
@@ -322,8 +319,8 @@ SEED_42 = {"42": {"val_bpb": 1.05989454, "artifact_bytes": 15897259}}
         (PUBLISHED, {"val_loss": 1.1217, "val_bpb": 1.1217}, [BPB_AS_LOSS]),
         (
             LATER,
-            {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42], "seed_results": SEED_42},
-            ["ok    evaluation takes at most 10 minutes: 508.8 s", AGREES],
+            {"val_loss": 2.31944212, "val_bpb": 1.05989454, "seeds": [42]},
+            ["508.8 s", AGREES],
         ),
     ],
 )

@@ -157,11 +157,8 @@ def requirements(name):
     return found
 
 
-VERSIONS = {
-    line.partition("==")[0]: line
-    for line in (ROOT / "constraints.txt").read_text().splitlines()
-    if not line.startswith("#")
-}
+LINES = re.findall(r"(?m)^[^#].*", (ROOT / "constraints.txt").read_text())
+VERSIONS = {line.partition("==")[0]: line for line in LINES}
 
 
 def pins(name):

@@ -61,9 +61,8 @@ DOCUMENTS = list(dict.fromkeys(PARTS))  # each once
 @functools.cache
 def tokenizer_bytes(rule: str, vocab_size: int = 600) -> bytes:
     if rule == "caseops":
-        return tokenize_text.train_tokenizer(
-            list(map(caseops.encode, DOCUMENTS)), vocab_size, operators=CASE_OPERATORS
-        )
+        coded = list(map(caseops.encode, DOCUMENTS))
+        return tokenize_text.train_tokenizer(coded, vocab_size, operators=CASE_OPERATORS)
     return tokenize_text.train_tokenizer(DOCUMENTS, vocab_size, rule)
 
 

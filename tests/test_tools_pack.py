@@ -160,9 +160,8 @@ def test_another_program_is_refused(monkeypatch):
     """Whatever a fault in `cut` would change."""
     cut = pack_code.cut
     for old, new in (("x = 1", "x = 2"), ("'#'", "''"), ("y", "z"), ("'''Doc.'''\n", "")):
-        monkeypatch.setattr(
-            pack_code, "cut", lambda text, tree, old=old, new=new: cut(text, tree).replace(old, new)
-        )
+        faulty = lambda *given, old=old, new=new: cut(*given).replace(old, new)  # noqa: E731
+        monkeypatch.setattr(pack_code, "cut", faulty)
         with user_error("another program"):
             pack_code.without_comments(b"'''Doc.'''\nx = 1  # a\ny = '#'\n")
 
