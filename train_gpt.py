@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -259,6 +260,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the wall clock; 0: plain rounding", "run")
+    trellis_states: int = knob(8, "states of trellis-coded quantisation: 4, 8, 16, 64 or 256; 0: none", "run")
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "coder of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
@@ -2079,8 +2081,12 @@ def warm_up_lora(scorer: Evaluator) -> None:
         lora_step(scorer, state, *chunk)
 
 
+DAMPING = {"tok_emb": 1.0}
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
 FINEST = 0.0001  # nats per token that rounding with the finest steps costs
+SEGMENT = 64  # rows of a column that share a path through the trellis, from state 0
+# Parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
+PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
 
 def code_range(kind: Matrix, hp: Hyperparameters) -> tuple[int, float | None]:
@@ -2168,15 +2174,18 @@ class Calibration:
             matmul.fp32_precision = before
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """The Hessian (L, in, in) with its diagonal raised by this part of its mean, also for inputs
+    that are all 0. The mean of the new diagonal is 1."""
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
+    eye = torch.eye(hessian.size(-1), device=hessian.device)
+    return torch.where(mean > 0, hessian / mean + damping * eye, eye) / (1 + damping)
+
+
+def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
-    of the Hessian in this order). The diagonal is raised by this part of its mean, also for inputs
-    that are all 0."""
-    hessian = hessian.clone()
-    diagonal = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in), a view
-    order = diagonal.argsort(dim=-1, descending=True)
-    mean = diagonal.mean(dim=-1, keepdim=True)
-    diagonal += torch.where(mean > 0, damping * mean, 1.0)
+    of the Hessian in this order)."""
+    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -2184,60 +2193,165 @@ def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 def gptq(
-    weights: Tensor, order: Tensor, factor: Tensor, scale: Tensor, bits: int, block: int = 128
-) -> Tensor:
-    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
-    `inverse_factor`.
+    weights: Tensor, order: Tensor, factor: Tensor, round_to: Callable, block: int = 128
+) -> tuple[Tensor, Tensor]:
+    """(codes, values) (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W,
+    given their `inverse_factor`. `round_to` gives (codes, values) of a column (L, out, 1).
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
     ones compensate each error along the inverse Hessian."""
     remaining = torch.take_along_dim(weights, order[:, None], 2)
-    codes = []
+    rounded = []
     for first in range(0, weights.size(-1), block):
         rows = factor[:, first : first + block, first:]
         inner, outer = remaining[:, :, :block].clone(), remaining[:, :, block:]
         errors = []
         for i, column in enumerate(inner.split(1, dim=2)):
-            codes.append(to_codes(column, scale, bits))
-            errors.append((column - codes[-1] * scale) / rows[:, i, i, None, None])
+            rounded.append(round_to(column))
+            errors.append((column - rounded[-1][1]) / rows[:, i, i, None, None])
             along = rows[:, i : i + 1, i + 1 : block]
             inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
         remaining = outer.baddbmm_(torch.cat(errors, dim=2), rows[:, :, block:], alpha=-1)
-    return torch.take_along_dim(torch.cat(codes, dim=2), order.argsort()[:, None], 2)
+    back = order.argsort()[:, None]
+    return tuple(
+        torch.take_along_dim(torch.cat(columns, dim=2), back, 2)
+        for columns in zip(*rounded, strict=True)
+    )
 
 
-def quantise(
-    kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor], loss: float
+def next_state(state, odd, states: int):
+    """The state behind a code that is odd or not (0 or 1)."""
+    first, second = PARITY[states]
+    return (state >> 1) ^ (state & 1) * (first >> 1) ^ odd * (second >> 1)
+
+
+def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
+    """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
+    state 0, with the least sum of weights (T, B) times squared errors."""
+    device, rows = targets.device, len(targets)
+    edges = [(state, odd) for state in range(states) for odd in (0, 1)]
+    edges.sort(key=lambda edge: next_state(*edge, states))  # two end in each state
+    previous, odd = torch.tensor(edges[::2] + edges[1::2], device=device).unbind(1)
+    remainder = (previous & 1) + 2 * odd  # of the integer, divided by 4
+    rest = torch.arange(4, device=device)[:, None]
+    integers = 4 * ((targets[:, None] - rest) / 4).round() + rest  # (T, 4, B)
+    costs = weights[:, None] * (targets[:, None] - integers).square()
+    costs = costs.index_select(1, remainder)  # (T, 2 x states, B)
+    totals = costs.new_full((rows + 1, states, costs.size(2)), math.inf)
+    totals[0, 0] = 0
+    for row in range(rows):
+        paths = totals[row].index_select(0, previous).add_(costs[row])
+        torch.minimum(*paths.split(states), out=totals[row + 1])
+    first, second = (totals[:-1].index_select(1, previous) + costs).split(states, dim=1)
+    taken = (second < first) * states + torch.arange(states, device=device)[:, None]
+    state, found = totals[-1].argmin(dim=0, keepdim=True), []
+    for row in reversed(range(rows)):
+        edge = taken[row].gather(0, state)
+        state = previous[edge]
+        found.append(integers[row].gather(0, remainder[edge]))
+    return torch.cat(found[::-1])
+
+
+def round_by_trellis(
+    columns: Tensor, steps: Tensor, weights: Tensor, states: int
 ) -> tuple[Tensor, Tensor]:
-    """(codes, steps (L, out, 1)) of rows (L, out, in), where rounding all matrices so costs
-    `loss` nats per token.
+    """(codes, values) of columns (L, out, n), given steps and weights (L, out, 1) of the rows.
+
+    Trellis-coded quantisation (Marcellin and Fischer 1990). A weight is a whole number of half
+    steps. In each state every second number is open: twice the code, plus the lowest bit of the
+    state. So a code takes as many bits as one of whole steps, and the choice of the path makes the
+    squared error a fifth smaller."""
+    layers, out, width = columns.shape
+    halves = torch.where(steps > 0, 2 * columns / steps, 0).clamp(-4000, 4000)
+    padded = (
+        F.pad(part.expand_as(columns), (0, 0, 0, -out % SEGMENT)).view(-1, SEGMENT, width)
+        for part in (halves, weights)
+    )  # (L x segments, rows, n)
+    found = viterbi(*(part.transpose(0, 1).reshape(SEGMENT, -1) for part in padded), states)
+    found = found.view(SEGMENT, -1, width).transpose(0, 1).reshape(layers, -1, width)[:, :out]
+    return (found / 2).floor(), found * (steps / 2)
+
+
+def trellis_bits(codes: np.ndarray, states: int) -> np.ndarray:
+    """The lowest bit of the state before each code (L, out, in)."""
+    layers, out, width = codes.shape
+    odd = np.pad(codes & 1, ((0, 0), (0, -out % SEGMENT), (0, 0))).reshape(-1, SEGMENT, width)
+    state, bits = np.zeros_like(odd[:, 0]), np.empty_like(odd)
+    for row in range(SEGMENT):
+        bits[:, row] = state & 1
+        state = next_state(state, odd[:, row], states)
+    return bits.reshape(layers, -1, width)[:, :out]
+
+
+class Quantiser:
+    """Rounds the matrices of one kind.
 
     Rounding a weight costs step^2 / 12 times its sensitivity, and twice the step saves one bit. So
-    at given bytes the total loss is lowest when each weight adds the same loss."""
-    bits, clip = code_range(kind, hp)
-    hessian = calibration.get(kind.reads)
-    # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not seen.
-    factor = None if hessian is None else inverse_factor(hessian, 0.1 if clip else 0.01)
-    if calibration and clip:
-        cost = calibration[f"{kind.name}.cost"]
-        if factor:
-            # GPTQ leaves the pivots of a Hessian where rounding leaves its diagonal.
-            pivots = factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
-            left = pivots.mean(dim=-1) / hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-            cost = (cost * left[:, None]).nan_to_num(0.0)  # of inputs that are all 0
-        # Rows that the calibration has hardly seen are not free of cost.
-        cost = (cost + 0.05 * cost.mean(dim=-1, keepdim=True))[..., None]
-        largest = rows.abs().amax(dim=-1, keepdim=True)
-        wanted = (12 * loss / cost).sqrt().clamp(largest / 2000, 64 * largest)
-        bits, scale = 12, round_scale(wanted, 20)
-    else:
-        scale = row_scales(rows, bits, clip and clip * (loss / FINEST) ** 0.5)
-    return gptq(rows, *factor, scale, bits) if factor else to_codes(rows, scale, bits), scale
+    at given bytes the total loss is lowest when each weight adds the same loss. Without
+    calibration, steps are in proportion to the deviation of a row."""
+
+    def __init__(
+        self, kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor]
+    ):
+        """`rows` are (L, out, in), `calibration` what `Calibration` sums, or empty."""
+        self.rows, self.published = rows, hp.row_range == "published"
+        self.states = 0 if self.published else hp.trellis_states
+        self.bits, clip = code_range(kind, hp)
+        self.plain = row_scales(rows, self.bits, clip)
+        self.deviation = rows.square().mean(dim=-1, keepdim=True).sqrt()
+        # Nats per token that a squared error of 1 costs, if all weights were like those of the row
+        self.cost = 12 * FINEST / self.plain.square()  # (L, out, 1)
+        self.left, self.hessian, self.factor = 1.0, None, None
+        if calibration:
+            cost = calibration[f"{kind.name}.cost"][..., None]
+            # Rows that the calibration has hardly seen are not free of cost.
+            self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
+        if calibration and kind.reads:
+            # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text.
+            damping = 0.01 if self.published else DAMPING.get(kind.name, 0.1)
+            self.hessian = damped(calibration[kind.reads], damping)
+            self.factor = inverse_factor(self.hessian)
+            # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
+            pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
+            self.left = pivots.mean(dim=-1)[:, None, None]
+
+    def steps(self, loss: float) -> Tensor:
+        """(L, out, 1), where rounding all matrices of the model so costs `loss` nats per token."""
+        if self.published:
+            return self.plain
+        wanted = ((15 if self.states else 12) * loss / (self.cost * self.left)).sqrt()
+        # Codes have 12 bits. A wider step would save hardly a bit.
+        largest = self.rows.abs().amax(dim=-1, keepdim=True)
+        return round_scale(wanted.clamp(largest / 2000, 2 * self.deviation), 20)
+
+    def entropy(self, loss: float) -> float:
+        """The bytes of all codes, if rows were Gaussian."""
+        ratio = (self.deviation / self.steps(loss)).nan_to_num(0.0)
+        bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
+        return float(bits.sum()) * self.rows.size(2) / 8
+
+    def round(self, loss: float) -> tuple[Tensor, Tensor, float]:
+        """(codes, steps, nats per token that the errors are expected to cost). The last is half
+        the product of errors and Kronecker factors of the Fisher matrix (K-FAC)."""
+        steps = self.steps(loss)
+        weights = (self.cost * steps.square()).nan_to_num(0.0)
+
+        def round_to(columns: Tensor) -> tuple[Tensor, Tensor]:
+            if self.states:
+                return round_by_trellis(columns, steps, weights, self.states)
+            codes = to_codes(columns, steps, self.bits if self.published else 12)
+            return codes, codes * steps
+
+        rows = self.rows
+        codes, values = gptq(rows, *self.factor, round_to) if self.factor else round_to(rows)
+        errors = rows - values
+        squares = errors * (errors if self.hessian is None else errors @ self.hessian)
+        return codes, steps, float((self.cost * squares).nan_to_num(0.0).sum())
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 12
+ARTIFACT_VERSION = 13
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2280,21 +2394,24 @@ def pack_artifact(
 ) -> bytes:
     """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
     encode, _ = CODERS[hp.compressor]
-    streams, plain = [], []
-    for kind, _, tensor in export_views(weights):
+    streams, plain, expected = [], [], {}
+    for kind, name, tensor in export_views(weights):
         if kind is None:
             values = tensor.half()
         else:
-            codes, scale = quantise(kind, tensor, hp, calibration or {}, loss)
+            quantiser = Quantiser(kind, tensor, hp, calibration or {})
+            codes, steps, expected[name] = quantiser.round(loss)
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
-            values = scale.to(STEP_TYPES[hp.row_range])
+            values = steps.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
     roles = ("model", "evaluation")
+    count = sum(tensor.numel() for tensor in weights.values())
     header = {
         "version": ARTIFACT_VERSION,
         **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
         "row_range": hp.row_range,
-        "expected_loss": loss if calibration and hp.row_range != "published" else None,
+        "trellis_states": 0 if hp.row_range == "published" else hp.trellis_states,
+        "expected_loss": {name: x / count for name, x in expected.items()} if calibration else {},
         "coder": hp.compressor,
         **(metadata or {}),
         "code_bytes": [len(stream) for stream in streams],
@@ -2319,23 +2436,22 @@ def fit_artifact(
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; a larger one if none fits."""
-    weights_per_byte = sum(tensor.numel() for tensor in weights.values()) / 8
-    best, slack = b"", max_bytes / 1000
-    low, loss, high = 0.0, FINEST, math.inf
-    for turn in range(12):
+    kinds = [(kind, view) for kind, _, view in export_views(weights) if kind]
+    quantisers = [Quantiser(kind, view, hp, calibration) for kind, view in kinds]
+    losses = FINEST * 2 ** (np.arange(20000) / 512)
+    best, wanted = b"", max_bytes
+    for _ in range(12):
+        turn = bisect.bisect_left(
+            losses[:-1], -wanted, key=lambda loss: -sum(one.entropy(loss) for one in quantisers)
+        )
+        loss = float(losses[turn])
         blob = pack_artifact(weights, hp, calibration, metadata, loss)
         if len(blob) <= max_bytes:
-            best, high = max(best, blob, key=len), loss
-        else:
-            low = loss
-        if len(best) >= max_bytes - slack or (best and loss == FINEST):
+            best = max(best, blob, key=len)
+        if len(best) >= 0.999 * max_bytes or (best and loss == FINEST):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        # One bit per weight is about a factor of 4 in the loss.
-        loss *= 4 ** ((len(blob) - max_bytes + slack / 2) / weights_per_byte)
-        loss = max(loss, 1.1 * low)
-        if loss >= high or (best and turn % 3 == 2):
-            loss = math.sqrt(low * high)
+        wanted *= 0.9995 * max_bytes / len(blob)
     return best or blob
 
 
@@ -2387,9 +2503,11 @@ def load_artifact(blob: bytes) -> dict[str, Tensor]:
     plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
     for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
         if kind:
-            codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
+            codes = decode(streams[name], tuple(view.shape))
+            if (states := header["trellis_states"]) > 1:
+                codes = codes + trellis_bits(codes, states) / np.float32(2)
             scale = part.view(STEP_TYPES[header["row_range"]]).view_as(view[..., :1])
-            view.copy_(codes * scale.float())
+            view.copy_(torch.from_numpy(codes) * scale.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
         require(view.isfinite().all(), f"{name} has values that are not finite")
@@ -2607,9 +2725,15 @@ def export(run: Run, calibration: dict[str, Tensor], training: dict) -> tuple[by
         f"kept as {path}; {max_bytes} are available; "
         "make the model smaller",
     )
-    if loss := open_artifact(blob)[0]["expected_loss"]:
-        bits = 8 * len(blob) / sum(tensor.numel() for tensor in weights.values())
-        log(f"export: {bits:.2f} bits per weight, expected loss of rounding {loss:.4f} nats")
+    bits = 8 * len(blob) / sum(tensor.numel() for tensor in weights.values())
+    if expected := open_artifact(blob)[0]["expected_loss"]:
+        log(
+            f"export: {bits:.2f} bits per weight, "
+            f"expected loss of rounding {sum(expected.values()):.4f} nats",
+            event="rounding",
+            bits_per_weight=bits,
+            expected_loss=dict(sorted(expected.items(), key=lambda item: -item[1])),
+        )
     total = len(blob) + CODE_BYTES
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     log(
