@@ -326,7 +326,7 @@ class Hyperparameters:
         require(
             rotated % 2 == 0 and rotated <= self.head_dim,
             f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and "
-            f"at most MODEL_DIM / NUM_HEADS = {self.head_dim}",
+            f"at most MODEL_DIM / NUM_HEADS = {self.head_dim}; lower ROPE_DIMS or NUM_HEADS",
         )
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")

@@ -325,6 +325,10 @@ def test_the_line_to_paste_has_what_is_advised(report):
     found = judge(report, MAX_WALLCLOCK_SECONDS=300)
     knobs = "MICRO_BATCH_TOKENS=49152 EVAL_MODE=banded WARMDOWN_FRAC=0.41"
     assert found["paste"] == f"ATTENTION=fa3 FUSED_MLP=0 {knobs}"
+    change(report, {"fa3": 9.0, "flash": 5.0}, "attention", "ms", ranks=[0])
+    change(report, {"fa3": 9.0, "flash": 19.0}, "attention", "ms", ranks=[1])
+    line = judge(report)["paste"]
+    assert line.startswith("ATTENTION=fa3 "), "a step waits for the slowest rank"
     found = judge(report, ITERATIONS=6000)
     steps = int(re.search(r"ITERATIONS=(\d+)", found["paste"])[1])
     assert judge(report, ITERATIONS=steps)["expected"]["train_seconds"] == 600

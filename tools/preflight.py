@@ -528,10 +528,14 @@ def advice(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
 
 
 def fastest(report: dict) -> dict[str, object]:
-    """The knobs that fix the kernels with the shortest times on rank 0."""
-    attention, mlp = (first(report, kind, "ms") for kind in ("attention", "mlp"))
-    fused = min(mlp, key=mlp.get) == "fused"
-    return {"ATTENTION": min(attention, key=attention.get), "FUSED_MLP": int(fused)}
+    """The knobs that fix the kernels with the shortest times on the slowest rank, for which all
+    others wait."""
+
+    def best(kind: str) -> str:
+        times = values(report, kind, "ms")
+        return min(times[0], key=lambda kernel: max(rank.get(kernel, math.inf) for rank in times))
+
+    return {"ATTENTION": best("attention"), "FUSED_MLP": int(best("mlp") == "fused")}
 
 
 def judge(hp: Hyperparameters, report: dict) -> dict:
