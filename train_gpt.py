@@ -1509,31 +1509,39 @@ class Run:
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_banks()
-        calibration, took = self.calibrate(range(first, first + batches)) if batches else ({}, 0.0)
+        calibration, times = self.calibrate(range(first, first + batches)) if batches else ({}, [])
         self.clock.pause()
         if batches:
-            seconds = self.clock.elapsed()
+            seconds, took, used = self.clock.elapsed(), sum(times), len(times)
+            if used < batches:
+                self.log(f"note: GPTQ took {used} of {batches} batches: the time limit is near")
             self.log(
-                f"gptq: Hessians of {batches * self.hp.train_batch_tokens} training tokens took "
+                f"gptq: Hessians of {used * self.hp.train_batch_tokens} training tokens took "
                 f"{1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
                 event="gptq",
-                batches=batches,
+                batches=used,
                 train_seconds=seconds,
                 wall_seconds=took,
             )
         return averaged, calibration
 
-    def calibrate(self, steps: range) -> tuple[Tensors, float]:
-        """(`Calibration.sums` over the batches of these steps on all ranks; seconds)."""
-        started = time.perf_counter()
+    def calibrate(self, steps: range) -> tuple[Tensors, list[float]]:
+        """(`Calibration.sums` over the batches of these steps on all ranks; seconds of each batch).
+        If another batch might end after the time limit, those taken so far stand for all."""
+        times = []
         collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
         for step in steps:
+            started = time.perf_counter()
             for rows in self.loader.batch(step).chunk(self.accumulation):
                 collected.add(rows)
+            self.runtime.synchronize()
+            times.append(max(self.comm.gather(time.perf_counter() - started)))
+            if self.comm.broadcast(self.clock.elapsed()) + max(times) > self.clock.cap:
+                break
         for total in collected.sums.values():
-            self.comm.all_reduce(total)()
+            self.comm.all_reduce(total.mul_(len(steps) / len(times)))()
         self.runtime.synchronize()
-        return collected.sums, time.perf_counter() - started
+        return collected.sums, times
 
     def warm_up(self) -> None:
         """Run the graphs and collectives of the run before its clock starts, then restore all
@@ -1568,11 +1576,11 @@ class Run:
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
     def reserve_for_gptq(self) -> None:
-        """Reserve time for GPTQ, as rank 0 measures it."""
+        """Reserve time for GPTQ, as the slowest rank measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
-        _, seconds = self.calibrate(range(1))
-        reserve = 1.1 * self.hp.gptq_batches * self.comm.broadcast(seconds)
+        _, [seconds] = self.calibrate(range(1))
+        reserve = 1.1 * self.hp.gptq_batches * seconds
         require(
             reserve < cap,
             f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ: "

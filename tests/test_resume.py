@@ -319,7 +319,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     now, taken = [0.0], []
 
     def prepared(calibration: float) -> train_gpt.Run:
-        calibrate = lambda _, batches: ({}, calibration * len(batches))  # noqa: E731
+        calibrate = lambda _, batches: ({}, [calibration] * len(batches))  # noqa: E731
         monkeypatch.setattr(train_gpt.Run, "calibrate", calibrate)
         capped = dict(MAX_WALLCLOCK_SECONDS=36, ITERATIONS=100000, WARMUP_STEPS=0, EVAL_STRIDE=32)
         capped |= {"RUN_ID": "r", "CHECKPOINT_EVERY": 10000, "RESUME": "auto"}

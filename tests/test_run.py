@@ -339,7 +339,8 @@ def test_the_cap_ends_a_run(script):
 
 def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     """A tenth more than what the warm-up measured for all its batches."""
-    monkeypatch.setattr(train_gpt.Run, "calibrate", lambda self, batches: ({}, 0.25 * len(batches)))
+    calibrate = lambda _, batches: ({}, [0.25] * len(batches))  # noqa: E731
+    monkeypatch.setattr(train_gpt.Run, "calibrate", calibrate)
     training = run_of(val=True, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
     before = training.clock.end(0)
     training.warm_up()
@@ -347,6 +348,32 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     assert training.clock.end(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
     with user_error("MAX_WALLCLOCK_SECONDS=1 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"):
         run_of(val=True, MAX_WALLCLOCK_SECONDS=1, GPTQ_BATCHES=4).warm_up()
+
+
+@pytest.mark.parametrize("cap, used", [(11, 3), (1, 1), (0, 4)])
+def test_calibration_ends_within_the_cap(cap, used, run_of, monkeypatch):
+    """On a machine that is slower than in the warm-up. The second of 4 batches takes 4 s, the
+    others 2 s."""
+    training, lines, now = run_of(GPTQ_BATCHES=4, MAX_WALLCLOCK_SECONDS=cap), [], [1.0]
+    expected, _ = training.calibrate(range(used))
+    batch = training.loader.batch
+
+    def slow(step):
+        now[0] += 4 if step == 1 else 2
+        return batch(step)
+
+    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+    training.loader.batch = slow
+    training.log = mock.Mock(side_effect=lambda line, **fields: lines.append((line, fields)))
+    _, found = training.finish()
+    *notes, (line, fields) = lines
+    note = f"note: GPTQ took {used} of 4 batches: the time limit is near"
+    assert notes == [(note, {})] * (used < 4)
+    assert line.startswith(f"gptq: Hessians of {used * training.hp.train_batch_tokens} training ")
+    assert fields["batches"] == used and fields["wall_seconds"] == now[0] - 1
+    for name, total in expected.items():
+        of_all = total if name.endswith(".cost") else total * 4 / used  # a mean and a sum
+        torch.testing.assert_close(found[name], of_all)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

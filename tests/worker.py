@@ -24,12 +24,17 @@ def digest(tensors) -> str:
 
 
 def clocks(run: train_gpt.Run, folder: Path) -> None:
-    """Updates under a clock that advances with every reading, at another speed on each rank."""
+    """Updates and GPTQ under a clock that advances with every reading, at another speed on each
+    rank."""
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
-    weights = digest(run.model.parameters())
-    (folder / f"digest{rank}").write_text(f"{weights} {run.clock.step} {run.clock.seconds}")
+    run.clock.cap += 2  # time for some batches
+    run.clock.start()
+    sums, times = run.calibrate(range(100))
+    state = digest([*run.model.parameters(), *sums.values()])
+    found = f"{state} {run.clock.step} {run.clock.seconds} {len(times)}"
+    (folder / f"digest{rank}").write_text(found)
 
 
 def updates(run: train_gpt.Run, count: int) -> None:
