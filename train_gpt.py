@@ -2396,6 +2396,11 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     its windows unless `environ` sets others. Raises UserError if it is invalid or model or
     tokenizer differ from the artifact's."""
     require(
+        not Path(path).match("step_*.npz"),
+        f"{path} is a checkpoint: give logs/<RUN_ID>.int6.xz; if there is none, the command of the "
+        "run with RESUME=auto continues it and writes one",
+    )
+    require(
         Path(path).is_file(),
         f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz",
     )

@@ -550,6 +550,7 @@ def sentence(result) -> str:
         ({"TOKENIZER_PATH": "/nowhere"}, "cannot load TOKENIZER_PATH=/nowhere: No such file"),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
         ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
+        ({"EVAL_ONLY": "step_00000012.npz"}, "step_00000012.npz is a checkpoint: give logs/<RUN"),
         ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
         # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
         (

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import sys
-import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,11 +52,6 @@ def row(
 
 def inspection(path: str) -> str:
     """The report on the artifact at `path`. Raises UserError if it cannot be read."""
-    with train_gpt.reading_artifact(path):
-        is_checkpoint = (
-            zipfile.is_zipfile(path) and "metadata.npy" in zipfile.ZipFile(path).namelist()
-        )
-    train_gpt.require(not is_checkpoint, f"{path} is a checkpoint: give logs/<RUN_ID>.int6.xz")
     # Whichever tokenizer is installed
     blob, _ = train_gpt.read_artifact(path, {"TOKENIZER_PATH": ""})
     with train_gpt.reading_artifact(path):
