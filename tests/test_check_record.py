@@ -26,10 +26,13 @@ def made(swept, tmp_path, monkeypatch):
     """A function: a submission folder made from the sweep's logs, with its README filled in."""
     monkeypatch.setattr(make_record, "ROOT", tmp_path)
 
-    def make(track: str = "non_record_16mb", change=lambda text: text) -> Path:
+    def make(
+        track: str = "non_record_16mb", change=lambda text: text, identified: bool = True
+    ) -> Path:
         for path in logs_of(swept):
             written(tmp_path / "logs", change(path.read_text()), path.name)
         about = ["--name", "A tiny, first one", "--author", "Ada", "--track", track]
+        about += ["--github-id", "ada"] * identified
         monkeypatch.setattr(sys, "argv", ["make_record.py", *about, f"{tmp_path}/logs/*.txt"])
         make_record.main()
         folder = next((tmp_path / "records" / f"track_{track}").iterdir())
@@ -73,7 +76,7 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert given["val_bpb_std"] == pytest.approx(np.std(bpb, ddof=1), abs=1e-8)
     assert given["seeds"] == [1, 2]
     assert given["bytes_total"] == max(r.total_bytes for r in found)
-    assert given["github_id"] == "Ada"
+    assert given["github_id"] == "ada"
     assert given["track"] == "non_record_16mb", "the folder is called track_..., the field is not"
     assert given["seed_results"]["2"]["val_loss"] == found[1].score.loss
     assert given["compliance"]["three_seeds"] is False
@@ -85,6 +88,15 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert f"**val_bpb {given['val_bpb']:.5f}**" in text
     pins = (folder / "requirements.txt").read_text()
     assert f"torch=={train_gpt.torch.__version__.split('+')[0]}\n" in pins
+
+
+def test_a_github_id_is_not_guessed(made):
+    """It was the author's name, which passed the check."""
+    folder = made(identified=False)
+    given = json.loads((folder / "submission.json").read_text())
+    assert (given["author"], given["github_id"]) == ("Ada", "(to fill: your GitHub ID)")
+    status, lines = checked(folder)
+    assert status == 1 and len(lines["FAIL"]) == 1 and "without github_id" in lines["FAIL"][0]
 
 
 def test_a_good_folder_passes(made):

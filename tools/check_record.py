@@ -146,7 +146,7 @@ def files(folder: Folder) -> Iterator[Verdict]:
     missing = [
         key
         for key in ("author", "github_id", "name", "date", "val_bpb")
-        if not folder.submission.get(key)
+        if str(folder.submission.get(key) or "(to fill").startswith("(to fill")
     ]
     rule = 'submission.json "includes your name, GitHub ID, val_bpb, and related metadata"'
     yield verdict(rule, f"without {', '.join(missing)}" if missing else "")

@@ -6,8 +6,8 @@
 
 writes records/track_<track>/<date>_<slug>/ with README.md, submission.json, train_gpt.py (the
 script that ran), train_seed<N>.log and requirements.txt (the versions that ran). Every figure comes
-from the logs. README.md marks what you have to write yourself with "to fill". Then check the folder
-with tools/check_record.py.
+from the logs. README.md and submission.json mark what you have to write yourself with "to fill".
+Then check the folder with tools/check_record.py.
 
 The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the
 folder gets it as train_gpt.py, packed again from the source in the logs, and that source as
@@ -324,15 +324,14 @@ def main() -> None:
     )
     parser.add_argument("--name", required=True, help="title of the submission")
     parser.add_argument("--author", required=True)
-    parser.add_argument("--github-id", default="", help="default: the author")
+    parser.add_argument("--github-id", default="(to fill: your GitHub ID)")
     arguments = parser.parse_args()
-    given = vars(arguments) | {"github_id": arguments.github_id or arguments.author}
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
-    folder = make(members, given, arguments.track)
+    folder = make(members, vars(arguments), arguments.track)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
     check = f"python tools/check_record.py {shlex.quote(str(folder))}"
-    print(f"made: {folder}\nnow fill in README.md, then run: {check}")
+    print(f"made: {folder}\nnow write what it marks with 'to fill', then run: {check}")
 
 
 if __name__ == "__main__":
