@@ -228,16 +228,16 @@ demonstration() {  # on a CPU
 }
 
 check() {  # of the machine
-    local prompt
+    local prompt compile="${COMPILE:-}"  # the user's
     if [ "$gpus" -gt 0 ]; then
         record_settings
         export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # as torchrun sets it
     else
-        if [ -z "${COMPILE:-}" ]; then
-            echo "the check does not compile; the demonstration's large model does, so its steps are faster"
-        fi
-        export COMPILE="${COMPILE:-0}"
         demonstration_settings
+        if [ -z "$compile" ] && [ "${COMPILE:-0}" != 0 ]; then
+            echo "the check does not compile; the demonstration does, so its steps are faster"
+        fi
+        export COMPILE="${compile:-0}"
     fi
     trap - INT
     "$PYTHON" tools/launch.py "$PYTHON" tools/preflight.py

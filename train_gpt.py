@@ -2749,8 +2749,8 @@ class TokenStream:
 
 
 def require_data(hp: Hyperparameters, *splits: str) -> None:
-    """Raise UserError, before a log is opened, if shards or tokenizer are missing, or if a run that
-    needs documents finds none."""
+    """Raise UserError, before a log is opened, if shards or tokenizer are missing or not of each
+    other, or if a run that needs documents finds none."""
     lora = hp.ttt_enabled and hp.ttt_mode == "lora"
     for split in splits:
         stream = TokenStream(hp.data_path, split, hp.vocab_size)
@@ -2761,6 +2761,7 @@ def require_data(hp: Hyperparameters, *splits: str) -> None:
             f"mark where they begin (token {BOS}): tokenize the text again",
         )
     ByteCounter(hp.tokenizer_path, hp.vocab_size)
+    check_manifest(hp.data_path, hp.tokenizer_path)
 
 
 @functools.lru_cache(maxsize=1)

@@ -267,6 +267,8 @@ def test_only_data_that_match_their_manifest_are_used(tmp_path, data, one_rank):
         (tmp_path / "manifest.json").write_text(content)
         with user_error(sentence):
             read_validation(hp, runtime.device)
+        with user_error(sentence):  # before there is a log
+            train_gpt.require_data(hp)
 
 
 def test_data_that_give_no_batch_are_named(tmp_path, one_rank):

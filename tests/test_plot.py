@@ -19,6 +19,10 @@ def test_runs_of_one_configuration_are_one_curve(swept, tmp_path):
         written(tmp_path, one.path.read_text(), f"s_seed{number}.txt")
     alike = plot.groups([runs.read_run(path) for path in runs.find_logs(str(tmp_path))])
     assert list(map(len, alike.values())) == [2, 2]
+    for name, one in zip(("demo", "demo_seed1", "demo_seed2"), members[1:], strict=True):
+        written(tmp_path / "demos", one.path.read_text(), f"{name}.txt")
+    demos = [runs.read_run(path) for path in runs.find_logs(str(tmp_path / "demos"))]
+    assert list(plot.groups(demos)) == ["demo", "demo_* (2 seeds)"]
     curves = (([0.0, 10.0], [0.0, 1.0]), ([5.0, 20.0], [2.0, 5.0]))
     x, y = plot.together([tuple(map(np.array, curve)) for curve in curves])
     assert x.tolist() == [5.0, 10.0] and y.tolist() == [[0.5, 1.0], [2.0, 3.0]]

@@ -367,7 +367,13 @@ def test_a_sweep_starts_its_runs_with_the_launcher(complete):
 def test_the_check_has_the_settings_of_the_run(complete):
     """On GPUs those of the record run, else the demonstration's, eager: compiling takes minutes."""
     on_cpu = complete.run("check", NPROC="1")
-    assert on_cpu.stdout.endswith("ran data/demo_corpus.py\nchecked 0 1 0 None demo_data\n")
+    settings = "ran tools/demo.py\nran data/demo_corpus.py\n"
+    assert on_cpu.stdout == f"{settings}checked 0 1 0 None demo_data\n"
+    demo = complete.repository / "tools" / "demo.py"
+    demo.write_text(demo.read_text().replace("NUM_LAYERS", "COMPILE=train\\nNUM_LAYERS"))
+    compiled = complete.run("check", NPROC="1")
+    hint = "the check does not compile; the demonstration does, so its steps are faster\n"
+    assert compiled.stdout == f"{settings}{hint}checked 0 1 0 None demo_data\n"
     folder = complete.repository / "data" / "shards"
     folder.mkdir()
     (folder / "fineweb_train_000000.bin").touch()

@@ -216,7 +216,8 @@ def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
     folder = Path("work", run_id).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / sweep.LOGS / f"{run_id}.txt"
-    print(f"== {run_id}: progress in {log}; compiling takes minutes the first time", flush=True)
+    hint = "" if environ.get("COMPILE") == "0" else "; compiling takes minutes the first time"
+    print(f"== {run_id}: progress in {log}{hint}", flush=True)
     fault = sweep.execute(
         [sys.executable, str(ROOT / "train_gpt.py")], environ, quiet=True, folder=folder
     )

@@ -60,6 +60,9 @@ def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
     if len(group) > 1:
         prefix = os.path.commonprefix(names)
         title = prefix.rstrip("_-0123456789").removesuffix("seed").rstrip("_-") or names[0]
+        others = (run for other in all_groups if other is not group for run in other)
+        if title in {run.path.stem for run in others}:  # demo, and demo_seed1 with other settings
+            title += "_*"
     if any(other is not group and other[0].path.stem == names[0] for other in all_groups):
         title = f"{group[0].path.parent.name}/{title}"
     return title if len(group) == 1 else f"{title} ({len(group)} seeds)"
