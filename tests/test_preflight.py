@@ -329,6 +329,9 @@ def test_the_line_to_paste_has_what_is_advised(report):
     change(report, {"fa3": 9.0, "flash": 19.0}, "attention", "ms", ranks=[1])
     line = judge(report)["paste"]
     assert line.startswith("ATTENTION=fa3 "), "a step waits for the slowest rank"
+    for flash, advised in ((2.09, "fa3"), (2.04, "flash")):  # from 2 % on
+        change(report, {"fa3": 2.1, "flash": flash}, "attention", "ms")
+        assert judge(report)["paste"].startswith(f"ATTENTION={advised} ")
     found = judge(report, ITERATIONS=6000)
     steps = int(re.search(r"ITERATIONS=(\d+)", found["paste"])[1])
     assert judge(report, ITERATIONS=steps)["expected"]["train_seconds"] == 600
@@ -392,6 +395,10 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     assert found["ms"]["math"] > 0 and found["refused"] == {"flash": "it is wrong"}
     assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
     assert preflight.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
+    monkeypatch.setattr(train_gpt, "try_attention", lambda *_: attend)
+    now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of flash and math, in turn
+    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: next(now))
+    assert preflight.attention_times(hp, runtime)["ms"] == {"flash": 1.0, "math": 2.0}
     gpu = dataclasses.replace(runtime, device=SimpleNamespace(type="cuda"))
     monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: call() or 1.0)
     monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
