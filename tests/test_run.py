@@ -229,6 +229,17 @@ def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation
         log.require_unused()
 
 
+def test_other_ranks_end_by_what_the_first_found(hyperparameters, monkeypatch):
+    """Only rank 0 has a log. Without its answer they would wait for it in a collective."""
+    log = train_gpt.Log(hyperparameters(RUN_ID="r"), train_gpt.Comm(1, 2))
+    answers = iter([True, "the disk was full"])
+    monkeypatch.setattr(log.comm, "broadcast", lambda _: next(answers))
+    with user_error("RUN_ID=r is used by an earlier run"):
+        log.require_unused()
+    with user_error("the disk was full"):
+        log.finish("1.0 bits per byte", 5, "go on")
+
+
 def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp_path, capsys):
     """The console has it. The run ends with the reason, not as finished."""
     log = log_of(hyperparameters, tmp_path)
