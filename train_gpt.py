@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import bisect
 import collections
 import contextlib
 import dataclasses
@@ -261,6 +262,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: plain rounding", "run")
+    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, 4, 8, 16, 64, 256))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
@@ -431,7 +433,7 @@ def knob_help() -> str:
     for field in KNOBS:
         meta = field.metadata
         bounds = [f"{LIMITS[key][0]} {str(meta[key]).upper()}" for key in LIMITS if key in meta]
-        limits = " | ".join(meta.get("choices", ())) or ", ".join(bounds)
+        limits = " | ".join(map(str, meta.get("choices", ()))) or ", ".join(bounds)
         if "section" in meta:
             lines.append(f"\n{meta['section']}")
         lines.append(f"  {field.name.upper()}={field.default}")
@@ -825,9 +827,9 @@ class GPT(nn.Module):
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
                 rows = bank.detach().float()
-                bits, clip = code_range(kind, self.hp)
-                scale = row_scales(rows, bits, clip)
-                bank = bank + (to_codes(rows, scale, bits) * scale - bank).detach()
+                limit = code_limit(kind, self.hp)
+                steps = row_steps(rows, self.hp, limit)
+                bank = bank + (to_codes(rows, steps, limit) * steps - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
@@ -2076,41 +2078,36 @@ def warm_up_lora(scorer: Evaluator) -> None:
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
 FINEST = 0.0001  # nats per token that rounding with the finest steps costs
+SEGMENT = 64  # rows of a column that share a path through the trellis
+# Parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
+PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
 
-def code_range(kind: Matrix, hp: Hyperparameters) -> tuple[int, float | None]:
-    """(bits, range of the codes in standard deviations of a row), in QAT and without calibration.
-    #399's rule: int6 for the blocks, int8 for the rest, and None."""
+def code_limit(kind: Matrix, hp: Hyperparameters) -> int:
+    """The largest code. #399 has int6 for the blocks and int8 for the rest."""
     if hp.row_range == "published":
-        return (6 if kind.bank else 8), None
-    return (8, 20.0) if kind.bank else (10, 10.0)
+        return 31 if kind.bank else 127
+    return 2047
 
 
-def row_scales(rows: Tensor, bits: int, clip: float | None) -> Tensor:
-    """The steps (..., out, 1) between the codes of fp32 rows (..., out, in). Their range is `clip`
-    standard deviations (SDClip, #1394) or, for None, the largest weight, at least 1 (#399).
-
-    Steps keep four significant bits. Those of #399 have fp16's eleven, because a coarser step would
-    cut the largest weight."""
-    if clip is None:
-        reach = rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0)
-        dropped = 13  # of the 23 bits of fp32's mantissa
-    else:
-        reach = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip
-        dropped = 20
-    return round_scale(reach / (2 ** (bits - 1) - 1), dropped)
+def row_steps(rows: Tensor, hp: Hyperparameters, limit: int) -> Tensor:
+    """The steps (..., out, 1) of fp32 rows (..., out, in) in late QAT: a sixth of their deviation,
+    or #399's, which reach the largest weight, at least 1."""
+    if hp.row_range == "published":
+        return round_steps(rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0) / limit, 13)
+    return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
 
 
-def round_scale(scale: Tensor, dropped: int) -> Tensor:
-    """Without the last bits of fp32. Rounded as an integer, as a compiler could drop two casts."""
-    rounded = (scale.view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
+def round_steps(steps: Tensor, dropped: int) -> Tensor:
+    """Positive, and without the last bits of fp32. Rounded as integers, as a compiler could drop two
+    casts."""
+    rounded = (steps.clamp(min=1e-15).view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
     return rounded.view(torch.float32)
 
 
-def to_codes(rows: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The nearest integer codes within +-(2^(bits-1) - 1), as fp32; 0 where the scale is 0."""
-    top = 2 ** (bits - 1) - 1
-    return torch.where(scale > 0, rows / scale, 0).round().clamp(-top, top)
+def to_codes(rows: Tensor, steps: Tensor, limit: int) -> Tensor:
+    """The nearest integers within +-limit, as fp32."""
+    return (rows / steps).round().clamp(-limit, limit)
 
 
 class Calibration:
@@ -2163,15 +2160,18 @@ class Calibration:
             matmul.fp32_precision = before
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """The Hessian (L, in, in) with its diagonal raised by this part of its mean, and then scaled so
+    that the mean is 1."""
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
+    eye = torch.eye(hessian.size(-1), device=hessian.device)
+    return (hessian / mean.clamp(min=1e-30) + damping * eye) / (1 + damping)
+
+
+def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
-    of the Hessian in this order). The diagonal is raised by this part of its mean, also for inputs
-    that are all 0."""
-    hessian = hessian.clone()
-    diagonal = hessian.diagonal(dim1=-2, dim2=-1)  # (L, in), a view
-    order = diagonal.argsort(dim=-1, descending=True)
-    mean = diagonal.mean(dim=-1, keepdim=True)
-    diagonal += torch.where(mean > 0, damping * mean, 1.0)
+    of the Hessian in this order)."""
+    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -2179,60 +2179,153 @@ def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, Tensor]:
 
 
 def gptq(
-    weights: Tensor, order: Tensor, factor: Tensor, scale: Tensor, bits: int, block: int = 128
+    weights: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    steps: Tensor,
+    to_integers: Callable,
+    block: int = 128,
 ) -> Tensor:
-    """Codes (L, out, in) of fp32 weights (L, out, in) that preserve Wx rather than W, given its
-    `inverse_factor`.
+    """Integers (L, out, in) that, times the steps (L, out, 1), preserve Wx rather than the fp32
+    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column (L, out, 1).
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
     ones compensate each error along the inverse Hessian."""
     remaining = torch.take_along_dim(weights, order[:, None], 2)
-    codes = []
+    integers = []
     for first in range(0, weights.size(-1), block):
         rows = factor[:, first : first + block, first:]
         inner, outer = remaining[:, :, :block].clone(), remaining[:, :, block:]
         errors = []
         for i, column in enumerate(inner.split(1, dim=2)):
-            codes.append(to_codes(column, scale, bits))
-            errors.append((column - codes[-1] * scale) / rows[:, i, i, None, None])
+            integers.append(to_integers(column))
+            errors.append((column - integers[-1] * steps) / rows[:, i, i, None, None])
             along = rows[:, i : i + 1, i + 1 : block]
             inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
         remaining = outer.baddbmm_(torch.cat(errors, dim=2), rows[:, :, block:], alpha=-1)
-    return torch.take_along_dim(torch.cat(codes, dim=2), order.argsort()[:, None], 2)
+    return torch.take_along_dim(torch.cat(integers, dim=2), order.argsort()[:, None], 2)
 
 
-def quantise(
-    kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor], loss: float
-) -> tuple[Tensor, Tensor]:
-    """(codes, steps (L, out, 1)) of rows (L, out, in), where rounding all matrices so costs
-    `loss` nats per token.
+def next_state(state, odd, states: int):
+    """The state of the trellis after a code that is odd or not (0 or 1)."""
+    first, second = PARITY[states]
+    return (state >> 1) ^ (state & 1) * (first >> 1) ^ odd * (second >> 1)
+
+
+def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
+    """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
+    state 0, with the least sum of squared errors times weights (T, B)."""
+    edges = [(state, odd) for state in range(states) for odd in (0, 1)]
+    edges.sort(key=lambda edge: next_state(*edge, states))  # two end in each state
+    previous, odd = torch.tensor(edges[::2] + edges[1::2], device=targets.device).unbind(1)
+    remainder = (previous & 1) + 2 * odd  # of the integer, divided by 4
+    rest = torch.arange(4, device=targets.device)[:, None]
+    integers = 4 * ((targets[:, None] - rest) / 4).round() + rest  # (T, 4, B)
+    costs = weights[:, None] * (targets[:, None] - integers).square()
+    total = costs.new_full((states, costs.size(2)), math.inf)
+    total[0] = 0
+    taken, found = [], []
+    for cost in costs.index_select(1, remainder):
+        first, second = total.index_select(0, previous).add_(cost).split(states)
+        taken.append(second < first)
+        total = torch.minimum(first, second)
+    state = total.argmin(dim=0, keepdim=True)
+    for choice, row in zip(taken[::-1], integers.flip(0), strict=True):
+        edge = state + states * choice.gather(0, state)
+        state = previous[edge]
+        found.append(row.gather(0, remainder[edge]))
+    return torch.cat(found[::-1])
+
+
+def to_segments(columns: Tensor) -> Tensor:
+    """Columns (L, out, n) as (SEGMENT, segments, L, n), the last segment filled up with zeros."""
+    padded = F.pad(columns, (0, 0, 0, -columns.size(1) % SEGMENT))
+    return padded.unflatten(1, (-1, SEGMENT)).transpose(0, 2)
+
+
+def trellis_bits(codes: Tensor, states: int) -> Tensor:
+    """The lowest bit of the trellis' state before each code (L, out, n)."""
+    odd = to_segments(codes) & 1
+    state, bits = torch.zeros_like(odd[0]), []
+    for row in odd:
+        bits.append(state & 1)
+        state = next_state(state, row, states)
+    return torch.stack(bits).transpose(0, 2).flatten(1, 2)[:, : codes.size(1)]
+
+
+class Quantiser:
+    """Rounds the matrices of one kind to codes times the step of a row.
 
     Rounding a weight costs step^2 / 12 times its sensitivity, and twice the step saves one bit. So
-    at given bytes the total loss is lowest when each weight adds the same loss."""
-    bits, clip = code_range(kind, hp)
-    hessian = calibration.get(kind.reads)
-    # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not seen.
-    factor = None if hessian is None else inverse_factor(hessian, 0.1 if clip else 0.01)
-    if calibration and clip:
-        cost = calibration[f"{kind.name}.cost"]
-        if factor:
-            # GPTQ leaves the pivots of a Hessian where rounding leaves its diagonal.
-            pivots = factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
-            left = pivots.mean(dim=-1) / hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)
-            cost = (cost * left[:, None]).nan_to_num(0.0)  # of inputs that are all 0
-        # Rows that the calibration has hardly seen are not free of cost.
-        cost = (cost + 0.05 * cost.mean(dim=-1, keepdim=True))[..., None]
-        largest = rows.abs().amax(dim=-1, keepdim=True)
-        wanted = (12 * loss / cost).sqrt().clamp(largest / 2000, 64 * largest)
-        bits, scale = 12, round_scale(wanted, 20)
-    else:
-        scale = row_scales(rows, bits, clip and clip * (loss / FINEST) ** 0.5)
-    return gptq(rows, *factor, scale, bits) if factor else to_codes(rows, scale, bits), scale
+    at given bytes the total loss is lowest when each weight adds the same loss.
+
+    Trellis-coded quantisation (Marcellin and Fischer 1990) has whole numbers of half steps. In each
+    state every second one is open: twice the code, plus the lowest bit of the state. A code takes
+    as many bits as before, and the choice of the path makes the squared error a fifth smaller."""
+
+    def __init__(
+        self, kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor]
+    ):
+        """`rows` are (L, out, in), `calibration` is empty or what `Calibration` sums."""
+        self.rows, self.hp, self.limit = rows, hp, code_limit(kind, hp)
+        self.published = hp.row_range == "published"
+        self.states = 0 if self.published else hp.trellis_states
+        self.deviation = (rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()  # (L, out, 1)
+        # Nats per token that a squared error of 1 costs, if all weights were like those of the row
+        self.cost = self.deviation**-2.0
+        if calibration:
+            cost = calibration[f"{kind.name}.cost"][..., None]
+            # Rows that the calibration has hardly seen are not free of cost.
+            self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
+        eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows), -1, -1)
+        # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not
+        # seen. The tied table is looked up as well, where all its columns count alike.
+        damping = 0.01 if self.published else 0.1 if kind.bank else 1.0
+        self.hessian = damped(calibration.get(kind.reads, eye), damping)
+        self.factor = inverse_factor(self.hessian)
+
+    def steps(self, loss: float) -> Tensor:
+        """(L, out, 1), where rounding all matrices of the model so costs `loss` nats per token."""
+        if self.published:
+            return row_steps(self.rows, self.hp, self.limit)
+        # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
+        pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
+        cost = self.cost * pivots.mean(dim=-1)[:, None, None]
+        wanted = ((15 if self.states > 1 else 12) * loss / cost).sqrt()
+        # A finer step has no code for the largest weight; a wider one hardly saves a bit.
+        largest = self.rows.abs().amax(dim=-1, keepdim=True)
+        return round_steps(wanted.clamp(largest / 2000, 2 * self.deviation), 20)
+
+    def entropy(self, loss: float) -> float:
+        """The bytes of all codes, if rows were Gaussian."""
+        ratio = self.deviation / self.steps(loss)
+        bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
+        return float(bits.sum()) * self.rows.size(2) / 8
+
+    def round(self, loss: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, steps, nats per token that the errors are expected to cost, times the weights of
+        the model). The last is half the product of errors and Kronecker factors of the Fisher
+        matrix (K-FAC)."""
+        steps = self.steps(loss)
+        unit = steps / 2 if self.states > 1 else steps
+        weights = (self.cost * steps.square()).expand_as(self.rows[..., :1])
+
+        def to_integers(column: Tensor) -> Tensor:
+            if self.states <= 1:
+                return to_codes(column, steps, self.limit)
+            targets = to_segments((column / unit).clamp(-4000, 4000))
+            found = viterbi(targets.flatten(1), to_segments(weights).flatten(1), self.states)
+            return found.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
+
+        integers = gptq(self.rows, *self.factor, unit, to_integers)
+        errors = self.rows - integers * unit
+        expected = (self.cost * errors * (errors @ self.hessian)).sum()
+        return (integers / 2).floor() if self.states > 1 else integers, steps, expected
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 12
+ARTIFACT_VERSION = 13
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2275,21 +2368,25 @@ def pack_artifact(
 ) -> bytes:
     """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
     encode, _ = CODERS[hp.compressor]
-    streams, plain = [], []
-    for kind, _, tensor in export_views(weights):
+    streams, plain, expected = [], [], {}
+    count = sum(tensor.numel() for tensor in weights.values())
+    for kind, name, tensor in export_views(weights):
         if kind is None:
             values = tensor.half()
         else:
-            codes, scale = quantise(kind, tensor, hp, calibration or {}, loss)
+            quantiser = Quantiser(kind, tensor, hp, calibration or {})
+            codes, steps, cost = quantiser.round(loss)
+            expected[name] = float(cost) / count
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
-            values = scale.to(STEP_TYPES[hp.row_range])
+            values = steps.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
     roles = ("model", "evaluation")
     header = {
         "version": ARTIFACT_VERSION,
         **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
         "row_range": hp.row_range,
-        "expected_loss": loss if calibration and hp.row_range != "published" else None,
+        "trellis_states": quantiser.states,
+        "expected_loss": expected if calibration else {},
         "coder": hp.compressor,
         **(metadata or {}),
         "code_bytes": [len(stream) for stream in streams],
@@ -2314,23 +2411,23 @@ def fit_artifact(
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; a larger one if none fits."""
-    weights_per_byte = sum(tensor.numel() for tensor in weights.values()) / 8
-    best, slack = b"", max_bytes / 1000
-    low, loss, high = 0.0, FINEST, math.inf
-    for turn in range(12):
-        blob = pack_artifact(weights, hp, calibration, metadata, loss)
+    quantisers = [
+        Quantiser(kind, view, hp, calibration) for kind, _, view in export_views(weights) if kind
+    ]
+
+    def entropy(turn: int) -> float:
+        return sum(one.entropy(FINEST * 2 ** (turn / 512)) for one in quantisers)
+
+    best, wanted, widest = b"", max_bytes, 20000
+    for _ in range(12):
+        turn = bisect.bisect_left(range(widest), -wanted, key=lambda turn: -entropy(turn))
+        blob = pack_artifact(weights, hp, calibration, metadata, FINEST * 2 ** (turn / 512))
         if len(blob) <= max_bytes:
-            best, high = max(best, blob, key=len), loss
-        else:
-            low = loss
-        if len(best) >= max_bytes - slack or (best and loss == FINEST):
+            best = max(best, blob, key=len)
+        if len(best) >= 0.999 * max_bytes or turn == (0 if best else widest):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        # One bit per weight is about a factor of 4 in the loss.
-        loss *= 4 ** ((len(blob) - max_bytes + slack / 2) / weights_per_byte)
-        loss = max(loss, 1.1 * low)
-        if loss >= high or (best and turn % 3 == 2):
-            loss = math.sqrt(low * high)
+        wanted = entropy(turn) + 0.9995 * max_bytes - len(blob)
     return best or blob
 
 
@@ -2383,8 +2480,10 @@ def load_artifact(blob: bytes) -> dict[str, Tensor]:
     for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
         if kind:
             codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
-            scale = part.view(STEP_TYPES[header["row_range"]]).view_as(view[..., :1])
-            view.copy_(codes * scale.float())
+            if (states := header["trellis_states"]) > 1:
+                codes = codes + trellis_bits(codes, states) / 2
+            steps = part.view(STEP_TYPES[header["row_range"]]).view_as(view[..., :1])
+            view.copy_(codes * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
         require(view.isfinite().all(), f"{name} has values that are not finite")
@@ -2600,9 +2699,15 @@ def export(run: Run, calibration: dict[str, Tensor], training: dict) -> tuple[by
         f"kept as {path}; {max_bytes} are available; "
         "make the model smaller",
     )
-    if loss := open_artifact(blob)[0]["expected_loss"]:
+    if expected := open_artifact(blob)[0]["expected_loss"]:
         bits = 8 * len(blob) / sum(tensor.numel() for tensor in weights.values())
-        log(f"export: {bits:.2f} bits per weight, expected loss of rounding {loss:.4f} nats")
+        log(
+            f"export: {bits:.2f} bits per weight, "
+            f"expected loss of rounding {sum(expected.values()):.4f} nats",
+            event="rounding",
+            bits_per_weight=bits,
+            expected_loss=dict(sorted(expected.items(), key=lambda item: -item[1])),
+        )
     total = len(blob) + CODE_BYTES
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     log(

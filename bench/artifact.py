@@ -11,9 +11,9 @@ come first, then the published container (torch.save, then xz -9e), and xz, zstd
 where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
-averaged weights with plain rounding, with calibration (GPTQ) and by the published rule. It loads
-every artifact and scores it with non-overlapping windows. --sizes are fractions of GPTQ's bytes
-with the finest steps. `expected` is the predicted loss in bits per byte.
+averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by the
+published rule. It loads every artifact and scores it with non-overlapping windows. --sizes are
+fractions of the bytes with the finest steps. `expected` is the predicted loss in bits per byte.
 
 The last line is JSON.
 """
@@ -255,7 +255,7 @@ def compare_quantisation(
     print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'expected':>10}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
     full = len(train_gpt.pack_artifact(weights, hp, calibration))
-    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ")] + [
+    cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ", "trellis")] + [
         ("published", math.inf)
     ]
     rows = [{"way": "before", "bpb": before}]
@@ -263,14 +263,14 @@ def compare_quantisation(
         changed = (
             dataclasses.replace(hp, row_range="published", compressor="lzma")
             if way == "published"
-            else hp
+            else dataclasses.replace(hp, trellis_states=8 if way == "trellis" else 0)
         )
         began = time.perf_counter()
-        guides = calibration if way == "GPTQ" else {}
+        guides = {} if way == "rounded" else calibration
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
         training.model.load_state_dict(train_gpt.load_artifact(blob))
-        expected = train_gpt.open_artifact(blob)[0]["expected_loss"] or math.nan
+        expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values()) or math.nan
         expected *= val.targets / val.total_bytes / math.log(2)
         bpb = score()
         lost = bpb - before
@@ -300,7 +300,7 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for way, marker in {"rounded": "o", "GPTQ": "s", "published": "^"}.items():
+    for way, marker in {"rounded": "o", "GPTQ": "s", "trellis": "D", "published": "^"}.items():
         own = sorted((row["bytes"] / 1e6, row["lost"]) for row in rows if row["way"] == way)
         axes.plot(*zip(*own, strict=True), marker=marker, label=way)
     axes.axhline(0, color="grey", linewidth=0.8)

@@ -166,10 +166,10 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantised(rows, bits, clip) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scale) of rows by plain rounding."""
-    scale = train_gpt.row_scales(rows, bits, clip)
-    return train_gpt.to_codes(rows, scale, bits), scale
+def quantised(rows, hp, limit=2047) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, steps) of rows by plain rounding."""
+    steps = train_gpt.row_steps(rows, hp, limit)
+    return train_gpt.to_codes(rows, steps, limit), steps
 
 
 def noise(model, seed=1, size=0.2) -> train_gpt.GPT:

@@ -68,7 +68,8 @@ def test_export(elsewhere):
     weights, (calibration, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
     for kind, _, tensor in train_gpt.export_views(weights):
         if kind is not None:
-            assert on_device(*train_gpt.quantise(kind, tensor, run.hp, calibration, 1e-9))
+            quantiser = train_gpt.Quantiser(kind, tensor, run.hp, calibration)
+            assert on_device(*quantiser.round(1e-9))
             seen += 1
     assert seen == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
 

@@ -3,6 +3,7 @@ a sentence."""
 
 import errno
 import io
+import itertools
 import json
 import math
 import resource
@@ -35,57 +36,58 @@ def loaded(blob, hp) -> GPT:
 # Quantisation
 
 
-@pytest.mark.parametrize("bits, clip", [(6, 7.0), (7, 10.0), (8, 6.0)])
-def test_codes_are_within_their_bits_and_half_a_step(bits, clip):
+def test_codes_of_late_qat_are_within_half_a_step():
     rows = torch.randn(5, 40, 300, generator=torch.Generator().manual_seed(0))
-    codes, scale = quantised(rows, bits, clip)
-    top = 2 ** (bits - 1) - 1
-    assert codes.abs().max() <= top and torch.equal(codes, codes.round())
-    inside = (rows / scale).abs() <= top
-    assert inside.float().mean() > 0.999
-    assert ((codes * scale - rows).abs() <= scale / 2 * 1.0001)[inside].all()
-    assert torch.equal(scale, scale.bfloat16().float())
-    wanted = rows.square().mean(dim=-1, keepdim=True).sqrt() * clip / top
-    # The nearest scale of four significant bits
-    assert ((scale / wanted - 1).abs() <= 1 / 16 + 1e-6).all()
+    codes, steps = quantised(rows, Hyperparameters())
+    assert torch.equal(codes, codes.round())
+    assert ((codes * steps - rows).abs() <= steps / 2 * 1.0001).all()
+    assert torch.equal(steps, steps.bfloat16().float())
+    wanted = rows.square().mean(dim=-1, keepdim=True).sqrt() / 6
+    # The nearest step of four significant bits
+    assert ((steps / wanted - 1).abs() <= 1 / 16 + 1e-6).all()
+    assert train_gpt.to_codes(rows, steps, 9).abs().max() == 9
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3, 0.05, 0.2, 30.0])
 def test_precision_does_not_depend_on_the_size_of_the_weights(size):
-    """Faults B13, B14: #399's floor under the scale leaves 7 levels at a deviation of 0.05."""
+    """Faults B13, B14: #399's floor under the steps leaves 7 levels at a deviation of 0.05."""
     rows = torch.randn(16, 512, generator=torch.Generator().manual_seed(0))
-    for bits, clip in ((6, 7.0), (7, 10.0), (8, 6.0)):
-        codes, scale = quantised(rows * size, bits, clip)
-        error = ((codes * scale / size - rows).square().mean() / rows.square().mean()).sqrt()
-        step = clip / (2 ** (bits - 1) - 1)
-        # The scale has four bits, the step follows it
-        assert error == pytest.approx(step / 12**0.5, rel=0.07)
+    codes, steps = quantised(rows * size, Hyperparameters())
+    error = ((codes * steps / size - rows).square().mean() / rows.square().mean()).sqrt()
+    # The step has four bits, the error follows it
+    assert error == pytest.approx(1 / 6 / 12**0.5, rel=0.07)
 
 
 def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
     """The deviation about the mean would be 0 for a constant row."""
     rows = torch.zeros(2, 3, 8)
     rows[1, 1], rows[1, 2] = 0.5, torch.linspace(0.4999, 0.5001, 8)
-    codes, scale = quantised(rows, 7, 10.0)
-    assert not codes[0].any() and not scale[0].any()
-    assert ((codes * scale - rows).abs() <= scale / 2).all() and scale[1, 1] < 0.1
+    codes, steps = quantised(rows, Hyperparameters())
+    assert not codes[0].any() and (steps[0] > 0).all() and (steps[0] < 1e-9).all()
+    assert ((codes * steps - rows).abs() <= steps / 2).all() and steps[1, 1] < 0.1
+
+
+PUBLISHED = Hyperparameters(row_range="published")
 
 
 def test_published_range():
-    """#399's rule (fault B13): the largest weight / 31, at least 1 / 31."""
+    """#399's rule (fault B13): the largest weight / 31, at least 1 / 31; int8 for the tables."""
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
-    codes, scale = quantised(rows, 6, None)
-    assert scale.flatten().tolist() == [
+    codes, steps = quantised(rows, PUBLISHED, 31)
+    assert steps.flatten().tolist() == [
         float(torch.tensor(reach / 31).half()) for reach in (1, 3.1)
     ]
-    assert codes.tolist() == (rows / scale).round().tolist() and codes[0].tolist() == [3, -6, 2]
+    assert codes.tolist() == (rows / steps).round().tolist() and codes[0].tolist() == [3, -6, 2]
+    limits = [train_gpt.code_limit(kind, PUBLISHED) for kind in train_gpt.MATRICES]
+    assert limits == [31] * 6
+    assert {train_gpt.code_limit(kind, PUBLISHED) for kind in train_gpt.TABLES} == {127}
 
 
 def test_published_range_keeps_the_largest_weight():
     """With a step of four bits, 1.027 became 0.969."""
     rows = torch.linspace(1, 2, 1000)[:, None]
-    codes, scale = quantised(rows, 6, None)
-    assert (codes * scale - rows).abs().max() < 2**-10
+    codes, steps = quantised(rows, PUBLISHED, 31)
+    assert (codes * steps - rows).abs().max() < 2**-10
 
 
 def test_an_artifact_that_is_not_finite_is_refused(model, tmp_path, env):
@@ -112,18 +114,26 @@ def test_gptq_is_the_greedy_solution(block):
     """In float64: round a column, then let all open ones compensate its error optimally."""
     weights = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(1))
     hessian = torch.stack([(x := correlated(20, 60, seed)).T @ x for seed in (2, 3)])
-    scale = train_gpt.row_scales(weights, 5, 6.0)
-    found = train_gpt.gptq(weights, *train_gpt.inverse_factor(hessian, 0.01), scale, 5, block)
+    steps = weights.abs().amax(dim=-1, keepdim=True) / 10
+    damped = train_gpt.damped(hessian, 0.01)
+    found = train_gpt.gptq(
+        weights,
+        *train_gpt.inverse_factor(damped),
+        steps,
+        lambda column: train_gpt.to_codes(column, steps, 8),
+        block,
+    )
+    assert found.abs().max() == 8
     for layer in range(2):
-        h = hessian[layer].double()
-        h = h + 0.01 * h.diagonal().mean() * torch.eye(20)
-        w = weights[layer].double()
+        h, w = hessian[layer].double(), weights[layer].double()
+        h = h / h.diagonal().mean() + 0.01 * torch.eye(20)
+        torch.testing.assert_close(damped[layer], (h / 1.01).float())
         todo = hessian[layer].diagonal().argsort(descending=True).tolist()
         while todo:
             column, *rest = todo
-            code = train_gpt.to_codes(w[:, [column]].float(), scale[layer], 5)
-            assert torch.equal(found[layer, :, [column]], code)
-            error = w[:, [column]] - code * scale[layer]
+            code = (w[:, [column]] / steps[layer]).round().clamp(-8, 8)
+            assert torch.equal(found[layer, :, [column]].double(), code)
+            error = w[:, [column]] - code * steps[layer]
             # min over d of (d, -error) H (d, -error)^T for the open columns: d = error H[column,
             # rest] H[rest, rest]^-1
             w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
@@ -132,10 +142,72 @@ def test_gptq_is_the_greedy_solution(block):
 
 def test_gptq_without_activations_is_rounding():
     weights = torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(1))
-    scale = train_gpt.row_scales(weights, 6, 8.0)
+    steps = weights.abs().amax(dim=-1, keepdim=True) / 9
     for hessian in (torch.zeros(2, 12, 12), torch.eye(12).expand(2, 12, 12)):
-        codes = train_gpt.gptq(weights, *train_gpt.inverse_factor(hessian, 0.01), scale, 6)
-        assert torch.equal(codes, train_gpt.to_codes(weights, scale, 6))
+        factor = train_gpt.inverse_factor(train_gpt.damped(hessian, 0.01))
+        codes = train_gpt.gptq(weights, *factor, steps, lambda column: (column / steps).round())
+        assert torch.equal(codes, (weights / steps).round())
+
+
+# The trellis. Of 8 states, by hand from the parity checks 13 and 4 (octal) in observer form: the
+# state behind an even and an odd code.
+NEXT = [(0, 2), (5, 7), (1, 3), (4, 6), (2, 0), (7, 5), (3, 1), (6, 4)]
+
+
+def walked(codes: torch.Tensor) -> torch.Tensor:
+    """The integers (L, out, n) of codes by 8 states, by hand: each 64 rows begin in state 0."""
+    integers, table = [], torch.tensor(NEXT)
+    for row, code in enumerate(codes.long().unbind(1)):
+        if row % 64 == 0:
+            state = torch.zeros_like(code)
+        integers.append(2 * code + state % 2)
+        state = table[state, code % 2]
+    return torch.stack(integers, dim=1)
+
+
+def test_trellis_of_ten_weights_by_hand():
+    codes = torch.tensor([3, -1, 0, 2, 5, -4, 1, 1, 0, -2], dtype=torch.int16)
+    integers = torch.tensor([6.0, -2, 1, 4, 10, -7, 2, 2, 0, -3])
+    bits = train_gpt.trellis_bits(codes[None, :, None], 8).flatten()
+    assert torch.equal(2 * codes + bits, integers)
+    weights = torch.ones(10, 1)
+    assert torch.equal(train_gpt.viterbi(integers[:, None], weights, 8), integers[:, None])
+    # The fourth could be 2, but then the rest fits badly. Where the rest is free, it is 2.
+    targets = integers[:, None] - torch.tensor([0, 0, 0, 1.6, 0, 0, 0, 0, 0, 0])[:, None]
+    assert torch.equal(train_gpt.viterbi(targets, weights, 8), integers[:, None])
+    weights[4:] = 0
+    assert train_gpt.viterbi(targets, weights, 8)[3] == 2
+
+
+@pytest.mark.parametrize("states", train_gpt.PARITY)
+def test_trellis_decoder_repeats_the_encoder(states):
+    generator = torch.Generator().manual_seed(states)
+    targets = 9 * torch.randn(64, 50, generator=generator)
+    integers = train_gpt.viterbi(targets, torch.rand(64, 50, generator=generator), states)
+    codes = (integers / 2).floor()
+    bits = train_gpt.trellis_bits(codes.to(torch.int16)[None], states)[0]
+    assert torch.equal(2 * codes + bits, integers)
+    if states == 8:
+        assert torch.equal(walked(codes[None]).float(), integers[None])
+    # Plain rounding to every second integer has 1/3; 1.07 dB less with 8 states.
+    error = train_gpt.viterbi(targets, torch.ones(64, 50), states) - targets
+    assert 0.23 < error.square().mean() < 0.285
+
+
+def test_trellis_finds_the_best_of_all_paths():
+    generator = torch.Generator().manual_seed(3)
+    targets, weights = (torch.rand(7, 20, generator=generator) * size for size in (9, 1))
+    found = train_gpt.viterbi(targets, weights, 8)
+    cost, best = (weights * (found - targets).square()).sum(dim=0), torch.full((20,), math.inf)
+    for odd in itertools.product((0, 1), repeat=7):
+        state, total = 0, torch.zeros(20)
+        for row, last in enumerate(odd):
+            rest = state % 2 + 2 * last
+            integers = 4 * ((targets[row] - rest) / 4).round() + rest
+            total += weights[row] * (targets[row] - integers).square()
+            state = NEXT[state][last]
+        best = torch.minimum(best, total)
+    torch.testing.assert_close(cost, best)
 
 
 def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -210,29 +282,51 @@ def test_random_weights_separate_the_tokens(run_of):
     assert (found - exact).norm() < 0.2 * exact.norm()
 
 
-def test_steps_follow_from_the_cost_of_a_row():
+@pytest.mark.parametrize("states, divisor", [(0, 12), (1, 12), (8, 15)])
+def test_steps_follow_from_the_cost_of_a_row(states, divisor):
     """By hand: a row that costs four times as much has half the step, whatever its weights. GPTQ
     leaves nothing to the cost of an input that another one determines."""
-    kind = train_gpt.TABLES[0]
-    hp, rows = Hyperparameters(), torch.tensor([[[0.5, -0.25], [1.0, 0.0], [0.0, 0.0]]])
+    kind, hp = train_gpt.MATRICES[0], Hyperparameters(trellis_states=states)
+    rows = torch.tensor([[[0.5, -0.25], [1.0, 0.0], [0.0, 0.0]]])
     squares = torch.tensor([[4.0, 1.0, 1.0]])
-    calibration = {"tok_emb": torch.eye(2)[None], "tok_emb.cost": squares}
-    codes, steps = train_gpt.quantise(kind, rows, hp, calibration, 1 / 12 * 0.04)
-    # The costs are 1.1 (damping) times the squares and 5 % of their mean, 2; four bits are left.
-    wanted = (0.04 / (1.1 * (squares + 0.1))).sqrt()
-    assert ((steps[0, :2, 0] / wanted[0, :2] - 1).abs() < 1 / 16).all() and steps[0, 2] == 0
-    assert torch.equal(codes[:, :2], (rows / steps).round()[:, :2]) and not codes[0, 2].any()
-    unseen = calibration | {"tok_emb.cost": torch.tensor([[4.0, 0.0, 0.0]])}
-    steps_unseen = train_gpt.quantise(kind, rows, hp, unseen, 1 / 12 * 0.04)[1]
-    share = (1.1 * 0.05 * 4 / 3 / 0.04) ** -0.5
-    assert steps_unseen[0, 1, 0] == pytest.approx(share, rel=1 / 16), "5 % of the mean"
-    together = torch.tensor([[[1.0, 1.0], [1.0, 1.0]]])
-    wider = train_gpt.quantise(kind, rows, hp, calibration | {"tok_emb": together}, 1 / 300)[1]
-    assert (wider[0, :2] > 1.2 * steps[0, :2]).all()
-    # A step is at most 64 times the largest weight, and its codes have 12 bits.
-    for loss, expected in ((1e9, 64), (1e-12, 1 / 2000)):
-        steps = train_gpt.quantise(kind, rows, hp, calibration, loss)[1][0, :, 0]
-        assert ((steps - expected * torch.tensor([0.5, 1, 0])).abs() <= steps / 16).all()
+
+    def steps(loss=0.04 / divisor, **changes):
+        calibration = {"q": torch.eye(2)[None], "q.cost": squares} | changes
+        return train_gpt.Quantiser(kind, rows, hp, calibration).steps(loss)
+
+    # The costs are the squares and 5 % of their mean, 2; four bits are left.
+    wanted = (0.04 / (squares + 0.1)).sqrt()
+    assert ((steps()[0, :2, 0] / wanted[0, :2] - 1).abs() < 1 / 16).all() and steps()[0, 2] < 1e-9
+    unseen = steps(**{"q.cost": torch.tensor([[4.0, 0.0, 0.0]])})
+    assert unseen[0, 1, 0] == pytest.approx((0.05 * 4 / 3 / 0.04) ** -0.5, rel=1 / 16)
+    together = steps(q=torch.ones(1, 2, 2))
+    assert (together[0, :2] > 1.2 * steps()[0, :2]).all()
+    # A step is at most twice the deviation of the row, and finer ones have no codes.
+    deviation = torch.tensor([0.395, 0.707, 0])
+    for loss, expected in (1e9, 2 * deviation), (1e-12, torch.tensor([0.5, 1, 0]) / 2000):
+        assert ((steps(loss)[0, :, 0] - expected).abs() <= expected / 16 + 1e-9).all()
+    # Without calibration they follow the deviation.
+    plain = train_gpt.Quantiser(kind, rows, hp, {}).steps(0.04 / divisor)[0, :2, 0]
+    assert ((plain / deviation[:2] / 0.2 - 1).abs() < 1 / 16).all()
+
+
+def test_errors_weigh_what_they_cost():
+    """A row whose step is limited has another weight in the trellis than the rows beside it."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 64, 400, generator=generator)
+    squares = torch.ones(1, 64)
+    squares[0, ::2] = 1e-4  # their steps are at most twice the deviation
+    kind, hp = train_gpt.MATRICES[0], Hyperparameters()
+    quantiser = train_gpt.Quantiser(kind, rows, hp, {"q.cost": squares})
+    codes, steps, expected = quantiser.round(0.02)
+    integers = walked(codes)
+    errors = (rows - integers * steps / 2).square()
+    cost = quantiser.cost * errors
+    torch.testing.assert_close(expected, cost.sum())
+    plain = train_gpt.viterbi(rows[0] / steps[0] * 2, torch.ones(64, 400), 8)
+    assert cost.sum() < 0.9 * (quantiser.cost * (rows - plain * steps / 2).square()).sum()
+    # Of random errors of the dear rows, a fifteenth of the step's square is left.
+    assert errors[0, 1::2].mean() < 1.05 * steps[0, 1::2].square().mean() / 15
 
 
 def test_rounding_costs_what_was_expected(run_of):
@@ -252,11 +346,12 @@ def test_rounding_costs_what_was_expected(run_of):
 
     for loss in (0.004, 0.016):
         blob = train_gpt.pack_artifact(weights, run.hp, calibration, loss=loss)
-        assert train_gpt.open_artifact(blob)[0]["expected_loss"] == loss
+        expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values())
+        assert expected == pytest.approx(loss, rel=0.3)
         rounded = train_gpt.load_artifact(blob)
         mirrored = {name: 2 * weights[name] - rounded[name] for name in weights}
         found = (score(rounded) + score(mirrored)) / 2 - score(weights)
-        assert loss / 3 < found < 3 * loss
+        assert expected / 2 < found < 2 * expected, (expected, found)
 
 
 # Coders
@@ -381,11 +476,12 @@ def test_a_zstd_frame_that_claims_less_than_it_holds_is_refused():
     [
         *(({"COMPRESSOR": name}, 1.0) for name in train_gpt.CODERS),
         ({"ROW_RANGE": "published"}, 1.0),
+        ({"TRELLIS_STATES": "0"}, 1.0),
         ({}, 2.0),
     ],
 )
 def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
-    """By any coder, with #399's steps, and with wider ones."""
+    """By any coder, with #399's steps, without trellis, and with wider steps."""
     model = noise(made(hyperparameters(**knobs)))
     hp, weights = model.hp, weights_of(model)
     loss = wider**2 * train_gpt.FINEST
@@ -394,10 +490,14 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     for (kind, name, original), (_, _, found) in views:
         if kind is None:
             assert torch.equal(found, original.half().float()), name
+        elif knobs.get("ROW_RANGE"):
+            codes, steps = quantised(original, hp, 31 if kind.bank else 127)
+            assert torch.equal(found, codes * steps), name
         else:
-            bits, clip = train_gpt.code_range(kind, hp)
-            codes, scale = quantised(original, bits, clip and wider * clip)
-            assert torch.equal(found, codes * scale), name
+            codes, steps, _ = train_gpt.Quantiser(kind, original, hp, {}).round(loss)
+            plain = "TRELLIS_STATES" in knobs
+            assert torch.equal(found, codes * steps if plain else walked(codes) * steps / 2), name
+            assert (found - original).square().mean() < 1.2 * steps.square().mean() / 12, name
 
 
 def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
@@ -556,6 +656,7 @@ CHANGES = {
     "no model": ("KeyError: 'model'", lambda header: header.pop("model")),
     "no windows": ("KeyError: 'evaluation'", lambda header: header.pop("evaluation")),
     "an unknown knob": ("this script has no knob HEAD_TEMP", setter(2, "model", "head_temp")),
+    "states without a trellis": ("KeyError: 5", setter(5, "trellis_states")),
     "no coder": ("its coder is unknown", setter("pickle", "coder")),
     "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
     "an unknown range": ("ROW_RANGE='wide' is not one of", setter("wide", "row_range")),
@@ -721,7 +822,7 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
 
 
 @pytest.mark.parametrize(
-    "changes, gptq", [({}, True), ({"MODEL_DIM": 256, "BIGRAM_DIM": 64, "MLP_MULT": 2}, False)]
+    "changes, gptq", [({}, True), ({"MODEL_DIM": 128, "BIGRAM_DIM": 32, "MLP_MULT": 2}, False)]
 )
 def test_target_is_met(changes, gptq, hyperparameters):
     """The artifact is at most the limit and within 1 % of it, also in a tiny model, where the
@@ -743,12 +844,13 @@ def test_target_is_met(changes, gptq, hyperparameters):
         blob = train_gpt.fit_artifact(weights, hp, calibration, {}, enough, lines.append)
         assert len(blob) == free and not lines
         if gptq:
-            assert train_gpt.open_artifact(blob)[0]["expected_loss"] == train_gpt.FINEST
-    for max_bytes in (free - 1, free * 3 // 5):
+            expected = train_gpt.open_artifact(blob)[0]["expected_loss"].values()
+            assert sum(expected) == pytest.approx(train_gpt.FINEST, rel=0.5)
+    for max_bytes in (free - 1, free * 3 // 4):
         blob = train_gpt.fit_artifact(weights, hp, calibration, {}, max_bytes, lines.append)
         assert max_bytes * 0.99 < len(blob) <= max_bytes
         loaded(blob, hp)
-    assert lines and all(f"bytes, {max_bytes} are" in line for line in lines[-2:])
+    assert lines and all(f"bytes, {max_bytes} are" in line for line in lines[-1:])
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
@@ -759,10 +861,10 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model, monkeypatch):
     """Of all that were packed the largest that fits is kept, whatever the order."""
-    sizes = iter((2000, 500, 900, 1200, 870, *[600] * 20))
+    sizes = iter((40_000, 10_000, 18_000, 24_000, 17_400, *[12_000] * 20))
     monkeypatch.setattr(train_gpt, "pack_artifact", lambda *_: bytes(next(sizes)))
-    found = train_gpt.fit_artifact(weights_of(model), model.hp, {}, {}, 1000, lambda line: None)
-    assert len(found) == 900
+    found = train_gpt.fit_artifact(weights_of(model), model.hp, {}, {}, 20_000, lambda line: None)
+    assert len(found) == 18_000
 
 
 def test_writing_is_atomic(tmp_path, monkeypatch):

@@ -302,8 +302,8 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     weights = weights_of(model)
     for kind in train_gpt.MATRICES:
         matrices = train_gpt.bank_part(weights[kind.bank], kind)
-        codes, scale = quantised(matrices, *train_gpt.code_range(kind, model.hp))
-        matrices.copy_(codes * scale)
+        codes, steps = quantised(matrices, model.hp)
+        matrices.copy_(codes * steps)
     model.load_state_dict(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")
     assert (rounded - exported).abs().mean() < 1e-4, "training sees the weights that are exported"

@@ -248,7 +248,7 @@ def test_mistakes(program, arguments, part, tmp_path):
 
 def test_inspection(hyperparameters, tmp_path):
     hp = hyperparameters()
-    metadata = {"training": {"steps": 12}}
+    metadata = {"training": {"steps": 12}, "expected_loss": {"q": 0.00025, "tok_emb": 0.001}}
     blob = train_gpt.pack_artifact(weights_of(made(hp, seed=1)), hp, metadata=metadata)
     (tmp_path / "a.xz").write_bytes(blob)
     result = run([ROOT / "tools" / "inspect_artifact.py", "a.xz"], {}, tmp_path)
@@ -265,14 +265,17 @@ def test_inspection(hyperparameters, tmp_path):
             continue
         stream = streams[name]
         codes = train_gpt.decode_ans(stream, tuple(view.shape))
-        shape, entropy, coded, nbytes = line.split()[1:]
+        shape, entropy, coded, nbytes, *loss = line.split()[1:]
+        assert loss == {"q": ["0.2500"], "tok_emb": ["1.0000"]}.get(name, [])
         assert shape == "x".join(map(str, codes.shape))
         assert int(nbytes) == len(stream)
         bits = inspect_artifact.order0_entropy(codes) / codes.size
         assert float(entropy) == pytest.approx(bits, abs=1e-4)
         assert float(coded) == pytest.approx(8 * len(stream) / codes.size, abs=1e-4)
-    parts = [int(word.strip(",")) for word in lines[-1].split() if word.strip(",").isdigit()]
+    parts = [int(word.strip(",")) for word in lines[-2].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
+    bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.outline(hp).values())
+    assert lines[-1] == f"  {bits:.2f} bits per weight, expected loss of rounding 0.0013 nats"
 
 
 def test_entropy_is_per_matrix():

@@ -16,8 +16,8 @@ and one that was interrupted continues from its checkpoint.
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
 7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
 bigram table shrink, and the batch is what makes that many training tokens per weight (the record:
-205). The artifact's size is what the base takes at the record's quantisation steps. `@1.03` is the
-price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
+205). The artifact has as many bits per weight as the record's. `@1.03` is the price of a variant:
+its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
@@ -166,17 +166,11 @@ def configured(knobs: dict[str, str]) -> Hyperparameters:
 
 
 def record_bytes(hp: Hyperparameters) -> int:
-    """Bytes of the artifact at the record's quantisation steps, if all weights are Gaussian.
-
-    Bits per weight would not be in proportion: scales of short rows and the embedding, which has
-    finer steps, take more of a small model.
-    """
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: torch.randn(like.shape, generator=generator)
-        for name, like in train_gpt.outline(hp).items()
-    }
-    return len(train_gpt.pack_artifact(weights, hp))
+    """Bytes of an artifact with as many bits per code as 16 MB have for the default model."""
+    views = [(kind, view) for kind, _, view in train_gpt.export_views(train_gpt.outline(hp))]
+    codes = sum(view.numel() for kind, view in views if kind)
+    words = sum((view[..., 0] if kind else view).numel() for kind, view in views)
+    return round(4.73 / 8 * codes) + 2 * words
 
 
 def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:

@@ -225,11 +225,13 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         name, limits, bits = case["name"], golden.limits, case["bits"]
         values = normal(case["seed"], case["shape"]).astype(np.float32)
         rows = float32(values * np.float32(case["std"]))
-        steps = script.row_scales(rows, bits, None)[:, 0].tolist()
+        limit_of_codes = 2 ** (bits - 1) - 1
+        steps = script.row_steps(rows, golden.knobs(), limit_of_codes)[:, 0].tolist()
         for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
             what, why = f"step of row {row}", case.get("why", "")
             yield finding(name, what, want, got, gap(got, want), limits["steps"], why)
-        codes = script.to_codes(rows, float32(case["steps_of_codes"])[:, None], bits)
+        steps_of_codes = float32(case["steps_of_codes"])[:, None]
+        codes = script.to_codes(rows, steps_of_codes, limit_of_codes)
         codes, stored = codes.double().numpy(), np.asarray(case["steps"])[:, None]
         product = (codes * normal(case["probe_seed"], case["shape"])).sum()
         error = float(np.sqrt(np.mean((codes * stored - rows.double().numpy()) ** 2)))
@@ -244,15 +246,12 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
 
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
-    """Steps of the kinds of matrices in deviations of a row, in QAT and without calibration."""
-    hp = golden.knobs()
-    kinds = {kind.name: kind for kind in (*script.MATRICES, *script.TABLES)}
+    """Steps of the kinds of matrices in deviations of a row, in QAT."""
+    got = script.row_steps(float32(np.ones((1, 1))), golden.knobs(), 0).item()
     for case in golden.facts.get("steps", []):
         for name in case["matrices"]:
-            bits, clip = script.code_range(kinds[name], hp)
-            want, got = case["step_in_row_deviations"], clip / (2 ** (bits - 1) - 1)
-            limit, why = golden.limits["steps"], case["why"]
-            yield finding("steps", name, want, got, gap(got, want), limit, why)
+            want, limit = case["step_in_row_deviations"], golden.limits["steps"]
+            yield finding("steps", name, want, got, gap(got, want), limit, case["why"])
 
 
 def check_gptq(golden: Golden) -> Iterator[Finding]:
@@ -267,8 +266,13 @@ def check_gptq(golden: Golden) -> Iterator[Finding]:
     inputs = normal(seed + 2, case["inputs"]) @ mixed
     hessian = float32(inputs.T @ inputs)
     steps = float32(case["steps"])[:, None]
+    factor = script.inverse_factor(script.damped(hessian[None], 0.01))
+    limit_of_codes = 2 ** (case["bits"] - 1) - 1
     codes = script.gptq(
-        weights[None], *script.inverse_factor(hessian[None], 0.01), steps[None], case["bits"]
+        weights[None],
+        *factor,
+        steps[None],
+        lambda column: script.to_codes(column, steps, limit_of_codes),
     )[0].double()
     error = codes * steps.double() - weights.double()
     product = float((codes.numpy() * normal(seed + 3, case["shape"])).sum())

@@ -4,7 +4,7 @@
     python tools/inspect_artifact.py final_model.int6.xz
 
 `entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
-per code.
+per code. `loss` is what its rounding is expected to cost, in thousandths of a nat per token.
 """
 
 import argparse
@@ -47,7 +47,9 @@ def row(
     codes = train_gpt.CODERS[header["coder"]][1](stream, shape)
     nbytes = len(stream)
     entropy = order0_entropy(codes) / codes.size
-    return f"{line} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
+    line = f"{line} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
+    loss = header["expected_loss"].get(name)
+    return line if loss is None else f"{line} {1000 * loss:8.4f}"
 
 
 def inspection(path: str) -> str:
@@ -58,10 +60,14 @@ def inspection(path: str) -> str:
         header, hp, streams, values = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
         lines += [
-            f"  {key}: {json.dumps(value)}" for key, value in header.items() if key != "code_bytes"
+            f"  {key}: {json.dumps(value)}"
+            for key, value in header.items()
+            if key not in ("code_bytes", "expected_loss")
         ]
-        titles = f"  {'tensor':12} {'shape':>18} {'entropy':>8} {'coded':>8} {'bytes':>10}"
-        lines.append(f"{titles}   (bits per code)")
+        titles = (
+            f"  {'tensor':12} {'shape':>18} {'entropy':>8} {'coded':>8} {'bytes':>10} {'loss':>8}"
+        )
+        lines.append(titles)
         lines += [
             row(kind, name, tuple(view.shape), streams.get(name, b""), header)
             for kind, name, view in train_gpt.export_views(train_gpt.outline(hp))
@@ -71,6 +77,9 @@ def inspection(path: str) -> str:
     lines.append(
         f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"
     )
+    bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.outline(hp).values())
+    expected = sum(header["expected_loss"].values()) or math.nan
+    lines.append(f"  {bits:.2f} bits per weight, expected loss of rounding {expected:.4f} nats")
     return "\n".join(lines)
 
 
