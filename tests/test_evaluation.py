@@ -183,7 +183,7 @@ def test_progress_lines_are_of_all_ranks(setting, monkeypatch):
     scorer.score(scorer.windows())
     form = r"evaluating stride:8 done:(\S+)% bpb_so_far:\d+\.\d{4} eta:\d+s"
     shares = [float(re.fullmatch(form, line).group(1)) for line in lines]
-    assert shares == sorted(shares) and len(shares) > 3 and 98 < shares[-1] <= 100
+    assert shares == sorted(shares) and len(shares) > 3 and 95 < shares[-1] <= 100
 
 
 # The banded pass
