@@ -12,8 +12,10 @@ where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
 averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by the
-published rule. It loads every artifact and scores it with non-overlapping windows. --sizes are
-fractions of the bytes with the finest steps. `expected` is the predicted loss in bits per byte.
+published rule. It loads every artifact and scores it with non-overlapping windows. `lost` is the
+mean of w + D and w - D, less the score of the weights w before: the part that is linear in the
+errors D is noise. `expected` is the prediction. All are bits per byte. --sizes are fractions of the
+bytes with the finest steps.
 
 The last line is JSON.
 """
@@ -241,14 +243,15 @@ def compare_quantisation(
     averaged, calibration = training.finish()
     weights = training.optimizer.weights()
 
-    def score() -> float:
+    def score(tensors: dict[str, torch.Tensor]) -> float:
+        training.model.load_state_dict(tensors)
         return (
             training.make_scorer(train_gpt.ForwardConfig(hp.layer_order()), hp.eval_seq_len)
             .score_all()
             .val_bpb
         )
 
-    before = score()
+    before = score(weights)
     print(
         f"torch {torch.__version__} {runtime.describe()} {averaged}, {val.targets} validation tokens"
     )
@@ -269,11 +272,12 @@ def compare_quantisation(
         guides = {} if way == "rounded" else calibration
         blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
         seconds = round(time.perf_counter() - began, 1)
-        training.model.load_state_dict(train_gpt.load_artifact(blob))
+        rounded = train_gpt.load_artifact(blob)
+        mirrored = {name: 2 * w.cpu() - rounded[name] for name, w in weights.items()}
         expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values()) or math.nan
         expected *= val.targets / val.total_bytes / math.log(2)
-        bpb = score()
-        lost = bpb - before
+        bpb = score(rounded)
+        lost = (bpb + score(mirrored)) / 2 - before
         rows.append(
             {
                 "way": way,
