@@ -141,7 +141,7 @@ def error_message(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+def as_user_error(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
     """Turn these errors into a UserError: what failed, why, and what to do."""
     try:
         yield
@@ -151,7 +151,7 @@ def explaining(what: str, *errors: type[Exception], advice: str) -> Iterator[Non
 
 def writing(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
-    return explaining(
+    return as_user_error(
         f"cannot write {path}", OSError, advice="free space or choose a writable folder"
     )
 
@@ -2123,7 +2123,7 @@ class Calibration:
         self.weight = (count / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
         self.sums: dict[str, Tensor] = {}
-        for kind, name, view in export_views(self.parameters):
+        for kind, name, view in artifact_tensors(self.parameters):
             if kind:
                 self.sums[f"{name}.cost"] = torch.zeros(view.shape[:2], device=view.device)
             if kind and kind.reads == name:
@@ -2142,7 +2142,9 @@ class Calibration:
             grads = torch.autograd.grad(
                 loss, list(self.parameters.values()), materialize_grads=True
             )
-            for kind, name, grad in export_views(dict(zip(self.parameters, grads, strict=True))):
+            for kind, name, grad in artifact_tensors(
+                dict(zip(self.parameters, grads, strict=True))
+            ):
                 if kind:
                     self.sums[f"{name}.cost"] += grad.float().square().mean(dim=-1)
 
@@ -2333,7 +2335,7 @@ MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
 STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
 
 
-def outline(hp: Hyperparameters) -> dict[str, Tensor]:
+def meta_parameters(hp: Hyperparameters) -> dict[str, Tensor]:
     """The model's parameters by name, without memory. Raises UserError if it is too large for an
     artifact."""
     with torch.device("meta"):
@@ -2348,7 +2350,7 @@ def outline(hp: Hyperparameters) -> dict[str, Tensor]:
     return weights
 
 
-def export_views(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
+def artifact_tensors(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
     """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
     (L, out, in)."""
     for kind in MATRICES:
@@ -2370,7 +2372,7 @@ def pack_artifact(
     encode, _ = CODERS[hp.compressor]
     streams, plain, expected = [], [], {}
     count = sum(tensor.numel() for tensor in weights.values())
-    for kind, name, tensor in export_views(weights):
+    for kind, name, tensor in artifact_tensors(weights):
         if kind is None:
             values = tensor.half()
         else:
@@ -2412,7 +2414,9 @@ def fit_artifact(
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; a larger one if none fits."""
     quantisers = [
-        Quantiser(kind, view, hp, calibration) for kind, _, view in export_views(weights) if kind
+        Quantiser(kind, view, hp, calibration)
+        for kind, _, view in artifact_tensors(weights)
+        if kind
     ]
 
     def entropy(turn: int) -> float:
@@ -2460,7 +2464,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     knobs = {name.upper(): str(value) for name, value in stored.items()}
     hp = Hyperparameters.from_env(knobs | {"ROW_RANGE": header["row_range"]})
     require(header["coder"] in CODERS, "its coder is unknown")
-    names = [name for kind, name, _ in export_views(outline(hp)) if kind]
+    names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
     sizes, stream = header["code_bytes"], io.BytesIO(codes)
     require(
         len(sizes) == len(names) and sum(sizes) == len(codes),
@@ -2473,8 +2477,8 @@ def load_artifact(blob: bytes) -> dict[str, Tensor]:
     """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
     header, hp, streams, values = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
-    weights = {name: torch.zeros(like.shape) for name, like in outline(hp).items()}
-    views = list(export_views(weights))
+    weights = {name: torch.zeros(like.shape) for name, like in meta_parameters(hp).items()}
+    views = list(artifact_tensors(weights))
     counts = [(view[..., 0] if kind else view).numel() for kind, _, view in views]
     plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
     for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
@@ -2516,7 +2520,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
             "unset it",
         )
     hp = Hyperparameters.from_env(environ)
-    outline(hp)  # a banded pass has longer rotary tables than the artifact's own windows
+    meta_parameters(hp)  # a banded pass has longer rotary tables than the artifact's own windows
     package = CODER_PACKAGES.get(header["coder"])
     require(not package or find_spec(package), f"{path} needs a package: pip install {package}")
     digest = header.get("tokenizer_sha256")
@@ -2532,7 +2536,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
 def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
     """Turn every error of reading an artifact into a UserError that names it. Hostile content can
     cause any."""
-    return explaining(
+    return as_user_error(
         f"artifact {path} cannot be used",
         Exception,
         advice="if truncated or altered, copy it again",
@@ -2622,7 +2626,7 @@ def require_exportable(hp: Hyperparameters) -> None:
     )
     stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
     made, loaded = (
-        {(name, like.shape) for name, like in outline(knobs).items()}
+        {(name, like.shape) for name, like in meta_parameters(knobs).items()}
         for knobs in (hp, Hyperparameters(**stored))
     )
     names = " ".join(sorted(dict(made ^ loaded)))
@@ -2782,7 +2786,7 @@ MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 def read_shard(path: Path) -> np.ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if header and file size
     disagree."""
-    with explaining(
+    with as_user_error(
         f"cannot read shard {path}", OSError, ValueError, advice="check the file and DATA_PATH"
     ):
         size = path.stat().st_size
@@ -2949,7 +2953,7 @@ class ByteCounter:
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
-        with explaining(
+        with as_user_error(
             f"cannot load {setting}",
             OSError,
             RuntimeError,
@@ -3045,7 +3049,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> bool:
     path = Path(data_path, "manifest.json")
     if not path.is_file():
         return False
-    with explaining(
+    with as_user_error(
         f"{path} is not a valid manifest", Exception, advice="make or download the data again"
     ):
         tokenizer = json.loads(read_small(path))["tokenizer"]
@@ -3344,7 +3348,7 @@ class Log(contextlib.AbstractContextManager):
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
                 self.files.append(path.open("a", encoding="utf-8", buffering=1))
-        with explaining(
+        with as_user_error(
             f"RUN_ID={self.name}: another run is writing {self.path}.txt",
             BlockingIOError,
             advice="wait or set another",
@@ -3540,7 +3544,7 @@ class Checkpoints:
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
     """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
-    with explaining(
+    with as_user_error(
         f"checkpoint {path} is truncated, altered or of another version",
         Exception,
         advice="copy or delete it",
@@ -3598,7 +3602,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
 
 def require_space(hp: Hyperparameters) -> None:
     """Raise UserError if the disk has no room for log, artifact and checkpoints."""
-    weights = sum(tensor.numel() for tensor in outline(hp).values())
+    weights = sum(tensor.numel() for tensor in meta_parameters(hp).values())
     need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
     if hp.checkpoint_every:
         # Up to four fp32 numbers per weight; two are kept while a third is written.
@@ -3688,7 +3692,7 @@ class Comm:
 
     def call(self, collective: Callable, *arguments, **options):
         """Call a collective. Raises UserError that names this rank if another one is lost."""
-        with explaining(
+        with as_user_error(
             f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot "
             "be reached",
             RuntimeError,

@@ -197,7 +197,7 @@ def compare_coders(path: str, only: list[str] | None) -> None:
         decoded = time.perf_counter() - began
         header, hp, streams, _ = train_gpt.open_artifact(blob)
         decode = train_gpt.CODERS[header["coder"]][1]
-        views = train_gpt.export_views(train_gpt.outline(hp))
+        views = train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
         codes = {
             name: decode(streams[name], tuple(view.shape)) for kind, name, view in views if kind
         }

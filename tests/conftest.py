@@ -158,7 +158,7 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as
     blocks.LAYER.NAME, and all other parameters by their name."""
     found = {}
-    for kind, name, view in train_gpt.export_views(tensors):
+    for kind, name, view in train_gpt.artifact_tensors(tensors):
         if name in tensors:
             found[name] = tensors[name]
         else:

@@ -66,7 +66,7 @@ def test_export(elsewhere):
     """Up to the codes. The coder runs on the CPU."""
     run = elsewhere()
     weights, (calibration, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
-    for kind, _, tensor in train_gpt.export_views(weights):
+    for kind, _, tensor in train_gpt.artifact_tensors(weights):
         if kind is not None:
             quantiser = train_gpt.Quantiser(kind, tensor, run.hp, calibration)
             assert on_device(*quantiser.round(1e-9))

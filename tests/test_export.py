@@ -266,7 +266,7 @@ def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
         nats = run.model(rows[:, :-1].long(), rows[:, 1:].long(), "none").flatten()[place]
         names, parameters = zip(*run.model.named_parameters(), strict=True)
         grads = torch.autograd.grad(nats, parameters, materialize_grads=True)
-        for kind, name, grad in train_gpt.export_views(dict(zip(names, grads, strict=True))):
+        for kind, name, grad in train_gpt.artifact_tensors(dict(zip(names, grads, strict=True))):
             if kind:
                 expected[f"{name}.cost"] += grad.square().mean(dim=-1) * share
     for name, squares in expected.items():
@@ -494,7 +494,7 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     hp, weights = model.hp, weights_of(model)
     loss = wider**2 * train_gpt.FINEST
     twin = train_gpt.load_artifact(train_gpt.pack_artifact(weights, hp, loss=loss))
-    views = zip(train_gpt.export_views(weights), train_gpt.export_views(twin), strict=True)
+    views = zip(train_gpt.artifact_tensors(weights), train_gpt.artifact_tensors(twin), strict=True)
     for (kind, name, original), (_, _, found) in views:
         if kind is None:
             assert torch.equal(found, original.half().float()), name
@@ -519,13 +519,13 @@ def test_artifact_holds_the_knobs_of_its_model_and_windows(model):
         assert all(getattr(made_with, name) == value for name, value in header[role].items())
     twin = GPT(made_with, None, torch.float32)
     assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
-    views = train_gpt.export_views(weights_of(model))
+    views = train_gpt.artifact_tensors(weights_of(model))
     assert list(streams) == [name for kind, name, _ in views if kind]
 
 
 def test_matrices_of_any_size_are_codes(model):
     """#399 exports matrices of up to 65,536 elements in half precision."""
-    coded = {name for kind, name, _ in train_gpt.export_views(weights_of(model)) if kind}
+    coded = {name for kind, name, _ in train_gpt.artifact_tensors(weights_of(model)) if kind}
     assert coded == {kind.name for kind in train_gpt.MATRICES} | {
         "tok_emb",
         "bigram_emb",
@@ -839,7 +839,7 @@ def test_target_is_met(changes, gptq, hyperparameters):
     model = noise(made(hp), size=0.05)
     weights, matrices = weights_of(model), model.matrices()
     if gptq:
-        for kind, name, view in train_gpt.export_views(weights):
+        for kind, name, view in train_gpt.artifact_tensors(weights):
             if kind:
                 calibration[f"{name}.cost"] = torch.rand(view.shape[:2]) + 0.1
         for name in [kind.reads for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]:

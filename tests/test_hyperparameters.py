@@ -66,7 +66,7 @@ def test_the_leaders_configurations_are_models_that_fit_an_artifact(name, count)
     hp = Hyperparameters.from_env(variables(name))
     differing = {f.name.upper() for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default}
     assert set(variables(name)) - REPEATED <= differing <= set(variables(name))
-    assert sum(tensor.numel() for tensor in train_gpt.outline(hp).values()) == count
+    assert sum(tensor.numel() for tensor in train_gpt.meta_parameters(hp).values()) == count
 
 
 def test_one_gpu_changes_neither_model_nor_optimizer():

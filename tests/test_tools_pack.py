@@ -258,7 +258,7 @@ def test_inspection(hyperparameters, tmp_path):
     assert '"steps": 12' in result.stdout and '"model_dim": 32' in result.stdout
     assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M)
     streams = train_gpt.open_artifact(blob)[2]
-    for kind, name, view in train_gpt.export_views(train_gpt.load_artifact(blob)):
+    for kind, name, view in train_gpt.artifact_tensors(train_gpt.load_artifact(blob)):
         (line,) = [line for line in lines if line.split()[:1] == [name]]
         if kind is None:
             assert line.endswith(f" {2 * view.numel()}   before compression")
@@ -274,7 +274,7 @@ def test_inspection(hyperparameters, tmp_path):
         assert float(coded) == pytest.approx(8 * len(stream) / codes.size, abs=1e-4)
     parts = [int(word.strip(",")) for word in lines[-2].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
-    bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.outline(hp).values())
+    bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.meta_parameters(hp).values())
     assert lines[-1] == f"  {bits:.2f} bits per weight, expected loss of rounding 0.0013 nats"
 
 

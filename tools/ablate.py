@@ -151,7 +151,9 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
         "RESUME": "auto",
     }
     knobs = {name: str(value) for name, value in knobs.items()}
-    weights = sum(tensor.numel() for tensor in train_gpt.outline(configured(knobs)).values())
+    weights = sum(
+        tensor.numel() for tensor in train_gpt.meta_parameters(configured(knobs)).values()
+    )
     sequences = round(tokens_per_weight * weights / RECORD_STEPS / length)
     if not sequences:
         raise UserError(
@@ -167,7 +169,9 @@ def configured(knobs: dict[str, str]) -> Hyperparameters:
 
 def record_bytes(hp: Hyperparameters) -> int:
     """Bytes of an artifact with as many bits per code as 16 MB have for the default model."""
-    views = [(kind, view) for kind, _, view in train_gpt.export_views(train_gpt.outline(hp))]
+    views = [
+        (kind, view) for kind, _, view in train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
+    ]
     codes = sum(view.numel() for kind, view in views if kind)
     words = sum((view[..., 0] if kind else view).numel() for kind, view in views)
     return round(4.73 / 8 * codes) + 2 * words

@@ -144,7 +144,7 @@ def copy_speed(runtime: Runtime) -> float:
 def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     """Milliseconds and bytes of a step's collectives, by name."""
     comm, banks, small = runtime.comm, [], 0
-    for name, weights in train_gpt.outline(hp).items():
+    for name, weights in train_gpt.meta_parameters(hp).items():
         if name not in train_gpt.BANKS:
             small += weights.numel()
             continue

@@ -29,7 +29,7 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from program import run_program
-from train_gpt import explaining, require, writing
+from train_gpt import as_user_error, require, writing
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
 POLL = 1.0  # seconds between two looks at the log
@@ -171,7 +171,7 @@ class Sender:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         advice = f"pip install {arguments.to}"
-        with explaining(f"--to {arguments.to}", ImportError, advice=advice):
+        with as_user_error(f"--to {arguments.to}", ImportError, advice=advice):
             self.module = importlib.import_module(MODULES[arguments.to])
         self.tracker = None
         self.step = 0
@@ -180,7 +180,7 @@ class Sender:
     def sending(self) -> contextlib.AbstractContextManager:
         """Turn a failure of the tracker into a UserError."""
         advice = "the log has everything: start this command again"
-        return explaining(f"cannot send to {self.arguments.to}", Exception, advice=advice)
+        return as_user_error(f"cannot send to {self.arguments.to}", Exception, advice=advice)
 
     def open(self, event: dict) -> None:
         """Begin the tracker's run. Raises UserError unless the event is a run's first."""
