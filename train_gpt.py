@@ -261,8 +261,8 @@ class Hyperparameters:
     late_qat: bool = knob(True, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: plain rounding", "run")
-    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, 4, 8, 16, 64, 256))
+    gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: no calibration", "run")
+    trellis_states: int = knob(8, "states of the trellis; 0: none", "run", choices=(0, 4, 8, 16, 64, 256))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
@@ -2101,7 +2101,7 @@ def row_steps(rows: Tensor, hp: Hyperparameters, limit: int) -> Tensor:
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
     """Positive, and without the last bits of fp32. Rounded as integers, as a compiler could drop two
     casts."""
-    rounded = (steps.clamp(min=1e-15).view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
+    rounded = (steps.clamp(min=1e-18).view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
     return rounded.view(torch.float32)
 
 
@@ -2163,8 +2163,8 @@ class Calibration:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """The Hessian (L, in, in) with its diagonal raised by this part of its mean, and then scaled so
-    that the mean is 1."""
+    """The Hessian (L, in, in) with its diagonal raised by this part of its mean, which is then
+    scaled to 1."""
     mean = hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
     eye = torch.eye(hessian.size(-1), device=hessian.device)
     return (hessian / mean.clamp(min=1e-30) + damping * eye) / (1 + damping)
@@ -2216,11 +2216,12 @@ def next_state(state, odd, states: int):
 
 def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
-    state 0, with the least sum of squared errors times weights (T, B)."""
+    state 0, with the least sum of squared errors times weights (T, B). A state and a code's lowest
+    bit decide the remainder of the integer, divided by 4."""
     edges = [(state, odd) for state in range(states) for odd in (0, 1)]
     edges.sort(key=lambda edge: next_state(*edge, states))  # two end in each state
     previous, odd = torch.tensor(edges[::2] + edges[1::2], device=targets.device).unbind(1)
-    remainder = (previous & 1) + 2 * odd  # of the integer, divided by 4
+    remainder = (previous & 1) + 2 * odd
     rest = torch.arange(4, device=targets.device)[:, None]
     integers = 4 * ((targets[:, None] - rest) / 4).round() + rest  # (T, 4, B)
     costs = weights[:, None] * (targets[:, None] - integers).square()
@@ -2240,9 +2241,10 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
 
 
 def to_segments(columns: Tensor) -> Tensor:
-    """Columns (L, out, n) as (SEGMENT, segments, L, n), the last segment filled up with zeros."""
-    padded = F.pad(columns, (0, 0, 0, -columns.size(1) % SEGMENT))
-    return padded.unflatten(1, (-1, SEGMENT)).transpose(0, 2)
+    """Columns (L, out, n) as (rows, segments, L, n), the last segment filled up with zeros."""
+    length = min(SEGMENT, columns.size(1))
+    padded = F.pad(columns, (0, 0, 0, -columns.size(1) % length))
+    return padded.unflatten(1, (-1, length)).transpose(0, 2)
 
 
 def trellis_bits(codes: Tensor, states: int) -> Tensor:
@@ -2281,7 +2283,7 @@ class Quantiser:
             self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
         eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows), -1, -1)
         # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not
-        # seen. The tied table is looked up as well, where all its columns count alike.
+        # seen. The tied table is looked up as well, and then all its columns count alike.
         damping = 0.01 if self.published else 0.1 if kind.bank else 1.0
         self.hessian = damped(calibration.get(kind.reads, eye), damping)
         self.factor = inverse_factor(self.hessian)
@@ -2293,8 +2295,9 @@ class Quantiser:
         # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
         pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
-        wanted = ((15 if self.states > 1 else 12) * loss / cost).sqrt()
-        # A finer step has no code for the largest weight; a wider one hardly saves a bit.
+        wanted = ((15 if self.states else 12) * loss / cost).sqrt()
+        # A finer step has no code for the largest weight. Odd states have no zero, which costs much
+        # with a wider one.
         largest = self.rows.abs().amax(dim=-1, keepdim=True)
         return round_steps(wanted.clamp(largest / 2000, 2 * self.deviation), 20)
 
@@ -2305,24 +2308,24 @@ class Quantiser:
         return float(bits.sum()) * self.rows.size(2) / 8
 
     def round(self, loss: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes, steps, nats per token that the errors are expected to cost, times the weights of
-        the model). The last is half the product of errors and Kronecker factors of the Fisher
-        matrix (K-FAC)."""
+        """(codes, steps, nats per token that the errors are expected to cost, times the number of
+        the model's weights). The last is half the product of errors and Kronecker factors of the
+        Fisher matrix (K-FAC)."""
         steps = self.steps(loss)
-        unit = steps / 2 if self.states > 1 else steps
-        weights = (self.cost * steps.square()).expand_as(self.rows[..., :1])
+        unit = steps / 2 if self.states else steps
+        weights = to_segments(self.cost * steps.square()).flatten(1)
 
         def to_integers(column: Tensor) -> Tensor:
-            if self.states <= 1:
+            if not self.states:
                 return to_codes(column, steps, self.limit)
-            targets = to_segments((column / unit).clamp(-4000, 4000))
-            found = viterbi(targets.flatten(1), to_segments(weights).flatten(1), self.states)
+            targets = to_segments((column / unit).clamp(-4000, 4000))  # codes have 12 bits
+            found = viterbi(targets.flatten(1), weights, self.states)
             return found.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
 
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
         expected = (self.cost * errors * (errors @ self.hessian)).sum()
-        return (integers / 2).floor() if self.states > 1 else integers, steps, expected
+        return (integers / 2).floor() if self.states else integers, steps, expected
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
@@ -2418,21 +2421,23 @@ def fit_artifact(
         for kind, _, view in artifact_tensors(weights)
         if kind
     ]
+    losses = [FINEST * 2 ** (i / 512) for i in range(20_000)]  # to the widest steps
 
-    def entropy(turn: int) -> float:
-        return sum(one.entropy(FINEST * 2 ** (turn / 512)) for one in quantisers)
+    def entropy(loss: float) -> float:
+        return sum(one.entropy(loss) for one in quantisers)
 
-    best, wanted, widest = b"", max_bytes, 20000
+    wanted, blobs = max_bytes, {}
     for _ in range(12):
-        turn = bisect.bisect_left(range(widest), -wanted, key=lambda turn: -entropy(turn))
-        blob = pack_artifact(weights, hp, calibration, metadata, FINEST * 2 ** (turn / 512))
-        if len(blob) <= max_bytes:
-            best = max(best, blob, key=len)
-        if len(best) >= 0.999 * max_bytes or turn == (0 if best else widest):
+        loss = losses[bisect.bisect_left(losses[:-1], -wanted, key=lambda loss: -entropy(loss))]
+        if loss in blobs:
+            break
+        blob = blobs[loss] = pack_artifact(weights, hp, calibration, metadata, loss)
+        if len(blob) <= max_bytes and (len(blob) >= 0.999 * max_bytes or loss == FINEST):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        wanted = entropy(turn) + 0.9995 * max_bytes - len(blob)
-    return best or blob
+        wanted = entropy(loss) + 0.9995 * max_bytes - len(blob)
+    fitting = [blob for blob in blobs.values() if len(blob) <= max_bytes]
+    return max(fitting, key=len) if fitting else min(blobs.values(), key=len)
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
@@ -2462,7 +2467,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
     )
     knobs = {name.upper(): str(value) for name, value in stored.items()}
-    hp = Hyperparameters.from_env(knobs | {"ROW_RANGE": header["row_range"]})
+    knobs |= {key.upper(): str(header[key]) for key in ("row_range", "trellis_states")}
+    hp = Hyperparameters.from_env(knobs)
     require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
     sizes, stream = header["code_bytes"], io.BytesIO(codes)
@@ -2484,9 +2490,9 @@ def load_artifact(blob: bytes) -> dict[str, Tensor]:
     for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
         if kind:
             codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
-            if (states := header["trellis_states"]) > 1:
-                codes = codes + trellis_bits(codes, states) / 2
-            steps = part.view(STEP_TYPES[header["row_range"]]).view_as(view[..., :1])
+            if hp.trellis_states:
+                codes = codes + trellis_bits(codes, hp.trellis_states) / 2
+            steps = part.view(STEP_TYPES[hp.row_range]).view_as(view[..., :1])
             view.copy_(codes * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
@@ -2692,14 +2698,14 @@ def export(run: Run, calibration: dict[str, Tensor], training: dict) -> tuple[by
     log.stage("export")
     if comm.rank == 0:
         count = sum(w.numel() for w in weights.values())
-        log(f"export: coding {count:,} weights, {'GPTQ' if calibration else 'plain'}")
+        log(f"export: coding {count:,} weights, {'GPTQ' if calibration else 'no calibration'}")
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
         blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log)
         kept = blob, keep_artifact(blob, log)
     blob, path = comm.broadcast(kept)
     require(
         len(blob) <= max_bytes,
-        f"TARGET_BYTES={hp.target_bytes} cannot be met: the widest steps give {len(blob)} bytes, "
+        f"TARGET_BYTES={hp.target_bytes} cannot be met: the smallest artifact has {len(blob)} bytes, "
         f"kept as {path}; {max_bytes} are available; "
         "make the model smaller",
     )

@@ -281,7 +281,9 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tm
     assert result.returncode == 1
     path = tmp_path / "logs" / "small.int6.xz"
     size = path.stat().st_size
-    expected = f"the widest steps give {size} bytes, kept as logs/small.int6.xz; 2000 are available"
+    expected = (
+        f"the smallest artifact has {size} bytes, kept as logs/small.int6.xz; 2000 are available"
+    )
     assert expected in sentence(result)
     assert train_gpt.load_artifact(path.read_bytes())
 

@@ -72,14 +72,15 @@ def inspection(path: str) -> str:
             row(kind, name, tuple(view.shape), streams.get(name, b""), header)
             for kind, name, view in train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
         ]
+        total = sum(header["expected_loss"].values())
+        expected = f", expected loss of rounding {total:.4f} nats" if total else ""
     coded = sum(map(len, streams.values()))
     rest = len(blob) - coded - len(values)
     lines.append(
         f"  codes {coded}, steps and plain values {len(values)}, header and container {rest} bytes"
     )
     bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.meta_parameters(hp).values())
-    expected = sum(header["expected_loss"].values()) or math.nan
-    lines.append(f"  {bits:.2f} bits per weight, expected loss of rounding {expected:.4f} nats")
+    lines.append(f"  {bits:.2f} bits per weight{expected}")
     return "\n".join(lines)
 
 
