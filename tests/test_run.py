@@ -328,7 +328,7 @@ def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
     off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
     result = script(COMPRESSOR="lzma", PROFILE="traces", ITERATIONS=9, **off)
     assert result.returncode == 0, result.stderr
-    assert "weights, plain" in result.stdout and "gptq:" not in result.stdout
+    assert "weights, no calibration" in result.stdout and "gptq:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
@@ -345,7 +345,7 @@ def test_the_cap_ends_a_run(script):
     stopped = r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000"
     milliseconds, step = map(int, re.search(stopped, result.stdout, re.M).groups())
     assert step > 5
-    calibrated = r"^gptq: Hessians of 3072 training tokens took (\d+)ms train_time:(\d+)ms"
+    calibrated = r"^gptq: Hessians of \d+ training tokens took (\d+)ms train_time:(\d+)ms"
     took, total = map(int, re.search(calibrated, result.stdout, re.M).groups())
     assert milliseconds + took - 2 <= total
 
