@@ -2077,7 +2077,7 @@ def warm_up_lora(scorer: Evaluator) -> None:
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
-FINEST = 0.0001  # nats per token that rounding with the finest steps costs
+FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
 SEGMENT = 64  # rows of a column that share a path through the trellis
 # Parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
 PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
@@ -2282,8 +2282,8 @@ class Quantiser:
             # Rows that the calibration has hardly seen are not free of cost.
             self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
         eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows), -1, -1)
-        # With 1 % the errors that GPTQ leaves in weak inputs cost more on text that it has not
-        # seen. The tied table is looked up as well, and then all its columns count alike.
+        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. The tied
+        # table is also looked up. A lookup needs all columns alike, not those of large inputs.
         damping = 0.01 if self.published else 0.1 if kind.bank else 1.0
         self.hessian = damped(calibration.get(kind.reads, eye), damping)
         self.factor = inverse_factor(self.hessian)
@@ -2415,7 +2415,7 @@ def fit_artifact(
     log: Callable,
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
-    finest; a larger one if none fits."""
+    finest; the smallest that was made if none fits."""
     quantisers = [
         Quantiser(kind, view, hp, calibration)
         for kind, _, view in artifact_tensors(weights)

@@ -13,9 +13,9 @@ where they are installed, on the codes by rows and by columns.
 With --quantise the program trains the model of the environment's knobs once and exports its
 averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by the
 published rule. It loads every artifact and scores it with non-overlapping windows. `lost` is the
-mean of w + D and w - D, less the score of the weights w before: the part that is linear in the
-errors D is noise. `expected` is the prediction. All are bits per byte. --sizes are fractions of the
-bytes with the finest steps.
+mean of the scores of w + D and w - D, less the score of w: weights w, errors D. So the part that is
+linear in the errors, which is noise, cancels. `expected` is the prediction. Both are bits per byte.
+--sizes are fractions of the bytes with the finest steps.
 
 The last line is JSON.
 """
