@@ -4122,6 +4122,7 @@ def load_fa3() -> Callable:
         from kernels import get_kernel
 
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)
+        fa3 = getattr(fa3, "flash_attn_interface", fa3)  # some builds export only this module
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None

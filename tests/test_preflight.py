@@ -7,7 +7,8 @@ import json
 import math
 import re
 import shutil
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -145,7 +146,12 @@ def report():
         {"seq_len": 2048, "qat": True, "looping": False, "share": 0.1, "ms": 82.0},
     ]
     rank = {
-        "machine": {"device": "NVIDIA H100 80GB HBM3", "host": "node", "memory_mib": 81_090},
+        "machine": {
+            "device": "NVIDIA H100 80GB HBM3",
+            "host": "node",
+            "memory_mib": 81_090,
+            "torch": "2.9.1+cu128",
+        },
         "data": {"shards": 80, "train_tokens": 8_000_000_000, "val_tokens": 62_021_846},
         "disk": {"free_bytes": 10**12},
         "products": 720e12,
@@ -164,7 +170,7 @@ def report():
         "evaluation": {"roundtrip": 3.0, "sliding_window": 80.0},
     }
     chosen = {"attention": "fa3", "mlp": "fused", "micro_batch_tokens": 98_304, "rows": 48}
-    chosen["dtype"] = "torch.bfloat16"
+    chosen |= {"dtype": "torch.bfloat16", "compiled": True}
     ranks = [copy.deepcopy(rank) for _ in range(8)]
     for number, each in enumerate(ranks):
         each["machine"]["host"] = f"node{number}"
@@ -289,6 +295,80 @@ def test_missing_flash_attention_is_priced_by_its_published_speed(report):
     assert not missing(report, 1.9)
 
 
+def fa3_builds(report: dict, ms: dict, refused: dict, **attention: float) -> list[str]:
+    """What is advised if these builds of FlashAttention 3 were timed, and attention took this long."""
+    change(report, {"ms": ms, "refused": refused}, "fa3")
+    if attention:
+        change(report, attention, "attention", "ms")
+    return judge(report)["advice"]
+
+
+def test_the_fastest_build_of_flash_attention_is_advised(report):
+    wheel, hub, other = preflight.FA3_SOURCES
+    lines = preflight.FA3_SOURCES
+    assert not fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 2.07}, {wheel: "..."}, fa3=2.04)
+    (line,) = fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 1.9}, {}, fa3=2.1)
+    assert line.endswith(f", {wheel}, 2.10: {lines[other]}") and line.startswith(f"{other} takes 1")
+    change(report, {"ms": {wheel: 2.1, hub: 2.0, other: 2.9}, "refused": {}}, "fa3", ranks=[3])
+    (line,) = judge(report)["advice"]
+    assert line.endswith(f": {lines[hub]}"), "the slowest rank decides"
+    # The wheel is there, but wrong, so that a run takes another kernel
+    report["chosen"]["attention"] = "cudnn"
+    (line,) = fa3_builds(report, {hub: 2.0}, {wheel: "UserError: differ"}, cudnn=2.6)
+    assert line.endswith(f"the run's attention, cudnn, 2.60: {lines[hub]}")
+
+
+def test_a_missing_build_of_flash_attention_is_advised(report):
+    wheel, hub, other = preflight.FA3_SOURCES
+    (line,) = fa3_builds(report, {hub: 2.1}, {wheel: MISSING}, fa3=2.1)
+    assert "slower than another build on an H100 (published" in line
+    assert line.endswith(f": {preflight.FA3_SOURCES[wheel]}")
+    (line,) = fa3_builds(report, {}, dict.fromkeys((wheel, hub, other), MISSING), cudnn=2.6)
+    assert line == f"install FlashAttention 3: {preflight.FA3_SOURCES[wheel]}"
+    why = "ImportError: libcudart.so.12: cannot open shared object file"
+    (line,) = fa3_builds(report, {hub: 2.1}, {wheel: why}, fa3=2.1)
+    assert line.startswith(why) and line.endswith("#737): apt-get install cuda-cudart-12-6")
+    why = "HfHubHTTPError: 401 Client Error. (Request ID: Root=1)"
+    (line,) = fa3_builds(report, {wheel: 2.1}, {hub: why}, fa3=2.1)
+    assert line.startswith(f"{hub}: kernels 0.16 and later") and line.endswith(": hf auth login")
+
+
+@pytest.mark.parametrize(
+    "gpu, driver, version, compiled, slow, advice",
+    [
+        (
+            "NVIDIA H100 80GB HBM3",
+            "570.86.15, 700.00 W",
+            "2.10.0+cu128",
+            True,
+            "is 570: before",
+            "",
+        ),
+        ("NVIDIA H100 80GB HBM3", "580.95.05, 700.00 W", "2.9.1+cu128", True, "", ""),
+        ("NVIDIA H100 80GB HBM3", "unknown, cudnn 91002", "2.9.1+cu128", True, "", ""),
+        ("NVIDIA A100-SXM4-80GB", "550.90.07, 400.00 W", "2.9.1+cu128", True, "", ""),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "580.95.05, 400.00 W",
+            "2.10.0+cu128",
+            True,
+            "",
+            "NaN on an A100",
+        ),
+        ("NVIDIA A100-SXM4-80GB", "580.95.05, 400.00 W", "2.10.0+cu128", False, "", ""),
+    ],
+)
+def test_published_faults_are_known(gpu, driver, version, compiled, slow, advice, report):
+    """Even if a section failed, as the fault may be why."""
+    report["chosen"]["compiled"] = compiled
+    facts = {"device": gpu, "host": "", "driver, power limit, clock": driver, "torch": version}
+    change(report, facts, "machine", ranks=[1, 2])
+    del report["ranks"][0]["training"]
+    found = judge(report)
+    assert len(found["slow"]) == bool(slow) and all(slow in line for line in found["slow"])
+    assert len(found["advice"]) == bool(advice) and all(advice in line for line in found["advice"])
+
+
 def test_fast_enough_ranks_are_not_named(report):
     change(report, 668e12, "products", ranks=[5])  # 7 %
     assert judge(report)["slow"] == []
@@ -391,19 +471,48 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
         return attend
 
     monkeypatch.setattr(train_gpt, "try_attention", try_attention)
-    found = preflight.attention_times(hp, runtime)
+    names = train_gpt.AUTO_KERNELS["cpu"]
+    found = preflight.attention_times(hp, runtime, names)
     assert found["ms"]["math"] > 0 and found["refused"] == {"flash": "it is wrong"}
     assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
     assert preflight.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
     monkeypatch.setattr(train_gpt, "try_attention", lambda *_: attend)
     now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of flash and math, in turn
     monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: next(now))
-    assert preflight.attention_times(hp, runtime)["ms"] == {"flash": 1.0, "math": 2.0}
+    assert preflight.attention_times(hp, runtime, names)["ms"] == {"flash": 1.0, "math": 2.0}
     gpu = dataclasses.replace(runtime, device=SimpleNamespace(type="cuda"))
     monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: call() or 1.0)
     monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
     monkeypatch.setattr(train_gpt, "try_fused_mlp", lambda *_: lambda *inputs: sum(inputs))
     assert preflight.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_each_build_of_flash_attention_is_timed(installed, run_of, monkeypatch):
+    """The script imports each of them; after that, what is installed."""
+    run, asked, tried = run_of(val=True), [], []
+    wheel, hub, other = preflight.FA3_SOURCES
+    builds = {name: ModuleType(name) for name in (wheel, hub, other)}
+    builds[other].flash_attn_interface = inner = ModuleType("inner")
+
+    def get_kernel(source, **version):
+        asked.append((source, version))
+        train_gpt.require(source != hub, "401 Client Error")
+        return builds[source]
+
+    def try_attention(name, *_):
+        tried.append((name, sys.modules[wheel]))
+        return train_gpt.reference_attention
+
+    monkeypatch.setitem(sys.modules, wheel, builds[wheel] if installed else None)  # ImportError
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    monkeypatch.setattr(train_gpt, "try_attention", try_attention)
+    found = preflight.attention_times(run.hp, run.runtime, preflight.FA3_SOURCES)
+    assert asked == [(hub, {"version": 1}), (other, {"revision": "main"})]
+    assert tried == [("fa3", builds[wheel])] * installed + [("fa3", inner)]
+    assert list(found["ms"]) == [wheel] * installed + [other]
+    assert found["refused"][hub] == "401 Client Error"
+    assert sys.modules.get(wheel) is (builds[wheel] if installed else None)
 
 
 def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):

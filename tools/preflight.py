@@ -14,6 +14,7 @@ takes minutes the first time; a run then finds it in the cache.
 import argparse
 import dataclasses
 import functools
+import importlib
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
@@ -51,6 +53,18 @@ PRODUCTS, COPIES = 0.8, 0.9
 FA3_FORWARD, FA3_BACKWARD, BACKWARD = 371e12, 422e12, 2.5
 HOPPER = ("H100", "H200", "H20", "H800", "GH200")  # GPUs that it needs
 MUCH = 1.1  # times as long as with it, to be worth a line
+# Its builds, and the line after which a run takes that one. `kernels` 0.14 and later refuse the third
+# one, whose publisher they do not trust; earlier ones no longer find the second (published).
+WHEEL, HUB = "flash_attn_interface", "kernels-community/flash-attn3"
+OTHER = "varunneal/flash-attention-3"
+FA3_SOURCES = {
+    WHEEL: "pip install --no-deps flash-attn-3 --find-links "
+    "https://download.pytorch.org/whl/flash-attn-3/",
+    HUB: "pip uninstall -y flash-attn-3; pip install -U kernels",
+    OTHER: "pip uninstall -y flash-attn-3; pip install 'kernels<0.14'; hf download "
+    f"{OTHER} --local-dir fa3; export LOCAL_KERNELS={HUB}=$PWD/fa3",
+}
+DRIVER = 580  # an older one makes steps slower (published, modded-nanogpt)
 STEP_399 = 0.08187  # seconds of #399's step on 8 x H100 (published)
 # Milliseconds of a step without depth recurrence on one of 8 H100s, with the plain and the fused
 # MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of records/.
@@ -185,8 +199,8 @@ def forward_rows(hp: Hyperparameters, runtime: Runtime) -> int:
     return rows // train_gpt.micro_batches(hp, rows, runtime.micro_batch_tokens)
 
 
-def attention_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
-    """What `kernel_times` finds for the kernels of attention, at the run's sizes."""
+def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str]) -> dict[str, dict]:
+    """What `kernel_times` finds for kernels of attention, or for FA3_SOURCES, at the run's sizes."""
     batch, options = (forward_rows(hp, runtime), hp.train_seq_len), {"device": runtime.device}
     heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
     qkv = [torch.randn(*batch, n, hp.head_dim, **options).to(runtime.dtype) for n in heads]
@@ -195,12 +209,31 @@ def attention_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
         document = (torch.arange(batch[1], **options) >= 100).long().expand(batch[0], -1)
 
     def load(name: str) -> Callable[..., torch.Tensor]:
+        if name in FA3_SOURCES:
+            sys.modules[WHEEL] = fa3_build(name)  # what the script imports first
+            name = "fa3"
         attend = train_gpt.try_attention(name, hp, runtime)
         return functools.partial(attend, document=document)
 
-    found = kernel_times(load, train_gpt.AUTO_KERNELS[runtime.device.type], qkv, runtime)
+    installed = sys.modules.get(WHEEL)
+    found = kernel_times(load, names, qkv, runtime)
+    if WHEEL in names:
+        sys.modules.pop(WHEEL, None)
+        if installed:
+            sys.modules[WHEEL] = installed
     train_gpt.load_attention(runtime.attention)  # a trial sets torch's switches
     return found
+
+
+def fa3_build(source: str) -> ModuleType:
+    """A build of FlashAttention 3, downloaded if it is not here. Raises if that cannot be."""
+    if source == WHEEL:
+        return importlib.import_module(WHEEL)
+    from kernels import get_kernel
+
+    version = {"version": 1} if source == HUB else {"revision": "main"}
+    found = get_kernel(source, **version)
+    return getattr(found, WHEEL, found)
 
 
 def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
@@ -464,8 +497,56 @@ def missing_fa3(hp: Hyperparameters, report: dict) -> list[str]:
     fault = "is missing" if "No module" in why else f"was refused ({why})"
     return [
         f"FlashAttention 3 {fault}: attention takes {times:.1f} times as long as with it "
-        "(published, H100); docs/pods.md has the command that installs it"
+        "(published, H100)"
     ]
+
+
+def best_fa3(report: dict) -> list[str]:
+    """How to install the fastest build of FlashAttention 3, and what keeps others from being timed."""
+    if not values(report, "fa3"):
+        return []
+    times, refused = slowest(report, "fa3"), first(report, "fa3", "refused")
+    kernel, found = report["chosen"]["attention"], []
+    ms = slowest(report, "attention").get(kernel, math.inf)
+    taken = next(iter(times), None) if kernel == "fa3" else None
+    best = min(times, key=times.get, default=None)
+    if best != taken and times[best] < (1 - CLEARLY) * ms:
+        text = f"{best} takes {times[best]:.2f} ms, and the run's attention, {taken or kernel}, {ms:.2f}"
+        found.append(f"{text}: {FA3_SOURCES[best]}")
+    why = refused.get(WHEEL, "")
+    if "No module" in why and not times:
+        found.append(f"install FlashAttention 3: {FA3_SOURCES[WHEEL]}")
+    elif "No module" in why and best == HUB:
+        text = (
+            f"{HUB} was slower than another build on an H100 (published, nanochat #540): time the"
+        )
+        found.append(f"{text} official wheel, too: {FA3_SOURCES[WHEEL]}")
+    elif "libcudart" in why:
+        text = f"{why}: the official wheels want that of CUDA 12.6 (published, nanochat #737)"
+        found.append(f"{text}: apt-get install cuda-cudart-12-6")
+    for source, why in refused.items():
+        if "401" in why:
+            text = "kernels 0.16 and later may download an older repository only for known users"
+            found.append(f"{source}: {text} (published, modded-nanogpt ANVIL2): hf auth login")
+    return found
+
+
+def published_faults(report: dict) -> dict[str, list[str]]:
+    """What is known of the drivers and of torch on these GPUs, by the kind of sentence."""
+    slow, advice = [], []
+    for facts in values(report, "machine"):
+        gpu, driver = facts["device"], facts.get("driver, power limit, clock", "").split(".")[0]
+        if any(name in gpu for name in HOPPER) and driver.isdigit() and int(driver) < DRIVER:
+            slow.append(
+                f"the NVIDIA driver is {driver}: before {DRIVER}, a step took some 35 % longer on "
+                "equal H100 nodes, without an error (published, modded-nanogpt ANVIL2)"
+            )
+        if "A100" in gpu and facts["torch"].startswith("2.10.") and report["chosen"]["compiled"]:
+            advice.append(
+                "torch 2.10 compiled to NaN on an A100 (published, modded-nanogpt #268): take "
+                "another torch, or COMPILE=0"
+            )
+    return {"slow": list(dict.fromkeys(slow)), "advice": list(dict.fromkeys(advice))}
 
 
 def limits(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
@@ -536,13 +617,17 @@ def advice(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
     return found
 
 
+def slowest(report: dict, kind: str) -> dict[str, float]:
+    """Milliseconds of each kernel on the slowest rank, for which all others wait."""
+    each = values(report, kind, "ms")
+    return {name: max(rank.get(name, math.inf) for rank in each) for name in each[0]}
+
+
 def fastest(report: dict) -> dict[str, object]:
-    """The knobs that fix the kernels: the automatic choice, unless another one is clearly faster on
-    the slowest rank, for which all others wait."""
+    """The knobs that fix the kernels: the automatic choice, unless another one is clearly faster."""
 
     def best(kind: str) -> str:
-        each, chosen = values(report, kind, "ms"), report["chosen"][kind]
-        times = {name: max(rank.get(name, math.inf) for rank in each) for name in each[0]}
+        times, chosen = slowest(report, kind), report["chosen"][kind]
         name = min(times, key=times.get)
         return name if times[name] < (1 - CLEARLY) * times.get(chosen, math.inf) else chosen
 
@@ -554,14 +639,14 @@ def judge(hp: Hyperparameters, report: dict) -> dict:
     parts = ("machine", "products", "copies", "attention", "mlp", "training", "evaluation")
     complete = all(len(values(report, part)) == len(report["ranks"]) for part in parts)
     complete = complete and first(report, "data") is not None
-    report = report | {"slow": [], "advice": []}
+    report = report | published_faults(report)
     if complete:
         report |= {"expected": expected(hp, report), "bound": bound(hp, report)}
-        report["slow"] = slow_ranks(report) + slow_hardware(report)
+        report["slow"] += slow_ranks(report) + slow_hardware(report)
         report["slow"] += slow_step(hp, report) + missing_fa3(hp, report)
         limited, advised = limits(hp, report), advice(hp, report)
         report["slow"] += [sentence for sentence, _ in limited]
-        report["advice"] = [sentence for sentence, _ in advised]
+        report["advice"] += best_fa3(report) + [sentence for sentence, _ in advised]
         knobs = fastest(report)
         if "halved" in report["chosen"]:  # so that a run need not try
             knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"]
@@ -646,6 +731,7 @@ LINES: dict[str, Callable[[dict], str]] = {
     "copies": lambda report: f"{scaled(report, 'copies', 1e9, ',.0f')} GB/s",
     "collectives": about_collectives,
     "attention": functools.partial(about_kernels, kind="attention"),
+    "fa3": functools.partial(about_kernels, kind="fa3"),
     "mlp": functools.partial(about_kernels, kind="mlp"),
     "training": about_training,
     "evaluation": about_evaluation,
@@ -687,7 +773,7 @@ class Check:
         self.comm = runtime.comm
         chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
         chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
-        chosen["rows"] = forward_rows(hp, runtime)
+        chosen |= {"rows": forward_rows(hp, runtime), "compiled": runtime.compiled}
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
         self.report["ranks"] = [{} for _ in range(self.comm.size)]
 
@@ -747,7 +833,10 @@ def check(hp: Hyperparameters) -> dict:
             lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
             alone=False,
         )
-        section("attention", attention_times, hp, runtime)
+        names = train_gpt.AUTO_KERNELS[runtime.device.type]
+        section("attention", attention_times, hp, runtime, names)
+        hopper = any(name in runtime.device_name() for name in HOPPER)
+        section("fa3", lambda: attention_times(hp, runtime, FA3_SOURCES) if hopper else None)
         section("mlp", mlp_times, hp, runtime)
         if not runtime.comm.broadcast(section.report["errors"]):
             val = train_gpt.read_validation(hp, runtime.device)
