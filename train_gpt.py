@@ -40,6 +40,7 @@ import functools
 import gc
 import hashlib
 import io
+import itertools
 import json
 import linecache
 import lzma
@@ -2122,7 +2123,7 @@ class Calibration:
         count = sum(parameter.numel() for parameter in model.parameters())
         self.weight = (count / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
-        self.sums: dict[str, Tensor] = {}
+        self.sums: Tensors = {}
         for kind, name, view in artifact_tensors(self.parameters):
             if kind:
                 self.sums[f"{name}.cost"] = torch.zeros(view.shape[:2], device=view.device)
@@ -2227,17 +2228,17 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     costs = weights[:, None] * (targets[:, None] - integers).square()
     total = costs.new_full((states, costs.size(2)), math.inf)
     total[0] = 0
-    taken, found = [], []
+    taken, path = [], []
+    # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
         first, second = total.index_select(0, previous).add_(cost).split(states)
         taken.append(second < first)
         total = torch.minimum(first, second)
     state = total.argmin(dim=0, keepdim=True)
-    for choice, row in zip(taken[::-1], integers.flip(0), strict=True):
-        edge = state + states * choice.gather(0, state)
-        state = previous[edge]
-        found.append(row.gather(0, remainder[edge]))
-    return torch.cat(found[::-1])
+    for choice in taken[::-1]:
+        path.append(state.add(choice.gather(0, state), alpha=states))
+        state = previous.take(path[-1])
+    return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
 
 
 def to_segments(columns: Tensor) -> Tensor:
@@ -2258,7 +2259,7 @@ def trellis_bits(codes: Tensor, states: int) -> Tensor:
 
 
 class Quantiser:
-    """Rounds the matrices of one kind to codes times the step of a row.
+    """Rounds matrices of one shape to codes times the step of a row.
 
     Rounding a weight costs step^2 / 12 times its sensitivity, and twice the step saves one bit. So
     at given bytes the total loss is lowest when each weight adds the same loss.
@@ -2268,32 +2269,35 @@ class Quantiser:
     as many bits as before, and the choice of the path makes the squared error a fifth smaller."""
 
     def __init__(
-        self, kind: Matrix, rows: Tensor, hp: Hyperparameters, calibration: dict[str, Tensor]
+        self, kinds: list[Matrix], rows: Tensor, hp: Hyperparameters, calibration: Tensors
     ):
-        """`rows` are (L, out, in), `calibration` is empty or what `Calibration` sums."""
-        self.rows, self.hp, self.limit = rows, hp, code_limit(kind, hp)
+        """`rows` are (N, out, in), with L matrices of each of the kinds; `calibration` is empty or
+        what `Calibration` sums."""
+        self.rows, self.hp, self.limit = rows, hp, code_limit(kinds[0], hp)
+        self.kinds, self.calibrated = len(kinds), bool(calibration)
         self.published = hp.row_range == "published"
         self.states = 0 if self.published else hp.trellis_states
-        self.deviation = (rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()  # (L, out, 1)
+        self.deviation = (rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()  # (N, out, 1)
         # Nats per token that a squared error of 1 costs, if all weights were like those of the row
         self.cost = self.deviation**-2.0
         if calibration:
-            cost = calibration[f"{kind.name}.cost"][..., None]
+            cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])[..., None]
             # Rows that the calibration has hardly seen are not free of cost.
             self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-        eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows), -1, -1)
+        eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows) // self.kinds, -1, -1)
         # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. The tied
         # table is also looked up. A lookup needs all columns alike, not those of large inputs.
-        damping = 0.01 if self.published else 0.1 if kind.bank else 1.0
-        self.hessian = damped(calibration.get(kind.reads, eye), damping)
+        damping = 0.01 if self.published else 0.1 if kinds[0].bank else 1.0
+        hessians = [calibration.get(kind.reads, eye) for kind in kinds]
+        self.hessian = damped(torch.cat(hessians), damping)
         self.factor = inverse_factor(self.hessian)
 
     def steps(self, loss: float) -> Tensor:
-        """(L, out, 1), where rounding all matrices of the model so costs `loss` nats per token."""
+        """(N, out, 1), where rounding all matrices of the model so costs `loss` nats per token."""
         if self.published:
             return row_steps(self.rows, self.hp, self.limit)
         # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
-        pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (L, in)
+        pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
         # A finer step has no code for the largest weight. Odd states have no zero, which costs much
@@ -2307,10 +2311,10 @@ class Quantiser:
         bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
         return float(bits.sum()) * self.rows.size(2) / 8
 
-    def round(self, loss: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes, steps, nats per token that the errors are expected to cost, times the number of
-        the model's weights). The last is half the product of errors and Kronecker factors of the
-        Fisher matrix (K-FAC)."""
+    def round(self, loss: float) -> Iterator[tuple[Tensor, ...]]:
+        """Of each kind (codes, steps, nats per token (L,) that the errors are expected to cost,
+        times the number of the model's weights). The last is half the product of errors and
+        Kronecker factors of the Fisher matrix (K-FAC)."""
         steps = self.steps(loss)
         unit = steps / 2 if self.states else steps
         weights = to_segments(self.cost * steps.square()).flatten(1)
@@ -2324,8 +2328,18 @@ class Quantiser:
 
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
-        expected = (self.cost * errors * (errors @ self.hessian)).sum()
-        return (integers / 2).floor() if self.states else integers, steps, expected
+        expected = (self.cost * errors * (errors @ self.hessian)).sum(dim=(1, 2))
+        codes = (integers / 2).floor() if self.states else integers
+        return zip(*(part.chunk(self.kinds) for part in (codes, steps, expected)), strict=True)
+
+
+def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> list[Quantiser]:
+    """Those of all matrices. Neighbours of one shape, such as k and v, are rounded together, as a
+    GPU takes no longer for both."""
+    matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
+    groups = itertools.groupby(matrices, key=lambda pair: (bool(pair[0].bank), pair[1].shape))
+    pairs = [zip(*group, strict=True) for _, group in groups]
+    return [Quantiser(kinds, torch.cat(views), hp, calibration) for kinds, views in pairs]
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
@@ -2338,7 +2352,7 @@ MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
 STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
 
 
-def meta_parameters(hp: Hyperparameters) -> dict[str, Tensor]:
+def meta_parameters(hp: Hyperparameters) -> Tensors:
     """The model's parameters by name, without memory. Raises UserError if it is too large for an
     artifact."""
     with torch.device("meta"):
@@ -2353,7 +2367,7 @@ def meta_parameters(hp: Hyperparameters) -> dict[str, Tensor]:
     return weights
 
 
-def artifact_tensors(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None, str, Tensor]]:
+def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Tensor]]:
     """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
     (L, out, in)."""
     for kind in MATRICES:
@@ -2365,23 +2379,24 @@ def artifact_tensors(weights: dict[str, Tensor]) -> Iterator[tuple[Matrix | None
 
 
 def pack_artifact(
-    weights: dict[str, Tensor],
+    weights: Tensors,
     hp: Hyperparameters,
-    calibration: dict[str, Tensor] | None = None,
+    quantisers: list[Quantiser] | None = None,
     metadata: dict | None = None,
     loss: float = FINEST,
 ) -> bytes:
-    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
+    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token; without
+    quantisers, by those without calibration."""
     encode, _ = CODERS[hp.compressor]
+    quantisers = quantisers or make_quantisers(weights, hp, {})
+    rounded = (parts for quantiser in quantisers for parts in quantiser.round(loss))
     streams, plain, expected = [], [], {}
     count = sum(tensor.numel() for tensor in weights.values())
     for kind, name, tensor in artifact_tensors(weights):
-        if kind is None:
-            values = tensor.half()
-        else:
-            quantiser = Quantiser(kind, tensor, hp, calibration or {})
-            codes, steps, cost = quantiser.round(loss)
-            expected[name] = float(cost) / count
+        values = tensor.half()
+        if kind:
+            codes, steps, cost = next(rounded)
+            expected[name] = float(cost.sum()) / count
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
             values = steps.to(STEP_TYPES[hp.row_range])
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
@@ -2390,8 +2405,8 @@ def pack_artifact(
         "version": ARTIFACT_VERSION,
         **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
         "row_range": hp.row_range,
-        "trellis_states": quantiser.states,
-        "expected_loss": expected if calibration else {},
+        "trellis_states": quantisers[0].states,
+        "expected_loss": expected if quantisers[0].calibrated else {},
         "coder": hp.compressor,
         **(metadata or {}),
         "code_bytes": [len(stream) for stream in streams],
@@ -2407,20 +2422,16 @@ def pack_artifact(
 
 
 def fit_artifact(
-    weights: dict[str, Tensor],
+    weights: Tensors,
     hp: Hyperparameters,
-    calibration: dict[str, Tensor],
+    calibration: Tensors,
     metadata: dict,
     max_bytes: float,
     log: Callable,
 ) -> bytes:
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; the smallest that was made if none fits."""
-    quantisers = [
-        Quantiser(kind, view, hp, calibration)
-        for kind, _, view in artifact_tensors(weights)
-        if kind
-    ]
+    quantisers = make_quantisers(weights, hp, calibration)
     losses = [FINEST * 2 ** (i / 512) for i in range(20_000)]  # to the widest steps
 
     def entropy(loss: float) -> float:
@@ -2431,7 +2442,7 @@ def fit_artifact(
         loss = losses[bisect.bisect_left(losses[:-1], -wanted, key=lambda loss: -entropy(loss))]
         if loss in blobs:
             break
-        blob = blobs[loss] = pack_artifact(weights, hp, calibration, metadata, loss)
+        blob = blobs[loss] = pack_artifact(weights, hp, quantisers, metadata, loss)
         if len(blob) <= max_bytes and (len(blob) >= 0.999 * max_bytes or loss == FINEST):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
@@ -2479,7 +2490,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     return header, hp, dict(zip(names, map(stream.read, sizes), strict=True)), values
 
 
-def load_artifact(blob: bytes) -> dict[str, Tensor]:
+def load_artifact(blob: bytes) -> Tensors:
     """The artifact's weights by parameter name, in fp32. Raises an error like `open_artifact`."""
     header, hp, streams, values = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
@@ -2686,7 +2697,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     }
 
 
-def export(run: Run, calibration: dict[str, Tensor], training: dict) -> tuple[bytes, int]:
+def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     """Rank 0 quantises, packs and writes the artifact, with facts about the training. Returns its
     bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.runtime.comm
@@ -3329,8 +3340,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 # Their versions are logged; the last three decide the speed of kernels.
-PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "zstandard"]
-PACKAGES += ["triton", "flash_attn_3", "kernels"]
+PACKAGES = "torch numpy sentencepiece constriction zstandard triton flash_attn_3 kernels".split()
 
 
 class Log(contextlib.AbstractContextManager):
@@ -3366,8 +3376,7 @@ class Log(contextlib.AbstractContextManager):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
-            text = str(error) if isinstance(error, UserError) else repr(error)
-            self(f"error: {text}", console=False)
+            self(f"error: {error_message(error)}", console=False)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
@@ -3983,7 +3992,7 @@ def banded_attention(
     if document is None:
         document = torch.zeros(batch, time, device=q.device)
 
-    def of_chunks(t: Tensor, before: int, padding: float = 0.0) -> Tensor:
+    def of_chunks(t, before, padding=0.0):
         """Each chunk of t (B, T, ...) and the positions before it, (B * chunks, before + chunk,
         ...)."""
         sides = (0, 0) * (t.dim() - 2) + (before, -time % chunk)
@@ -4074,8 +4083,8 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
 
 
 def load_attention(name: str) -> Callable:
-    """The kernel called `name`. Sets torch's kernel switches as a side effect; raises if the kernel
-    is missing."""
+    """The kernel called `name`, a function like `reference_attention`. Sets torch's kernel switches
+    as a side effect; raises if the kernel is missing."""
     # Else the cache on disk answers with a graph of another kernel.
     torch.compiler.config.cache_key_tag = name
     if name == "fa3":
@@ -4084,9 +4093,7 @@ def load_attention(name: str) -> Callable:
     for kernel in KERNELS[1:]:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
-    ) -> Tensor:
+    def attend(q, k, v, band=0, document=None):
         if band and q.size(1) == k.size(1):
             return banded_attention(attend, q, k, v, band, document)
         on_cpu = q.device.type == "cpu"
@@ -4124,9 +4131,7 @@ def load_fa3() -> Callable:
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)
         fa3 = getattr(fa3, "flash_attn_interface", fa3)  # some builds export only this module
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
-    ) -> Tensor:
+    def attend(q, k, v, band=0, document=None):
         options = {
             "causal": True,
             "window_size": (band - 1, 0) if band else (-1, -1),
@@ -4196,7 +4201,7 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable:
     if device.type == "cuda":
         programs = torch.cuda.get_device_properties(device).multi_processor_count
 
-    def product(a: Tensor, b: Tensor, scale: Tensor, slopes: Tensor, forward: bool) -> Tensor:
+    def product(a, b, scale, slopes, forward):
         """z = a (n, k) @ b (m, k)^T: f(z) times scale (n, 1), with f the squared leaky ReLU and its
         derivative written to `slopes` (n, m), or else z times `slopes`."""
         out = torch.empty_like(slopes)
@@ -4216,7 +4221,7 @@ def load_fused_mlp(slope: float, device: torch.device) -> Callable:
         )
         return out
 
-    def fused(x: Tensor, scale: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def fused(x, scale, up, down):
         return FusedMLP.apply(x.flatten(0, -2), scale.flatten(0, -2), up, down, product).view_as(x)
 
     return fused

@@ -65,13 +65,11 @@ def test_training(elsewhere, changes):
 def test_export(elsewhere):
     """Up to the codes. The coder runs on the CPU."""
     run = elsewhere()
-    weights, (calibration, _), seen = run.optimizer.weights(), run.calibrate(range(1)), 0
-    for kind, _, tensor in train_gpt.artifact_tensors(weights):
-        if kind is not None:
-            quantiser = train_gpt.Quantiser(kind, tensor, run.hp, calibration)
-            assert on_device(*quantiser.round(1e-9))
-            seen += 1
-    assert seen == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
+    calibration, _ = run.calibrate(range(1))
+    quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
+    rounded = [parts for quantiser in quantisers for parts in quantiser.round(1e-9)]
+    assert all(on_device(*parts) for parts in rounded)
+    assert len(rounded) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:

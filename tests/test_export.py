@@ -306,7 +306,7 @@ def test_steps_follow_from_the_cost_of_a_row(states, divisor):
 
     def steps(loss=0.04 / divisor, **changes):
         calibration = {"q": torch.eye(2)[None], "q.cost": squares} | changes
-        return train_gpt.Quantiser(kind, rows, hp, calibration).steps(loss)
+        return train_gpt.Quantiser([kind], rows, hp, calibration).steps(loss)
 
     # The costs are the squares and 5 % of their mean, 2; four bits are left.
     wanted = (0.04 / (squares + 0.1)).sqrt()
@@ -320,7 +320,7 @@ def test_steps_follow_from_the_cost_of_a_row(states, divisor):
     for loss, expected in (1e9, 2 * deviation), (1e-12, torch.tensor([0.5, 1, 0]) / 2000):
         assert ((steps(loss)[0, :, 0] - expected).abs() <= expected / 16 + 1e-9).all()
     # Without calibration they follow the deviation.
-    plain = train_gpt.Quantiser(kind, rows, hp, {}).steps(0.04 / divisor)[0, :2, 0]
+    plain = train_gpt.Quantiser([kind], rows, hp, {}).steps(0.04 / divisor)[0, :2, 0]
     assert ((plain / deviation[:2] / 0.2 - 1).abs() < 1 / 16).all()
 
 
@@ -331,12 +331,12 @@ def test_errors_weigh_what_they_cost():
     squares = torch.ones(1, 64)
     squares[0, ::2] = 1e-4  # their steps are at most twice the deviation
     kind, hp = train_gpt.MATRICES[0], Hyperparameters()
-    quantiser = train_gpt.Quantiser(kind, rows, hp, {"q.cost": squares})
-    codes, steps, expected = quantiser.round(0.02)
+    quantiser = train_gpt.Quantiser([kind], rows, hp, {"q.cost": squares})
+    [(codes, steps, expected)] = quantiser.round(0.02)
     integers = walked(codes)
     errors = (rows - integers * steps / 2).square()
     cost = quantiser.cost * errors
-    torch.testing.assert_close(expected, cost.sum())
+    torch.testing.assert_close(expected[0], cost.sum())
     plain = train_gpt.viterbi(rows[0] / steps[0] * 2, torch.ones(64, 400), 8)
     assert cost.sum() < 0.9 * (quantiser.cost * (rows - plain * steps / 2).square()).sum()
     # Of random errors of the dear rows, a fifteenth of the step's square is left.
@@ -359,7 +359,8 @@ def test_rounding_costs_what_was_expected(run_of):
         return float(torch.stack(losses).double().mean())
 
     for loss in (0.004, 0.016):
-        blob = train_gpt.pack_artifact(weights, run.hp, calibration, loss=loss)
+        quantisers = train_gpt.make_quantisers(weights, run.hp, calibration)
+        blob = train_gpt.pack_artifact(weights, run.hp, quantisers, loss=loss)
         expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values())
         assert expected == pytest.approx(loss, rel=0.3)
         rounded = train_gpt.load_artifact(blob)
@@ -508,7 +509,7 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
             codes, steps = quantised(original, hp, 31 if kind.bank else 127)
             assert torch.equal(found, codes * steps), name
         else:
-            codes, steps, _ = train_gpt.Quantiser(kind, original, hp, {}).round(loss)
+            [(codes, steps, _)] = train_gpt.Quantiser([kind], original, hp, {}).round(loss)
             plain = "TRELLIS_STATES" in knobs
             assert torch.equal(found, codes * steps if plain else walked(codes) * steps / 2), name
             assert (found - original).square().mean() < 1.2 * steps.square().mean() / 12, name
@@ -849,12 +850,21 @@ def test_target_is_met(changes, gptq, hyperparameters):
         for kind, name, view in train_gpt.artifact_tensors(weights):
             if kind:
                 calibration[f"{name}.cost"] = torch.rand(view.shape[:2]) + 0.1
-        for name in [kind.reads for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]:
+        kinds = (*train_gpt.MATRICES, *train_gpt.TABLES)
+        for seed, name in enumerate(kind.reads for kind in kinds if kind.reads):
             inputs = [
-                correlated(matrix.size(1), 99, layer) for layer, matrix in enumerate(matrices[name])
+                correlated(matrix.size(1), 99, 3 * seed + layer)
+                for layer, matrix in enumerate(matrices[name])
             ]
             calibration[name] = torch.stack([x.T @ x for x in inputs])
-    free = len(train_gpt.pack_artifact(weights, hp, calibration))
+    quantisers = train_gpt.make_quantisers(weights, hp, calibration)
+    assert [one.kinds for one in quantisers[:2]] == [2, 2]  # matrices of one shape go together
+    together = [parts for one in quantisers for parts in one.round(0.01)]
+    for kind, _, view in train_gpt.artifact_tensors(weights):
+        if kind:
+            [alone] = train_gpt.Quantiser([kind], view, hp, calibration).round(0.01)
+            torch.testing.assert_close(together.pop(0), alone)
+    free = len(train_gpt.pack_artifact(weights, hp, quantisers))
     for enough in (math.inf, free):
         blob = train_gpt.fit_artifact(weights, hp, calibration, {}, enough, lines.append)
         assert len(blob) == free and not lines
