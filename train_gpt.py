@@ -113,6 +113,7 @@ with importing("requirements.txt"):
     import torch.nn.functional as F
     from torch import Tensor, nn
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.linalg import vector_norm
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
@@ -553,6 +554,10 @@ class LayerCall(NamedTuple):
         return y + (x @ a.mT @ b.mT).view_as(y)
 
 
+def count_numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2)) over the last dimension, in x's dtype."""
     return F.rms_norm(x, (x.size(-1),), eps=NORM_EPS)
@@ -877,7 +882,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int, coefficients: str) 
     """Push the singular values of each matrix of g (r, m, n), scaled to norm 1, towards 1 (Muon,
     Keller Jordan 2024), by iterations X <- aX + (bA + cA^2)X with A = XX^T, mirrored for tall X.
     Zero matrices stay zero."""
-    x = (g / (torch.linalg.vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
+    x = (g / (vector_norm(g, dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     table = NEWTON_SCHULZ[coefficients]
     tall = x.size(-2) > x.size(-1)
     for step in range(steps):
@@ -897,9 +902,9 @@ def muon_update(
     shard.momentum.mul_(momentum).add_(grad)
     update = grad + momentum * shard.momentum
     if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
-        norm = torch.linalg.vector_norm(update, dim=-1, keepdim=True)
+        norm = vector_norm(update, dim=-1, keepdim=True)
         if shard.transposed is not None:
-            of_columns = torch.linalg.vector_norm(update, dim=-2, keepdim=True)
+            of_columns = vector_norm(update, dim=-2, keepdim=True)
             norm = torch.where(shard.transposed, of_columns, norm)
         update = update / norm.clamp(min=1e-7)
     update = newton_schulz(update, shard.owned_rows.dtype, hp.muon_backend_steps, hp.muon_coeffs)
@@ -1068,8 +1073,7 @@ class ParallelMuon:
         for arrived in reduced:
             arrived()
         norms = [
-            torch.linalg.vector_norm(shard.grad_shard, dtype=torch.float32)
-            for shard in self.banks.values()
+            vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()
         ]
         self.squares.copy_(torch.stack(norms).square().sum() / self.comm.replicate.size)
         # Last, as NCCL may hang if two groups that share ranks run collectives in either order.
@@ -1077,7 +1081,7 @@ class ParallelMuon:
 
     def gradient_norm(self) -> Tensor:
         """Norm () of the reduced gradient, the same on all ranks, or replicas would drift apart."""
-        return (self.squares + torch.linalg.vector_norm(self.flat_grad).square()).sqrt()
+        return (self.squares + vector_norm(self.flat_grad).square()).sqrt()
 
     def update_small(self, clip: Tensor, lr_scale: float) -> None:
         """AdamW on the small parameters while the all-gathers run; the same on all ranks."""
@@ -1516,10 +1520,8 @@ class Run:
         self.clock.pause()
         if batches:
             seconds, took, used = self.clock.elapsed(), sum(times), len(times)
-            if used < batches:
-                self.log(f"note: GPTQ took {used} of {batches} batches: the time limit is near")
             self.log(
-                f"gptq: Hessians of {used * self.hp.train_batch_tokens} training tokens took "
+                f"gptq: {used} of {batches} batches, within the time limit, took "
                 f"{1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
                 event="gptq",
                 batches=used,
@@ -1907,7 +1909,7 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
     chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
     sequences = chunk.unfold(0, length + 1, length)
     mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
-    total = torch.zeros(sum(p.numel() for p in parameters), device=runtime.device)
+    total = torch.zeros(count_numbers(parameters), device=runtime.device)
     for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
         loss = scorer.forward(
             rows[:, :-1], rows[:, 1:], config=scorer.config, refused=scorer.val.refused
@@ -1917,7 +1919,7 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
         gradients = torch.autograd.grad(loss, parameters, materialize_grads=True)
         total += torch.cat([gradient.float().flatten() for gradient in gradients])
     runtime.comm.all_reduce(total)()
-    return total * (1 / (torch.linalg.vector_norm(total) + 1e-6)).clamp(max=1)
+    return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
@@ -2120,7 +2122,7 @@ class Calibration:
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
         self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
-        count = sum(parameter.numel() for parameter in model.parameters())
+        count = count_numbers(model.parameters())
         self.weight = (count / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
         self.sums: Tensors = {}
@@ -2166,7 +2168,7 @@ class Calibration:
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """The Hessian (L, in, in) with its diagonal raised by this part of its mean, which is then
     scaled to 1."""
-    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None]
+    mean = hessian.diagonal(0, 1, 2).mean(dim=-1)[:, None, None]
     eye = torch.eye(hessian.size(-1), device=hessian.device)
     return (hessian / mean.clamp(min=1e-30) + damping * eye) / (1 + damping)
 
@@ -2174,7 +2176,7 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
     of the Hessian in this order)."""
-    order = hessian.diagonal(dim1=-2, dim2=-1).argsort(dim=-1, descending=True)
+    order = hessian.diagonal(0, 1, 2).argsort(dim=-1, descending=True)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -2297,7 +2299,7 @@ class Quantiser:
         if self.published:
             return row_steps(self.rows, self.hp, self.limit)
         # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
-        pivots = self.factor[1].diagonal(dim1=-2, dim2=-1) ** -2.0  # (N, in)
+        pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
         # A finer step has no code for the largest weight. Odd states have no zero, which costs much
@@ -2358,7 +2360,7 @@ def meta_parameters(hp: Hyperparameters) -> Tensors:
     with torch.device("meta"):
         model = GPT(hp, None, torch.float32)
     weights = dict(model.named_parameters())
-    count = sum(tensor.numel() for tensor in (*weights.values(), model.cos))
+    count = count_numbers((*weights.values(), model.cos))
     require(
         count <= MAX_WEIGHTS,
         f"{count} weights and rotary factors exceed the limit of {MAX_WEIGHTS} of an artifact: "
@@ -2391,7 +2393,7 @@ def pack_artifact(
     quantisers = quantisers or make_quantisers(weights, hp, {})
     rounded = (parts for quantiser in quantisers for parts in quantiser.round(loss))
     streams, plain, expected = [], [], {}
-    count = sum(tensor.numel() for tensor in weights.values())
+    count = count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
         values = tensor.half()
         if kind:
@@ -2432,7 +2434,7 @@ def fit_artifact(
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; the smallest that was made if none fits."""
     quantisers = make_quantisers(weights, hp, calibration)
-    losses = [FINEST * 2 ** (i / 512) for i in range(20_000)]  # to the widest steps
+    losses = np.geomspace(FINEST, 2.0**39 * FINEST, 20_000)  # to the widest steps
 
     def entropy(loss: float) -> float:
         return sum(one.entropy(loss) for one in quantisers)
@@ -2660,7 +2662,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
     log(
-        f"model_params:{sum(p.numel() for p in run.model.parameters())} "
+        f"model_params:{count_numbers(run.model.parameters())} "
         f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
         f"train_shards:{len(run.loader.stream.paths)} "
         f"accumulation:{run.accumulation} rows:{run.loader.rows // run.accumulation}"
@@ -2703,12 +2705,11 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     hp, log, comm = run.hp, run.log, run.runtime.comm
     started = time.perf_counter()
     weights = run.optimizer.weights()
-    kept = None
+    count, kept = count_numbers(weights.values()), None
     fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
     max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
     if comm.rank == 0:
-        count = sum(w.numel() for w in weights.values())
         log(f"export: coding {count:,} weights, {'GPTQ' if calibration else 'no calibration'}")
         metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
         blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log)
@@ -2721,7 +2722,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         "make the model smaller",
     )
     if expected := open_artifact(blob)[0]["expected_loss"]:
-        bits = 8 * len(blob) / sum(tensor.numel() for tensor in weights.values())
+        bits = 8 * len(blob) / count
         log(
             f"export: {bits:.2f} bits per weight, "
             f"expected loss of rounding {sum(expected.values()):.4f} nats",
@@ -3340,7 +3341,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 # Their versions are logged; the last three decide the speed of kernels.
-PACKAGES = "torch numpy sentencepiece constriction zstandard triton flash_attn_3 kernels".split()
+PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "zstandard"]
+PACKAGES += ["triton", "flash_attn_3", "kernels"]
 
 
 class Log(contextlib.AbstractContextManager):
@@ -3531,7 +3533,7 @@ class Checkpoints:
         path = self.folder / f"step_{step:08d}.npz"
         try:
             for name, tensor in tensors.items():
-                require(torch.linalg.vector_norm(tensor).isfinite(), f"{name} is not finite")
+                require(vector_norm(tensor).isfinite(), f"{name} is not finite")
             with replacing(path) as partial, open(partial, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
@@ -3617,7 +3619,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
 
 def require_space(hp: Hyperparameters) -> None:
     """Raise UserError if the disk has no room for log, artifact and checkpoints."""
-    weights = sum(tensor.numel() for tensor in meta_parameters(hp).values())
+    weights = count_numbers(meta_parameters(hp).values())
     need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
     if hp.checkpoint_every:
         # Up to four fp32 numbers per weight; two are kept while a third is written.
