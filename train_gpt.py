@@ -166,7 +166,6 @@ LIMITS = {
     "choices": ("one of", lambda value, choices: value in choices),
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
-COMPILE = ("auto", "0", "1", "train")
 # Attention kernels, in the order that ATTENTION=auto tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -298,7 +297,7 @@ class Hyperparameters:
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: a GPU if there is one", "run", choices=("auto", "cuda", "cpu"))
     attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
-    compile: str = knob("auto", "auto: not for EVAL_ONLY on a CPU; train: training only", "run", choices=COMPILE)
+    compile: str = knob("auto", "auto: on a CPU training only", "run", choices=("auto", "0", "1"))
     fused_mlp: bool = knob(False, "fused Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
 
@@ -1285,7 +1284,9 @@ class Run:
             self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
-        self.eval_forward = self.model if hp.compile == "train" else self.forward
+        # There most texts are scored before their forward would be compiled.
+        eager = runtime.device.type == "cpu" and hp.compile == "auto"
+        self.eval_forward = self.model if eager else self.forward
         # Takes a config and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
@@ -1295,7 +1296,6 @@ class Run:
         self.in_flight = []
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
-        self.bpb = ""  # of the last validation, for the progress bar
 
     def fits(self) -> bool:
         """Whether all GPUs have memory for the gradients of a step and GPTQ's eager forward; the
@@ -1413,8 +1413,7 @@ class Run:
             train_loss=loss,
             tokens_per_second=rate,
             bar=(
-                f"training: step {step}, loss {loss:.4f}, {self.bpb}{rate:,.0f} tokens/s, "
-                f"{eta:.0f} s left",
+                f"training: step {step}, loss {loss:.4f}, {rate:,.0f} tokens/s, {eta:.0f} s left",
                 max(step / hp.iterations, seconds / clock.cap),
             ),
             **settings._asdict(),
@@ -1440,7 +1439,6 @@ class Run:
         passes = final_passes(self.hp, looping)
         config, stride = passes.get("banded", passes["roundtrip"])
         score = self.make_scorer(config, stride, self.log, "validation").score_all()
-        self.bpb = f"bpb {score.val_bpb:.4f}, "
         self.log_progress(
             "val",
             step,
@@ -1802,9 +1800,8 @@ class Evaluator:
         bpb = total / math.log(2) / max(nbytes, 1)
         done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
         eta = (self.reported - self.started) * (1 / done - 1)
-        way = f"band:{self.config.band}" if self.config.band else f"stride:{self.stride}"
         self.log(
-            f"evaluating {way} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
+            f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
             bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done),
         )
 
@@ -2339,9 +2336,11 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
     """Those of all matrices. Neighbours of one shape, such as k and v, are rounded together, as a
     GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
-    groups = itertools.groupby(matrices, key=lambda pair: (bool(pair[0].bank), pair[1].shape))
-    pairs = [zip(*group, strict=True) for _, group in groups]
-    return [Quantiser(kinds, torch.cat(views), hp, calibration) for kinds, views in pairs]
+    quantisers = []
+    for _, group in itertools.groupby(matrices, key=lambda pair: pair[1].shape):
+        kinds, views = zip(*group, strict=True)
+        quantisers.append(Quantiser(kinds, torch.cat(views), hp, calibration))
+    return quantisers
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
@@ -3016,7 +3015,7 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     then. So the pairs of a follow from those of y, and likewise those of b (arXiv:2506.07956)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
     texts = pieces.id_to_piece(list(range(pieces.vocab_size())))
-    scores = np.array([pieces.get_score(i) for i in range(len(texts))])
+    scores = np.array(pieces.get_score(list(range(len(texts)))))
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
     merged = np.flatnonzero(np.signbit(scores))
     require(
@@ -3741,10 +3740,8 @@ class Runtime:
         choose_deterministic(hp.deterministic or device.type == "cpu")
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
-        wanted = hp.compile
-        if hp.eval_only and (wanted == "train" or (wanted, device.type) == ("auto", "cpu")):
-            wanted = "0"  # on a CPU most texts are scored before their forward would be compiled
-        compiled, notes = choose_compile(wanted, device)
+        eager = hp.eval_only and device.type == "cpu" and hp.compile == "auto"
+        compiled, notes = choose_compile("0" if eager else hp.compile, device)
         micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
         runtime = cls(comm, device, dtype, compiled, micro, notes)
         yield choose_mlp(hp, choose_attention(hp, runtime))

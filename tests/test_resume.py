@@ -694,7 +694,7 @@ def test_equal_runs_are_equal_bit_for_bit(run_of, tmp_path):
 @pytest.mark.slow
 def test_compiled_runs_on_two_threads_are_equal_bit_for_bit(env, tmp_path):
     """README promises it; the other tests have one thread or compile nothing."""
-    knobs = env(COMPILE="train", OMP_NUM_THREADS=2, TRAIN_BATCH_TOKENS=6144, TRAIN_LOG_EVERY=1)
+    knobs = env(COMPILE="auto", OMP_NUM_THREADS=2, TRAIN_BATCH_TOKENS=6144, TRAIN_LOG_EVERY=1)
     form = r"train_loss:\S+|final_int6_sliding_window_exact val_loss:\S+"
     outputs = [run([ROOT / "train_gpt.py"], {**knobs, "RUN_ID": x}, tmp_path).stdout for x in "ab"]
     one, two = (re.findall(form, output) for output in outputs)

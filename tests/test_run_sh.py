@@ -370,7 +370,7 @@ def test_the_check_has_the_settings_of_the_run(complete):
     settings = "ran tools/demo.py\nran data/demo_corpus.py\n"
     assert on_cpu.stdout == f"{settings}checked 0 1 0 None demo_data\n"
     demo = complete.repository / "tools" / "demo.py"
-    demo.write_text(demo.read_text().replace("NUM_LAYERS", "COMPILE=train\\nNUM_LAYERS"))
+    demo.write_text(demo.read_text().replace("NUM_LAYERS", "COMPILE=auto\\nNUM_LAYERS"))
     compiled = complete.run("check", NPROC="1")
     hint = "the check does not compile; the demonstration does, so its steps are faster\n"
     assert compiled.stdout == f"{settings}{hint}checked 0 1 0 None demo_data\n"

@@ -318,7 +318,7 @@ def test_without_samples_the_last_weights_stay(hyperparameters):
     assert torch.equal(before, model.qo_bank)
 
 
-@pytest.mark.parametrize("wanted", ["1", "train"])
+@pytest.mark.parametrize("wanted", ["1", "auto"])
 def test_evaluation_is_compiled_unless_only_training_is(run_of, wanted):
     run = run_of(parts={"compiled": True}, COMPILE=wanted)
     assert run.forward is not run.model

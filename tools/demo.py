@@ -50,7 +50,7 @@ SIZES = {
     },
     "large": {
         "NUM_LAYERS": 6, "MODEL_DIM": 256, "NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 4, "TRAIN_SEQ_LEN": 512,
-        "EVAL_SEQ_LEN": 512, "TRAIN_BATCH_TOKENS": 4096, "COMPILE": "train", "MAX_WALLCLOCK_SECONDS": 150,
+        "EVAL_SEQ_LEN": 512, "TRAIN_BATCH_TOKENS": 4096, "COMPILE": "auto", "MAX_WALLCLOCK_SECONDS": 150,
     },
 }
 # For some hundred steps: shorter averages and momentum warm-up, no extra graphs.
