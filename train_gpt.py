@@ -583,13 +583,13 @@ class NormRotate(torch.autograd.Function):
     tests/test_model.py compares both forms and their gradients."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x, gain, cos, sin):
         ctx.save_for_backward(x, gain, cos, sin)
         scale = mean_square(x).rsqrt()
         return (rotate(x.float(), cos, sin) * (gain * scale)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx, grad):
         x, gain, cos, sin = ctx.saved_tensors
         scale = mean_square(x).rsqrt()
         back = rotate(grad.float(), cos, -sin)
@@ -952,8 +952,7 @@ class BankShard:
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
         rows = np.arange(len(full))[self.mine].clip(max=self.rows - 1)  # padding is like the last
         kinds = [BANKS[name][row // model.hp.num_layers] for row in rows]
-        shapes = [kind.shape(model.hp) for kind in kinds]
-        scales = [max(1.0, out / into) ** 0.5 for out, into in shapes]
+        scales = [max(1.0, out / into) ** 0.5 for out, into in (k.shape(model.hp) for k in kinds)]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
         transposed = [kind.transposed for kind in kinds]
         flags = torch.tensor(transposed, device=bank.device)[:, None, None]
@@ -1611,7 +1610,7 @@ def stop_signals() -> Iterator[list[signal.Signals]]:
     noted; a second Ctrl-C ends the run at once."""
     received = []
 
-    def note(number: int, frame: object) -> None:
+    def note(number, frame):
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
         received.append(signal.Signals(number))
@@ -2318,7 +2317,7 @@ class Quantiser:
         unit = steps / 2 if self.states else steps
         weights = to_segments(self.cost * steps.square()).flatten(1)
 
-        def to_integers(column: Tensor) -> Tensor:
+        def to_integers(column):
             if not self.states:
                 return to_codes(column, steps, self.limit)
             targets = to_segments((column / unit).clamp(-4000, 4000))  # codes have 12 bits
@@ -2435,7 +2434,7 @@ def fit_artifact(
     quantisers = make_quantisers(weights, hp, calibration)
     losses = np.geomspace(FINEST, 2.0**39 * FINEST, 20_000)  # to the widest steps
 
-    def entropy(loss: float) -> float:
+    def entropy(loss):
         return sum(one.entropy(loss) for one in quantisers)
 
     wanted, blobs = max_bytes, {}
@@ -3223,10 +3222,10 @@ def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
     """(encode, decode) by functions that pack bytes: codes (L, out, in) int16 column by column, as
     columns hold like codes (1.5 % fewer bytes), with zero high bytes."""
 
-    def encode(codes: np.ndarray) -> bytes:
+    def encode(codes):
         return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
-    def decode(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    def decode(blob, shape):
         """Raises an error if the codes are damaged or of another shape."""
         layers, out, width = shape
         codes = from_planes(unpack(blob, 2 * math.prod(shape))) - np.int16(128)
@@ -3373,7 +3372,7 @@ class Log(contextlib.AbstractContextManager):
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
@@ -4231,9 +4230,7 @@ class FusedMLP(torch.autograd.Function):
     `product`."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, scale: Tensor, up: Tensor, down: Tensor, product: Callable
-    ) -> Tensor:
+    def forward(ctx, x, scale, up, down, product):
         slopes = x.new_empty(len(x), len(up))
         hidden = product(x, up, scale, slopes, forward=True)  # (N, M)
         ctx.save_for_backward(x, scale, up, down, hidden, slopes)
@@ -4241,7 +4238,7 @@ class FusedMLP(torch.autograd.Function):
         return F.linear(hidden, down)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         x, scale, up, down, hidden, slopes = ctx.saved_tensors
         # `inner` is the gradient of x @ up^T.
         inner = ctx.product(grad.contiguous(), down.mT.contiguous(), scale, slopes, forward=False)
