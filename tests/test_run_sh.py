@@ -461,7 +461,8 @@ def test_requirements_are_ranges_and_the_constraints_are_in_them():
         specifier = SpecifierSet(requirement.removeprefix(package))
         assert VERSIONS[package].partition("==")[2] in specifier, requirement
     torch = SpecifierSet(wanted["torch"].removeprefix("torch"))
-    assert "2.9.1+cu128" in torch and "2.8.0" not in torch and "2.14.0" not in torch
+    assert "2.9.1+cu128" in torch and "2.15.0" in torch
+    assert "2.8.0" not in torch and "2.16.0" not in torch
 
 
 @pytest.mark.parametrize(
