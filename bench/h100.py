@@ -46,7 +46,7 @@ BANDWIDTH = 3.35e12  # bytes/s of the memory, by the data sheet
 FLOPS = 790e12
 HOST_LINK = 25e9  # bytes/s between host and device
 LAUNCH = 2.5e-6  # seconds that a kernel takes at least
-CUDA = {"2.9.1": 12080, "2.13.0": 13000}  # of the wheels, by torch version
+CUDA = {"2.9.1": 12080, "2.13.0": 13000, "2.15.0": 13020}  # of the wheels, by torch version
 # Libraries whose CUDA calls the pretended driver must answer.
 LIBRARIES = (
     "c10_cuda",

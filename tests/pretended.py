@@ -21,7 +21,6 @@ import train_gpt
 
 def main() -> None:
     step = train_gpt.Run.train_step
-    result = train_gpt.Evaluator.result
 
     def train_step(run, *arguments):
         device = step(run, *arguments).device
@@ -31,13 +30,10 @@ def main() -> None:
     train_gpt.Run.train_step = train_step
     train_gpt.AGREEMENT = float("inf")
 
-    def made_up(self):
-        """The kernels of a pretended GPU compute nothing."""
-        self.nats.fill_(1.0)
-        self.count.fill_(self.val.targets)
-        return result(self)
-
-    train_gpt.Evaluator.result = made_up
+    # The kernels of a pretended GPU compute nothing: no target has a loss, and no value is finite
+    torch.Tensor.all = lambda tensor: torch.tensor(True)
+    made_up = train_gpt.Score(1.0, 1.0, 1.0, 1, 1)
+    train_gpt.Evaluator.result = lambda self: made_up
     torch.cholesky_inverse = torch.zeros_like
     torch.linalg.cholesky = lambda matrix, upper=False: matrix
     encode, decode = train_gpt.CODERS["ans"]

@@ -26,7 +26,7 @@
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-#if CUDART_VERSION >= 13000  // given to the compiler: 12080 for torch 2.9.1, 13000 for torch 2.13
+#if CUDART_VERSION >= 13000  // given to the compiler: 12080 for torch 2.9.1, 13020 for torch 2.15
 #define CUDA13
 #endif
 
@@ -384,6 +384,7 @@ static int context;
 EXPORT int cuCtxGetCurrent(void** current) { *current = &context; return 0; }
 EXPORT int cuCtxGetDevice(int* device) { *device = 0; return 0; }
 EXPORT int cuDevicePrimaryCtxRetain(void** retained, int) { *retained = &context; return 0; }
+EXPORT int cuStreamIsCapturing(void*, int* status) { *status = 0; return 0; }  // Triton 3.9 asks
 EXPORT int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) {
   *flags = 0;
   *active = 1;
