@@ -28,6 +28,7 @@ from program import run_program
 from train_gpt import UserError
 
 VOCAB_SIZE = 1024
+LIBRARY = Path(sysconfig.get_path("stdlib"))
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -64,7 +65,7 @@ def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
     return sorted(chosen)
 
 
-def build(folder: Path, library: Path, val_bytes: int) -> str:
+def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> str:
     """Make the data in `folder` unless it exists. Returns a description of it. Raises UserError."""
     texts = documents(library)
     digest = hashlib.sha256(
@@ -100,13 +101,12 @@ def build(folder: Path, library: Path, val_bytes: int) -> str:
 
 
 def main() -> None:
-    library = Path(sysconfig.get_path("stdlib"))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, help="folder to write")
     parser.add_argument(
-        "--sources", type=Path, default=library, help="folder of the library (default: %(default)s)"
+        "--sources", type=Path, default=LIBRARY, help="folder of the library (default: %(default)s)"
     )
     parser.add_argument(
         "--val-bytes", type=int, default=150_000, help="bytes to hold out (default: %(default)s)"

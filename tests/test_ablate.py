@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import ablate
 import runs
+import shards
 import sweep
 import train_gpt
 from conftest import ROOT, assert_mistake, run, start, user_error
@@ -44,6 +46,11 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert still["difference"] == pytest.approx(np.mean(scores[1]) - np.mean(scores[0]))
     welch = scipy.stats.ttest_ind(*scores, equal_var=False, alternative="greater")
     assert still["difference"] > 0.01 and still["p"] > 0.5
+    # The chance of p below 0.05 at that gain
+    limit, effect = scipy.stats.t.ppf(0.95, welch.df), still["detectable"] / welch._standard_error
+    assert scipy.stats.nct.sf(limit, welch.df, effect) == pytest.approx(0.8, abs=0.05)
+    assert f"still: 2 seeds show a gain of {still['detectable']:.4f} or more" in second.stdout
+    assert json.loads((tmp_path / "a" / "ablation.json").read_text())["score"] == [base, still]
     assert still["p"] == pytest.approx(welch.pvalue)
     assert still["std"] == pytest.approx(np.std(scores[1], ddof=1))
     assert still["before"] == pytest.approx(np.mean(early[1]) - np.mean(early[0]))
@@ -81,6 +88,35 @@ def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
     size |= {"bigram_dim", "train_seq_len", "train_batch_tokens", "run_id"}
     for name in train_gpt.knobs_with("training", "model"):
         assert name in size or getattr(hp, name) == getattr(record, name), name
+
+
+def test_the_stride_follows_a_variants_window(monkeypatch):
+    for name in runs.KNOBS:
+        monkeypatch.delenv(name, raising=False)
+    arguments = small_arguments(tokens_per_weight=0)
+    for text, stride in (("EVAL_SEQ_LEN=64", "64"), ("EVAL_SEQ_LEN=64 EVAL_STRIDE=32", "32")):
+        _, one = ablate.variant(f"x: {text}")
+        assert ablate.environment(arguments, one)["EVAL_STRIDE"] == stride
+    with user_error("EVAL_SEQ_LEN='far' is not a whole number"):
+        ablate.measure({"x": ablate.Variant({"EVAL_SEQ_LEN": "far"})}, arguments)
+
+
+def test_the_demonstrations_data_are_made_unless_a_folder_is_given(tmp_path, monkeypatch):
+    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def build(folder):
+        folder.mkdir()
+        entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
+        shards.write_manifest(folder, files={}, tokenizer=entry)
+
+    monkeypatch.setattr(ablate, "ROOT", tmp_path)
+    monkeypatch.setattr(ablate.demo_corpus, "build", build)
+    for _ in range(2):  # the second time, the folder is given
+        ablate.choose_data()
+        folder = tmp_path / "demo_data"
+        assert [os.environ[name] for name in names] == [f"{folder}", f"{folder}/t.model", "400"]
 
 
 def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, capsys):

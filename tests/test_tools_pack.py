@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 import inspect_artifact
 import pack_code
@@ -259,9 +260,10 @@ def test_inspection(hyperparameters, tmp_path):
     assert re.search(r"^  coder: \"ans\"$", result.stdout, re.M)
     streams = train_gpt.open_artifact(blob)[2]
     for kind, name, view in train_gpt.artifact_tensors(train_gpt.load_artifact(blob)):
-        (line,) = [line for line in lines if line.split()[:1] == [name]]
+        line, *values = [line for line in lines if line.split()[:1] == [name]]
         if kind is None:
             assert line.endswith(f" {2 * view.numel()}   before compression")
+            assert name == "resid_mix" or values
             continue
         stream = streams[name]
         codes = train_gpt.decode_ans(stream, tuple(view.shape))
@@ -272,6 +274,11 @@ def test_inspection(hyperparameters, tmp_path):
         bits = inspect_artifact.order0_entropy(codes) / codes.size
         assert float(entropy) == pytest.approx(bits, abs=1e-4)
         assert float(coded) == pytest.approx(8 * len(stream) / codes.size, abs=1e-4)
+    gain, scale = torch.arange(4.0).view(2, 2), torch.tensor([[1.0] * 20, [3.0] * 19 + [6.0]])
+    found = inspect_artifact.learned("q_gain", gain) + inspect_artifact.learned("a", scale)
+    expected = "0 0 2, 1 1 3, mean 1 3.15, min 1 3, max 1 6"  # a column per layer
+    for line, (label, *values) in zip(found, map(str.split, expected.split(", ")), strict=True):
+        assert line.split()[1:] == [label, *(f"{float(value):.4f}" for value in values)]
     parts = [int(word.strip(",")) for word in lines[-2].split() if word.strip(",").isdigit()]
     assert sum(parts) == len(blob) and len(parts) == 3
     bits = 8 * len(blob) / sum(w.numel() for w in train_gpt.meta_parameters(hp).values())

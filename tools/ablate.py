@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
 """Compare variants with a base: several seeds, equal steps or equal wall clock.
 
-    export DATA_PATH=... TOKENIZER_PATH=...
-    python tools/ablate.py --steps 400 "xsa: XSA_LAST_N=6" "gain: QK_GAIN_INIT=4"
-    python tools/ablate.py --seconds 120 --seeds 1 2 3 "xsa: XSA_LAST_N=6"
-    python tools/ablate.py --tokens-per-weight 100 --jobs 2 "xsa: XSA_LAST_N=11 @1.03"
+    python tools/ablate.py "xsa: XSA_LAST_N=4"          # ten minutes on 2 cores (docs/experiment.md)
+    python tools/ablate.py --steps 1000 "xsa: XSA_LAST_N=4" "gain: QK_GAIN_INIT=4"
+    python tools/ablate.py --seconds 120 --seeds 1 2 3 4 5 "xsa: XSA_LAST_N=4"
+    python tools/ablate.py --tokens-per-weight 100 "xsa: XSA_LAST_N=11 @1.03"
 
-A variant is a name and the knobs in which it differs from the base: the small model below, changed
-by the environment. TARGET_BYTES gives all runs the same size of code and artifact (the
-quantisation steps are widened until it fits; a variant that is smaller anyway stays so, and the
-table shows it). The variants take turns within a seed, so a slowdown of the machine affects all of them.
-`--jobs` runs go side by side. Logs go to --folder; a run that has finished there is not repeated,
-and one that was interrupted continues from its checkpoint.
+A variant is a name and the knobs in which it differs from the base: the demonstration's small
+model, changed by the environment. A variant that is code is a knob of its own, off by default.
+Without DATA_PATH the runs train on the demonstration's data, which are made if necessary; a folder
+with a manifest.json names its tokenizer. EVAL_STRIDE follows EVAL_SEQ_LEN unless it is set.
+
+TARGET_BYTES gives all runs the same size of code and artifact (the quantisation steps are widened
+until it fits; a variant that is smaller anyway stays so, and the table shows it). The variants take
+turns within a seed, so a slowdown of the machine affects all of them. `--jobs` runs go side by
+side, each with its share of the cores. Logs go to --folder; a run that has finished there is not
+repeated, and one that was interrupted continues from its checkpoint. Another train_gpt.py needs
+another folder.
 
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
 7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
@@ -22,7 +27,9 @@ its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
 before the export, steps, ratio of step times, and bytes. "Before the export" is the averaged
-weights, with non-overlapping windows. The last line is JSON.
+weights, with non-overlapping windows. Below the table is the smallest gain that these seeds would
+have shown (p 0.05, power 0.8): a smaller one, or none, looks the same. The last line is JSON, which
+--folder keeps as ablation.json.
 """
 
 import argparse
@@ -41,9 +48,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 
 import compare
+import demo
+import demo_corpus
 import flops
 import runs
 import sweep
@@ -55,16 +64,11 @@ from train_gpt import Hyperparameters, UserError
 # isort: split
 import torch
 
-# 4.1 million parameters; a step took 0.67 s on 2 cores.
-# fmt: off
-BASE = {
-    "NUM_LAYERS": "6", "MODEL_DIM": "256", "NUM_HEADS": "4", "NUM_KV_HEADS": "2", "TRAIN_SEQ_LEN": "512",
-    "EVAL_SEQ_LEN": "512", "TRAIN_BATCH_TOKENS": "8192", "BIGRAM_VOCAB_SIZE": "2048", "XSA_LAST_N": "4",
-    "EMA_DECAY": "0.97", "LATE_QAT": "0", "MUON_MOMENTUM": "0.95", "MUON_MOMENTUM_WARMUP_START": "0.85",
-    "MUON_MOMENTUM_WARMUP_STEPS": "50", "WARMDOWN_FRAC": "0.4", "WARMUP_STEPS": "2", "VAL_LOSS_EVERY": "0",
-    "EVAL_STRIDE": "512",
-}
-# fmt: on
+# 1.0 million parameters; 400 steps take some minutes on one core.
+BASE = demo.SIZES["small"] | demo.SHORT_RUN | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
+STEPS = 400
+POINTS = 50  # of a curve
+LEVEL, POWER = 0.05, 0.8  # of the smallest gain that is seen
 RECORD_STEPS = 7000  # of #399 in 600 s
 WIDTH = 48  # of the record in small
 MICRO = 16_384  # tokens per forward of the record in small
@@ -143,28 +147,25 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
         "BIGRAM_DIM": round(scale * record.bigram_dim),
         "TRAIN_SEQ_LEN": length,
         "EVAL_SEQ_LEN": length,
-        # The record's 64 of 2,048 would make the scores longer than the training
-        "EVAL_STRIDE": length // 4,
         "WARMUP_STEPS": 2,
         "VAL_LOSS_EVERY": 0,
         "CHECKPOINT_EVERY": "300s",
         "RESUME": "auto",
     }
-    knobs = {name: str(value) for name, value in knobs.items()}
-    weights = sum(
-        tensor.numel() for tensor in train_gpt.meta_parameters(configured(knobs)).values()
-    )
+    hp = configured(knobs | os.environ)
+    weights = sum(tensor.numel() for tensor in train_gpt.meta_parameters(hp).values())
     sequences = round(tokens_per_weight * weights / RECORD_STEPS / length)
     if not sequences:
         raise UserError(
             f"--tokens-per-weight {tokens_per_weight:g} is less than one sequence per step: raise it"
         )
-    return knobs | {"TRAIN_BATCH_TOKENS": str(sequences * length), "MICRO_BATCH_TOKENS": str(MICRO)}
+    return knobs | {"TRAIN_BATCH_TOKENS": sequences * length, "MICRO_BATCH_TOKENS": MICRO}
 
 
-def configured(knobs: dict[str, str]) -> Hyperparameters:
-    """These knobs, changed by the environment."""
-    return Hyperparameters.from_env({"RUN_ID": "x", **knobs, **os.environ})
+def configured(knobs: dict) -> Hyperparameters:
+    """These knobs, before the run has a name and a stride. Raises UserError."""
+    texts = {name: str(value) for name, value in knobs.items()}
+    return Hyperparameters.from_env({"RUN_ID": "x", "EVAL_STRIDE": "1", **texts})
 
 
 def record_bytes(hp: Hyperparameters) -> int:
@@ -179,27 +180,29 @@ def record_bytes(hp: Hyperparameters) -> int:
 
 def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, str]:
     """The variables of a run with these variants: of the base, of the environment, then of the
-    variants."""
-    base = BASE
-    steps = arguments.steps
-    nbytes = 0
+    variants. Raises UserError for a value that a knob cannot have."""
+    base, steps, windows = BASE, arguments.steps or STEPS, 1
     if arguments.tokens_per_weight:
         base = proportional(arguments.width, arguments.tokens_per_weight)
-        steps = RECORD_STEPS
-        nbytes = record_bytes(configured(base))
+        # The record's stride, 64 of 2,048, would make the scores longer than the training
+        steps, windows = RECORD_STEPS, 4
+    found = {"OMP_WAIT_POLICY": "PASSIVE"} | base | os.environ
+    if arguments.jobs > 1:
+        found.setdefault("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // arguments.jobs))
+    if arguments.tokens_per_weight:
+        code = (ROOT / "train_gpt.py").stat().st_size
+        found["TARGET_BYTES"] = record_bytes(configured(found)) + code
     if arguments.seconds:
-        length = {"ITERATIONS": "1000000", "MAX_WALLCLOCK_SECONDS": f"{arguments.seconds:g}"}
+        found |= {"ITERATIONS": 1_000_000, "MAX_WALLCLOCK_SECONDS": arguments.seconds}
     else:
         steps = round(steps / math.prod(one.price for one in chosen))
-        length = {"ITERATIONS": str(steps), "MAX_WALLCLOCK_SECONDS": "0"}
-    if nbytes:
-        length["TARGET_BYTES"] = str(nbytes + (ROOT / "train_gpt.py").stat().st_size)
-    found = {"OMP_WAIT_POLICY": "PASSIVE", **base, **os.environ, **length}
-    if arguments.jobs > 1:
-        found.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // arguments.jobs)))
+        found |= {"ITERATIONS": steps, "MAX_WALLCLOCK_SECONDS": 0}
+        found["TRAIN_LOG_EVERY"] = max(1, steps // POINTS)
     for one in chosen:
         found |= one.knobs
-    return found
+    length = configured(found).eval_seq_len
+    found.setdefault("EVAL_STRIDE", max(1, length // windows))
+    return {name: str(value) for name, value in found.items()}
 
 
 def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
@@ -244,10 +247,10 @@ def side_by_side(tasks: list[Callable], jobs: int) -> list:
 
 def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[runs.Run]]:
     """The runs of each variant, one per seed."""
+    environments = {name: environment(arguments, one) for name, one in variants.items()}
 
     def one(name: str, seed: int) -> runs.Run:
-        environ = environment(arguments, variants[name]) | {"SEED": str(seed)}
-        return finish(f"{name}_seed{seed}", environ)
+        return finish(f"{name}_seed{seed}", environments[name] | {"SEED": str(seed)})
 
     turns = [(name, seed) for seed in arguments.seeds for name in variants]
     results = side_by_side([functools.partial(one, *turn) for turn in turns], arguments.jobs)
@@ -255,6 +258,13 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
     for (name, _), result in zip(turns, results, strict=True):
         found[name].append(result)
     return found
+
+
+def detectable(test: compare.Test) -> float:
+    """The gain that this test would show at p LEVEL with a probability of POWER: the power formula
+    of a t-test, with the deviations of its runs."""
+    quantile = compare.scipy_stats().t.ppf
+    return float(quantile(1 - LEVEL, test.df) + quantile(POWER, test.df)) * test.error
 
 
 def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
@@ -282,6 +292,7 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
         "difference": mean - statistics.fmean(base_bpb),
         "p": welch and welch.p,
         "p_paired": paired and paired.p,
+        "detectable": welch and detectable(welch),
         "before": before,
         "steps": statistics.fmean(run.steps or 0 for run in members),
         "bytes": max(run.model_bytes or 0 for run in members),
@@ -364,9 +375,35 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     report = {"score": [row(name, members, found["base"]) for name, members in found.items()]}
     print(f"\n{first.score_name}, bits per byte; {first.device}")
     print(table(report["score"]))
+    for line in report["score"][1:]:
+        if line["detectable"]:
+            print(
+                f"{line['variant']}: {line['n']} seeds show a gain of {line['detectable']:.4f} or more "
+                f"at p {LEVEL} in {POWER:.0%} of such comparisons"
+            )
+        else:
+            print(f"{line['variant']}: one seed has no deviation, so this is no verdict")
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
+    Path("ablation.json").write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
+
+
+def choose_data() -> None:
+    """Set the variables of the data; without DATA_PATH, make the demonstration's. Raises
+    UserError."""
+    own = os.environ.get("DATA_PATH")
+    folder = Path(own or ROOT / "demo_data").resolve()
+    if not own:
+        print("demonstration data", demo_corpus.build(folder), flush=True)
+    os.environ["DATA_PATH"] = str(folder)
+    os.environ |= {
+        name: str(value)
+        for name, value in demo.data_knobs(os.environ).items()
+        if not os.environ.get(name)
+    }
+    # The runs start in another folder
+    os.environ["TOKENIZER_PATH"] = str(Path(os.environ["TOKENIZER_PATH"]).resolve())
 
 
 def main() -> None:
@@ -374,8 +411,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("variants", nargs="*", help='"name: KNOB=value ..."')
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=int, default=0, help="steps per run")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=0, help=f"steps per run; default: {STEPS}")
     length.add_argument("--seconds", type=float, default=0.0, help="training seconds per run")
     length.add_argument(
         "--tokens-per-weight",
@@ -386,16 +423,14 @@ def main() -> None:
     parser.add_argument(
         "--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}"
     )
-    parser.add_argument("--jobs", type=positive, default=1, help="runs side by side")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs side by side; default: 2")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
     try:
         variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
         check(variants, arguments)
-        for name in ("DATA_PATH", "TOKENIZER_PATH"):  # the runs start in another folder
-            if name in os.environ:
-                os.environ[name] = str(Path(os.environ[name]).resolve())
+        choose_data()
         arguments.folder.mkdir(parents=True, exist_ok=True)
         os.chdir(arguments.folder)
         signal.signal(signal.SIGTERM, sweep.end_runs)

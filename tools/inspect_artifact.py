@@ -4,7 +4,9 @@
     python tools/inspect_artifact.py final_model.int6.xz
 
 `entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
-per code. `loss` is what its rounding is expected to cost, in thousandths of a nat per token.
+per code. `loss` is what its rounding is expected to cost, in thousandths of a nat per token. Then
+come the learned gains and gates, with a column per layer: each value, or mean, least and largest of
+more than 16.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import hashlib
 import json
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -21,6 +24,9 @@ from program import run_program
 
 # isort: split
 import numpy as np
+import torch
+
+MOST = 16  # values of one layer that are printed
 
 
 def order0_entropy(codes: np.ndarray) -> float:
@@ -52,6 +58,25 @@ def row(
     return line if loss is None else f"{line} {1000 * loss:8.4f}"
 
 
+def learned(name: str, gain: torch.Tensor) -> list[str]:
+    """The lines of a gain (layers, ...), of a vector or of a number."""
+    if gain.dim() == 3 and gain.size(1) == 2:  # of the stream and of the embedding; of two lanes
+        return [
+            line for i, part in enumerate(gain.unbind(1)) for line in learned(f"{name}[{i}]", part)
+        ]
+    if gain.dim() < 2:
+        gain = gain.reshape(-1, 1) if gain.numel() <= MOST else gain[None]
+    rows = gain.flatten(1)  # (layers, values)
+    shown = dict(enumerate(rows.T))
+    if len(shown) > MOST:
+        shown = {"mean": rows.mean(1), "min": rows.amin(1), "max": rows.amax(1)}
+    return [
+        f"  {name:14} {label if len(shown) > 1 else '':>4} "
+        + " ".join(f"{value:8.4f}" for value in values.tolist())
+        for label, values in shown.items()
+    ]
+
+
 def inspection(path: str) -> str:
     """The report on the artifact at `path`. Raises UserError if it cannot be read."""
     # Whichever tokenizer is installed
@@ -60,7 +85,7 @@ def inspection(path: str) -> str:
         header, hp, streams, values = train_gpt.open_artifact(blob)
         lines = [f"{path}: {len(blob)} bytes, sha256 {hashlib.sha256(blob).hexdigest()}"]
         lines += [
-            f"  {key}: {json.dumps(value)}"
+            textwrap.fill(f"  {key}: {json.dumps(value)}", 100, subsequent_indent="    ")
             for key, value in header.items()
             if key not in ("code_bytes", "expected_loss")
         ]
@@ -72,6 +97,10 @@ def inspection(path: str) -> str:
             row(kind, name, tuple(view.shape), streams.get(name, b""), header)
             for kind, name, view in train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
         ]
+        lines.append("  learned gains and gates, a column per layer")
+        weights = train_gpt.load_artifact(blob)
+        for kind, name, gain in train_gpt.artifact_tensors(weights):
+            lines += learned(name, gain) if kind is None else []
         total = sum(header["expected_loss"].values())
         expected = f", expected loss of rounding {total:.4f} nats" if total else ""
     coded = sum(map(len, streams.values()))
