@@ -156,6 +156,7 @@ count_gpus() {  # to train on, as gpus
 
 train() {  # this command: one run, or a sweep if SEEDS or GRID is set
     trap - INT
+    export RUN_SH=1  # next_steps says what comes next, and not each run
     if [ -n "${SEEDS:-}${GRID:-}" ]; then "$PYTHON" tools/sweep.py -- "$@"; else "$@"; fi
     trap interrupted INT
 }
@@ -268,7 +269,9 @@ case "${1:-}" in
     -h | --help) usage ;;
     *)
         usage >&2
-        echo "error: run.sh has no command $1" >&2
+        code="import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], ['check', 'test', 'setup'], 1))"
+        suggestion=$(python3 -c "$code" "$1")
+        echo "error: run.sh has no command $1${suggestion:+; did you mean $suggestion?}" >&2
         exit 2
         ;;
 esac

@@ -3471,7 +3471,9 @@ class Log(contextlib.AbstractContextManager):
             event="finished",
             bytes=total,
         )
-        self(f"files: {made}{self.path}.txt, {self.path}.jsonl\nnext: {advice}")
+        self(f"files: {made}{self.path}.txt, {self.path}.jsonl")
+        if "RUN_SH" not in os.environ:  # run.sh says what comes next
+            self(f"next: {advice}")
 
 
 # ---- Checkpoints: a killed run continues where it was (docs/formats.md) --------------------------
@@ -4293,12 +4295,15 @@ def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) ->
 def main() -> None:
     """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero
     status."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         usage="NUM_LAYERS=4 python train_gpt.py (knobs are environment variables)",
         description=__doc__.split("\n\n")[0],
         epilog=f"Knobs (environment variables):\n{knob_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
+    )
+    if words := parser.parse_known_args()[1]:
+        knobs = re.sub(r"-+(\w+)[ =]", lambda found: f"{found[1].upper()}=", " ".join(words))
+        parser.error(f"knobs are environment variables: write {knobs} python train_gpt.py")
     # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
     signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -195,6 +195,8 @@ def test_help_lists_every_knob_without_data_or_gpu(script):
     assert result.returncode == 0
     for field in dataclasses.fields(Hyperparameters):
         assert field.metadata["text"] and f"  {field.name.upper()}=" in result.stdout
+    result = script(arguments=("--num_layers", "3", "--seed=4"))
+    assert result.returncode == 2 and "write NUM_LAYERS=3 SEED=4 python" in result.stderr
 
 
 def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):

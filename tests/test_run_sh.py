@@ -392,11 +392,12 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
     (complete.repository / "tools" / "demo.py").write_text(
         "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')"
     )
-    show = "import os; print('rank', *map(os.environ.get, ['RANK', 'WORLD_SIZE', 'DATA_PATH']))"
+    shown = ["RANK", "WORLD_SIZE", "DATA_PATH", "RUN_SH"]
+    show = f"import os; print('rank', *map(os.environ.get, {shown}))"
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
     ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
-    assert ranks == ["rank 0 2 a b", "rank 1 2 a b"], result.stderr
+    assert ranks == ["rank 0 2 a b 1", "rank 1 2 a b 1"], result.stderr
 
 
 def test_the_end_says_how_to_go_on(machine):
@@ -466,7 +467,7 @@ def test_requirements_are_ranges_and_the_constraints_are_in_them():
 
 
 @pytest.mark.parametrize(
-    "word, status, last", [("--help", 0, ""), ("tset", 2, "error: run.sh has no command tset\n")]
+    "word, status, last", [("--help", 0, ""), ("tset", 2, "no command tset; did you mean test?\n")]
 )
 def test_run_sh_usage(word, status, last, tmp_path):
     command = [ROOT / "run.sh", word]
