@@ -91,8 +91,7 @@ def test_the_record_in_small_keeps_its_proportions(width, monkeypatch):
 
 
 def test_the_stride_follows_a_variants_window(monkeypatch):
-    for name in runs.KNOBS:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {})
     arguments = small_arguments(tokens_per_weight=0)
     for text, stride in (("EVAL_SEQ_LEN=64", "64"), ("EVAL_SEQ_LEN=64 EVAL_STRIDE=32", "32")):
         _, one = ablate.variant(f"x: {text}")
@@ -102,21 +101,19 @@ def test_the_stride_follows_a_variants_window(monkeypatch):
 
 
 def test_the_demonstrations_data_are_made_unless_a_folder_is_given(tmp_path, monkeypatch):
-    names = ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-
     def build(folder):
-        folder.mkdir()
         entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
         shards.write_manifest(folder, files={}, tokenizer=entry)
+        monkeypatch.setattr(ablate.demo_corpus, "build", None)
 
+    (tmp_path / "demo_data").mkdir()
+    monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(ablate, "ROOT", tmp_path)
     monkeypatch.setattr(ablate.demo_corpus, "build", build)
     for _ in range(2):  # the second time, the folder is given
         ablate.choose_data()
-        folder = tmp_path / "demo_data"
-        assert [os.environ[name] for name in names] == [f"{folder}", f"{folder}/t.model", "400"]
+    folder = str(tmp_path / "demo_data")
+    assert list(os.environ.values()) == [folder, f"{folder}/t.model", "400"]
 
 
 def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, capsys):
