@@ -3376,7 +3376,8 @@ class Log(contextlib.AbstractContextManager):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
-            self(f"error: {error_message(error)}", console=False)
+            text = str(error) if isinstance(error, UserError) else repr(error)
+            self(f"error: {text}", console=False)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
