@@ -220,7 +220,7 @@ def test_sigterm_outside_the_training_ends_the_run_with_a_sentence(ranks, knobs,
     result = faulty("score", 0, plain, tmp_path, ranks)
     assert result.returncode == (143 if ranks == 1 else 1)
     log = next((tmp_path / "logs").glob("*.txt")).read_text()
-    assert log.endswith("error: KeyboardInterrupt: 15\n")
+    assert log.endswith("error: KeyboardInterrupt(<Signals.SIGTERM: 15>)\n")
     assert "error: interrupted by SIGTERM; what was finished" in result.stderr
     assert 'train_gpt.py", line' not in result.stderr
 
