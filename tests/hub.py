@@ -73,7 +73,7 @@ class Hub:
             self.file(request, name)
         else:
             code = "EntryNotFound" if path.startswith(files) else "RepoNotFound"
-            self.json(request, {"error": "not found"}, 404, {"X-Error-Code": code})
+            self.json(request, {"error": "not found"}, 404, **{"X-Error-Code": code})
 
     def names(self) -> list[str]:
         return sorted(
@@ -95,24 +95,22 @@ class Hub:
             entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
         return entry
 
-    def json(self, request, content, status: int = 200, headers: dict | None = None) -> None:
-        data = json.dumps(content).encode()
-        request.send_response(status)
-        lines = {"Content-Type": "application/json", "Content-Length": str(len(data))}
-        for name, value in {**lines, **(headers or {})}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(data)
+    def json(self, request, content, status: int = 200, **headers) -> None:
+        headers["Content-Type"] = "application/json"
+        self.send(request, json.dumps(content).encode(), status, headers)
 
     def file(self, request, name: str) -> None:
         info, data = self.info(name), (self.root / name).read_bytes()
         if name in self.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        request.send_response(200)
-        request.send_header("ETag", f'"{info["lfs"]["oid"] if "lfs" in info else info["oid"]}"')
-        request.send_header("X-Repo-Commit", self.commit)
-        request.send_header("Content-Length", str(len(data)))
+        digest = info.get("lfs", info)["oid"]
+        self.send(request, data, 200, {"ETag": f'"{digest}"', "X-Repo-Commit": self.commit})
+
+    @staticmethod
+    def send(request, data: bytes, status: int, headers: dict) -> None:
+        request.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":
             request.wfile.write(data)

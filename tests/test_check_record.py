@@ -53,12 +53,6 @@ def checked(folder: Path, *options) -> tuple[int, dict[str, list[str]]]:
     return result.returncode, lines
 
 
-def test_the_help_keeps_its_table():
-    text = run([CHECK, "--help"], {}, ROOT).stdout
-    assert [line.split()[0] for line in text.splitlines() if line.startswith("    ok ")] == ["ok"]
-    assert re.search(r"\n    ok .*\n    FAIL .*\n    n/a ", text)
-
-
 FILES = ["README.md", "requirements.txt", "submission.json", "train_gpt.py"]
 FILES += ["train_seed1.log", "train_seed2.log"]
 

@@ -345,24 +345,6 @@ def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypat
         fa3(q, k, k, band, torch.arange(88).expand(2, 88))
 
 
-@pytest.mark.parametrize("changes", [{"EVAL_MODE": "banded"}, {"DOC_ATTENTION": 1}])
-def test_a_kernel_without_a_mask_is_skipped(one_rank, monkeypatch, changes):
-    load = train_gpt.load_attention
-
-    def without(name):
-        def attend(q, k, v, band=0, document=None):
-            masked = band or document is not None
-            train_gpt.require(name == "math" or not masked, "it takes no mask")
-            return load(name)(q, k, v, band, document)
-
-        return attend
-
-    monkeypatch.setattr(train_gpt, "load_attention", without)
-    assert one_rank()[1].attention == "flash"
-    _, runtime = one_rank(**changes)
-    assert runtime.attention == "math" and "attention flash skipped" in runtime.notes[0]
-
-
 def noting_shapes(model) -> set:
     """The set that gets all that a compiled graph of this model depends on, at each call."""
     shapes, forward = set(), model.forward
@@ -651,12 +633,6 @@ def test_each_visit_of_a_layer_has_its_own_change(one_rank):
         assert (a - b).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("wrong", ["k, v", "", "tok_emb", "k,out,"])
-def test_targets_are_a_list_of_known_names(hyperparameters, wrong):
-    with user_error("TTT_LORA_TARGETS=.* of q,k,v,out,mlp,head"):
-        hyperparameters(TTT_LORA_TARGETS=wrong)
-
-
 def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
     """Score these documents in one batch. Returns the mean of each A."""
     scorer.val.spans = lambda documents: np.array(spans)
@@ -773,10 +749,6 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     assert counter.frame_count == compiled
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     assert all(parameter.requires_grad for parameter in model.parameters())
-    monkeypatch.setattr(train_gpt, "compile_whole", lambda function, _: function)
-    eager, alone, _ = learner(setting, "lora", 400, **knobs)
-    train_gpt.ttt_lora(eager, alone)
-    torch.testing.assert_close(scorer.nats[:-1], alone.nats[:-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit, sizes", [(48, {8, 24, 48}), (10, {8, 10}), (5, {5})])

@@ -153,6 +153,13 @@ def test_knobs_and_environment(sweep, swept):
     assert sweep.row("torch") == [member.versions["torch"]]
 
 
+def test_a_script_without_a_knob_counts_as_one_with_its_default(swept, tmp_path):
+    text = logs_of(swept, "0.005")[0].read_text()
+    older = written(tmp_path, re.sub(r"(?m)^  MUON_EQ=.*\n", "", text), "older.txt")
+    names = [cells[0] for cells in written_page(tmp_path, older, logs_of(swept)[0]).rows]
+    assert "MATRIX_LR" in names and "MUON_EQ" not in names
+
+
 def test_what_a_log_says_is_not_run(swept, tmp_path):
     """Names, knobs and devices with HTML, in the page and in Plotly's texts."""
     text = logs_of(swept)[0].read_text()

@@ -333,29 +333,18 @@ def test_a_missing_build_of_flash_attention_is_advised(report):
     assert line.startswith(f"{hub}: kernels 0.16 and later") and line.endswith(": hf auth login")
 
 
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+
+
 @pytest.mark.parametrize(
     "gpu, driver, version, compiled, slow, advice",
     [
-        (
-            "NVIDIA H100 80GB HBM3",
-            "570.86.15, 700.00 W",
-            "2.10.0+cu128",
-            True,
-            "is 570: before",
-            "",
-        ),
-        ("NVIDIA H100 80GB HBM3", "580.95.05, 700.00 W", "2.9.1+cu128", True, "", ""),
-        ("NVIDIA H100 80GB HBM3", "unknown, cudnn 91002", "2.9.1+cu128", True, "", ""),
-        ("NVIDIA A100-SXM4-80GB", "550.90.07, 400.00 W", "2.9.1+cu128", True, "", ""),
-        (
-            "NVIDIA A100-SXM4-80GB",
-            "580.95.05, 400.00 W",
-            "2.10.0+cu128",
-            True,
-            "",
-            "NaN on an A100",
-        ),
-        ("NVIDIA A100-SXM4-80GB", "580.95.05, 400.00 W", "2.10.0+cu128", False, "", ""),
+        (H100, "570.86.15, 700.00 W", "2.10.0+cu128", True, "is 570: before", ""),
+        (H100, "580.95.05, 700.00 W", "2.9.1+cu128", True, "", ""),
+        (H100, "unknown, cudnn 91002", "2.9.1+cu128", True, "", ""),
+        (A100, "550.90.07, 400.00 W", "2.9.1+cu128", True, "", ""),
+        (A100, "580.95.05, 400.00 W", "2.10.0+cu128", True, "", "NaN on an A100"),
+        (A100, "580.95.05, 400.00 W", "2.10.0+cu128", False, "", ""),
     ],
 )
 def test_published_faults_are_known(gpu, driver, version, compiled, slow, advice, report):

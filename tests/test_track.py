@@ -47,16 +47,17 @@ class Recorder(ModuleType):
 
     def __init__(self, name: str, fails: str = ""):
         super().__init__(name)
-        self.fails, self.calls = fails, []
+        self.fails, self.calls, self.summary = fails, [], {}
 
     def record(self, call: str, what) -> None:
         self.calls.append((call, what))
         if call == self.fails:
             raise RuntimeError("the network is down\nand more")
 
-    def init(self, project, name, config, **options) -> None:
+    def init(self, project, name, config, **options):
         assert not options or self.__name__ == "wandb"
         self.record("init", {"project": project, "name": name, "config": config, **options})
+        return self if self.__name__ == "wandb" else None  # the run, which has the summary
 
     def log(self, values, step) -> None:
         self.record("log", (step, values))
@@ -168,6 +169,9 @@ def test_a_finished_log_is_sent(to, program):
     assert module.logged("train/loss") == [(1, 6.5), (2, 6.25)]
     assert module.logged("train_seconds") == [(1, 0.25), (2, 0.5)]
     assert module.logged("bytes/total") == [(2, 9000)]
+    shown = ("train/loss", "val/bpb", "bytes/total")  # wandb ignores steps that are sent again
+    expected = [6.25, 2.5, 9000] if to == "wandb" else [None] * 3
+    assert [module.summary.get(name) for name in shown] == expected
     assert last == ("finish", None)
 
 
