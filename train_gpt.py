@@ -259,7 +259,7 @@ class Hyperparameters:
     ema_decay: float = knob(0.997, "EMA decay per step", high=1)
     swa_enabled: bool = knob(False, "export a plain average over the end of the warmdown instead")
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
-    late_qat: bool = knob(True, "train through rounding (straight-through) at the end of the warmdown")
+    late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: no calibration", "run")
@@ -3376,7 +3376,8 @@ class Log(contextlib.AbstractContextManager):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
-            self(f"error: {error_message(error)}", console=False)
+            text = str(error) if isinstance(error, UserError) else repr(error)
+            self(f"error: {text}", console=False)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields

@@ -4,6 +4,7 @@
     python bench/h100.py                                            # a training step with every knob at its default
     python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
     python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
+    python bench/h100.py --work gptq                                # the calibration of a batch
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
     python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
 
@@ -469,7 +470,9 @@ def main() -> None:
     parser.add_argument(
         "--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's"
     )
-    parser.add_argument("--work", choices=("step", "eval", "ttt_sgd", "ttt_lora"), default="step")
+    parser.add_argument(
+        "--work", choices=("step", "gptq", "eval", "ttt_sgd", "ttt_lora"), default="step"
+    )
     parser.add_argument("--qat", action="store_true", help="a step of late QAT")
     parser.add_argument(
         "--seq-len", type=int, default=0, help="tokens of a sequence; default: TRAIN_SEQ_LEN"

@@ -160,7 +160,7 @@ SIGNALS = {  # (changed knobs, the sentence, in the log)
     "score": (
         PLAIN,
         "interrupted by SIGTERM; what was",
-        "error: KeyboardInterrupt: 15",
+        "KeyboardInterrupt(<Signals.SIGTERM: 15>)",
     ),
 }
 

@@ -47,7 +47,7 @@ def test_layers_of_the_loop_are_visited_repeatedly():
 @pytest.mark.parametrize("step_seconds", [0.08, 0.65, 2.1, 30.0])
 def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
     """Fault B7: #399's rule starts at 0.31 for steps of 650 ms."""
-    hp = Hyperparameters()
+    hp = Hyperparameters(late_qat=True)
     steps = int(600 / step_seconds)
     scales = [schedule(hp, s, s * step_seconds, 600.0) for s in range(steps)]
     assert scales[0].lr_scale == scales[1].lr_scale == 1.0
@@ -62,7 +62,7 @@ def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
     """The warm-up compiles one graph for short sequences and one for QAT. Both together would need
     a graph more, which would be compiled during the run."""
     monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", fraction)
-    knobs = dict(ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_FRAC="1")
+    knobs = dict(ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_FRAC="1", LATE_QAT="1")
     knobs["QAT_THRESHOLD"] = threshold
     steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
@@ -72,10 +72,14 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
     """Each is a graph, which the warm-up compiles. No other may follow within the clock."""
     looping = [(512, False, True), (2048, False, True)]
     for changes, expected in (
-        ({"SHORT_SEQ_PARTS": "1", "LATE_QAT": "0"}, [(2048, False, False)]),
-        ({}, [(512, False, False), (2048, False, False), (2048, True, False)]),
-        ({"LOOP_VISITS": "3"}, [(512, False, False), *looping, (2048, True, True)]),
-        ({"LOOP_VISITS": "2", "LOOP_START": "0", "LATE_QAT": "0"}, looping),
+        ({"SHORT_SEQ_PARTS": "1"}, [(2048, False, False)]),
+        ({}, [(512, False, False), (2048, False, False)]),
+        ({"LATE_QAT": "1"}, [(512, False, False), (2048, False, False), (2048, True, False)]),
+        (
+            {"LOOP_VISITS": "3", "LATE_QAT": "1"},
+            [(512, False, False), *looping, (2048, True, True)],
+        ),
+        ({"LOOP_VISITS": "2", "LOOP_START": "0"}, looping),
     ):
         hp = Hyperparameters.from_env(changes)
         found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
@@ -88,7 +92,8 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
 
 def test_the_learning_rate_has_a_floor():
     """Late QAT begins where it would without a floor."""
-    hp = Hyperparameters.from_env({"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "QAT_THRESHOLD": "0.05"})
+    knobs = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": "0.05"}
+    hp = Hyperparameters.from_env(knobs)
     found = [schedule(hp, 10 * seconds, seconds, 600.0) for seconds in (0, 300, 560, 580, 600)]
     assert [step.lr_scale for step in found] == pytest.approx([1, 0.5, 0.1, 0.1, 0.1])
     assert [step.qat for step in found] == [False, False, False, True, True]
@@ -127,7 +132,7 @@ def test_a_run_ends_at_its_cap_and_its_learning_rate_at_zero(base, in_flight):
     stops, not at a cap that GPTQ's reserve and the clock's margin keep it from: it would stop at
     0.01 to 0.12 of the peak, and with a warmdown of 41 % never reach late QAT."""
     for seed, reserve, warmdown in itertools.product(range(5), (0.0, 0.05), (0.41, 1.0, 0.0)):
-        hp = Hyperparameters.from_env({"WARMDOWN_FRAC": str(warmdown), "ITERATIONS": "100000"})
+        hp = Hyperparameters(iterations=100_000, warmdown_frac=warmdown, late_qat=True)
         cap = 600 * (1 - reserve)
         ends, last = simulate(random.Random(seed), base, cap, in_flight, hp=hp)
         # Two steps must fit, because nothing is known before them
@@ -142,7 +147,7 @@ def test_a_run_ends_at_its_cap_and_its_learning_rate_at_zero(base, in_flight):
 def test_one_stall_costs_its_own_length(length, in_flight):
     """It was charged to every step in flight: one of 20 s at 100 s ended the run 80 s early, with a
     learning rate of 0.68. A stall that leaves no time for another step cannot be helped."""
-    hp = Hyperparameters.from_env({"ITERATIONS": "100000"})
+    hp = Hyperparameters(iterations=100_000, late_qat=True)
     for at in (0.1, 100.0, 450.0, 598.5 - length):
         rng = random.Random(round(at))
         ends, last = simulate(rng, 0.049, 600.0, in_flight, hp=hp, stalls=[(at, length)])

@@ -343,6 +343,19 @@ def training_step(script, hp, runtime, options: dict) -> Callable[[], None]:
     return lambda: run.train_step(0, settings)
 
 
+def calibration(script, hp, runtime, options: dict) -> Callable[[], None]:
+    """GPTQ's sums over rank 0's rows of a step: forward and backward, not compiled."""
+    model = build_model(script, hp, runtime)
+    rows = Data(hp, runtime).batch(0)
+
+    def work():
+        note("part", "calibration")
+        with CountOperators():
+            script.Calibration(model, hp.train_batch_tokens).add(rows)
+
+    return work
+
+
 def fused_mlp(script, hp, runtime) -> Callable | None:
     """The kernel of FUSED_MLP=1."""
     if hasattr(script, "load_fused_mlp"):
@@ -506,6 +519,7 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
 
 WORK = {
     "step": training_step,
+    "gptq": calibration,
     "eval": evaluation,
     "ttt_sgd": sgd_adaptation,
     "ttt_lora": low_rank_adaptation,
