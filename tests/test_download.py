@@ -102,6 +102,8 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
     manifest = shards.read_manifest(folder)
     assert sorted(manifest["files"]) == sorted(path.name for path in folder.glob("*.bin"))
     assert len(manifest["files"]) == 3
+    assert download("--train-shards", 1).returncode == 0
+    assert shards.read_manifest(folder) == manifest, "what was downloaded earlier stays in it"
 
 
 def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
