@@ -292,7 +292,6 @@ class Hyperparameters:
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
-    profile: str = knob("", "folder for a torch.profiler trace of steps 4 to 8; empty: none", "run")
     deterministic: bool = knob(False, "GPU runs repeat bit for bit, but slower; CPU runs always do", "run")
     compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
     device: str = knob("auto", "auto: a GPU if there is one", "run", choices=("auto", "cuda", "cpu"))
@@ -454,7 +453,7 @@ class Matrix(NamedTuple):
     transposed: bool = False  # stored as (in, out)
     zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # name of the learned gain (L, out) of its outputs
-    normed: bool = False  # reads the normalised stream, scaled by 1/sqrt(layer + 1)
+    normed: bool = False  # times 1/sqrt(layer + 1); give it rms_norm(x) (but "up": see GPT.mlp)
 
     def shape(self, hp: Hyperparameters) -> tuple[int, int]:
         """(out, in)."""
@@ -1317,7 +1316,7 @@ class Run:
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
-        with stop_signals() as self.signals, self.profiler() as profile:
+        with stop_signals() as self.signals:
             while not self.stopping:
                 due = hp.val_loss_every and step % hp.val_loss_every == 0
                 if due or clock.begins(step) >= clock.end(step):
@@ -1338,8 +1337,6 @@ class Run:
                 step += 1
                 if self.stopping or self.checkpoints.due(step, clock.begins(step)):
                     self.save(step)
-                if profile:
-                    profile.step()
             self.save(step)
         self.raise_if_stopped(step)
         if step < hp.iterations:
@@ -1566,7 +1563,7 @@ class Run:
                     f"warmup_step:{step + 1}/{len(kinds)} seq_len:{settings.seq_len} "
                     f"qat:{int(settings.qat)} looping:{int(settings.looping)} "
                     f"seconds:{time.perf_counter() - started:.1f}",
-                    bar=("compiling" if self.runtime.compiled else "warm-up", step / len(kinds)),
+                    bar=("warm-up", step / len(kinds)),
                 )
             self.train_step(step, settings)
         warm_up_evaluation(self.make_scorer, hp)
@@ -1590,18 +1587,6 @@ class Run:
         )
         self.clock.reserve = reserve
         self.log(f"warmup: reserving {reserve:.2f} s for GPTQ")
-
-    def profiler(self) -> contextlib.AbstractContextManager:
-        """With PROFILE, torch's profiler of steps 4 to 8; its trace opens in a browser
-        (ui.perfetto.dev)."""
-        if not self.hp.profile:
-            return contextlib.nullcontext()
-        return torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=2, warmup=1, active=5, repeat=1),
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(
-                self.hp.profile, f"rank{self.comm.rank}"
-            ),
-        )
 
 
 @contextlib.contextmanager
@@ -1808,7 +1793,7 @@ class Evaluator:
         """(nats, targets with a finite loss, their bytes, targets visited) of this rank, (4,)."""
         nats = self.nats[:-1]
         finite = nats.isfinite()
-        nbytes = (self.val.nbytes * finite).sum(dtype=torch.int64)
+        nbytes = (self.val.nbytes * finite).sum()  # int64
         total = nats.where(finite, 0).sum(dtype=torch.float64)
         return torch.stack([v.double() for v in (total, finite.sum(), nbytes, self.count)])
 
@@ -2579,8 +2564,8 @@ def train_and_score(hp: Hyperparameters) -> None:
         if hp.ema_enabled and initial > 0.1:
             log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
         log.stage("averaged weights")
-        roundtrip = final_passes(hp)["roundtrip"]
-        before = run.make_scorer(*roundtrip, log, "averaged weights").score_all()
+        scorer = run.make_scorer(*final_passes(hp)["roundtrip"], log, "averaged weights")
+        before = scorer.score_all()
         before.log(log, "final_average_exact")
         seconds = runtime.comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
@@ -2935,8 +2920,8 @@ class TrainingLoader:
 
     def read(self, step: int) -> Tensor:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
-        numbers, count = range(first, first + self.rows), hp.train_seq_len + 1
-        rows = [self.stream.read(self.start(number), count) for number in numbers]
+        count = hp.train_seq_len + 1
+        rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
         for tokens in rows if hp.doc_attention else ():
             begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
             check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
@@ -2989,8 +2974,9 @@ class ByteCounter:
         )
         ids = list(range(vocab_size))
         texts = pieces.id_to_piece(ids)
-        kinds = pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)
-        self.boundary = np.any(kinds, axis=0)
+        self.boundary = np.any(
+            (pieces.is_control(ids), pieces.is_unknown(ids), pieces.is_unused(ids)), axis=0
+        )
         self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
         sizes = [len(text.replace("\u2581", " ").encode()) for text in texts]
         sizes = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16)
@@ -4333,7 +4319,7 @@ def main() -> None:
     sys.exit(status)
 
 
-def interrupt(number: int, frame: object) -> None:
+def interrupt(number, frame) -> None:
     """Treat SIGTERM like Ctrl-C."""
     signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
     raise KeyboardInterrupt(signal.Signals(number))

@@ -12,6 +12,10 @@ slowdown of the machine affects all of them. Prints medians in milliseconds; `ra
 over rounds of the first row's forward and backward over this row's. `step` also contains what
 belongs to no part, such as zeroing the gradients. The last line is JSON.
 
+    python bench/step.py --modes compiled --trace step.json    # opens in ui.perfetto.dev
+
+With --trace, torch's profiler writes one more step of the first row.
+
     python bench/step.py --against OTHER_TRAIN_GPT_PY --rounds 20
 
 With --against, whole steps of another version of the script and of this one take turns (loader,
@@ -235,6 +239,7 @@ def main() -> None:
     parser.add_argument(
         "--against", type=Path, help="another version of train_gpt.py: compare whole steps with it"
     )
+    parser.add_argument("--trace", type=Path, help="file for torch.profiler's trace of a step")
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:
@@ -264,6 +269,10 @@ def main() -> None:
             f"rounds:{arguments.rounds}"
         )
         report_parts(variants, times, hp, peak_flops(runtime.device))
+        if arguments.trace:
+            with torch.profiler.profile() as profile:
+                variants[0].step()
+            profile.export_chrome_trace(str(arguments.trace))
 
 
 if __name__ == "__main__":

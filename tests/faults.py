@@ -66,13 +66,13 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return training(self)
 
-    def profiled(self):  # is called when signals are noted
-        if fault == "start" and not here:
+    def begins(self, step):  # is called when signals are noted
+        if fault == "start" and not here and step == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        return profiler(self)
+        return begin(self, step)
 
     training, train_gpt.Run.train = train_gpt.Run.train, train
-    profiler, train_gpt.Run.profiler = train_gpt.Run.profiler, profiled
+    begin, train_gpt.Clock.begins = train_gpt.Clock.begins, begins
     score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
     validate, train_gpt.Run.validate = train_gpt.Run.validate, interrupted
     train_gpt.Run.train_step = faulty

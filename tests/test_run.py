@@ -322,19 +322,14 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_pa
         assert float(two[name]) == pytest.approx(float(nats), abs=2e-6), name
 
 
-def test_a_run_without_optional_parts_and_its_profile(script, tmp_path):
-    """PROFILE=folder writes a trace of five steps, and changes nothing else."""
+def test_a_run_without_optional_parts(script):
     off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
-    result = script(COMPRESSOR="lzma", PROFILE="traces", ITERATIONS=9, **off)
+    result = script(COMPRESSOR="lzma", **off)
     assert result.returncode == 0, result.stderr
     assert "weights, no calibration" in result.stdout and "gptq:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
-    (trace,) = (tmp_path / "traces").iterdir()
-    events = json.loads(trace.read_text())["traceEvents"]
-    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}
-    assert len(steps) == 5 and any(event.get("name") == "aten::linear" for event in events)
 
 
 def test_the_cap_ends_a_run(script):

@@ -60,7 +60,7 @@ SHORT_RUN = {
     "TRAIN_LOG_EVERY": 10,
 }
 MEASURED = {  # for the steps that are timed
-    "COMPILE": "0", "CHECKPOINT_EVERY": "", "RESUME": "", "PROFILE": "", "GPTQ_BATCHES": "0",
+    "COMPILE": "0", "CHECKPOINT_EVERY": "", "RESUME": "", "GPTQ_BATCHES": "0",
 }
 # fmt: on
 # FLOP/s of products for the large model. Up to 2.8e12, on 2 idle cores with AMX, were too few; this

@@ -860,7 +860,7 @@ def main() -> None:
     )
     parser.parse_args()
     hp = Hyperparameters.from_env(dict(os.environ))
-    none = {"resume": "", "profile": "", "eval_only": "", "run_id": hp.run_id or "check"}
+    none = {"resume": "", "eval_only": "", "run_id": hp.run_id or "check"}
     began = time.perf_counter()
     rank_0 = os.environ.get("RANK", "0") == "0"
     if rank_0:

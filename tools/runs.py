@@ -27,7 +27,7 @@ RULER = "=" * 100  # separates the source at the top of a log from the rest
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
 CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 # These do not change what a run computes.
-WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY", "PROFILE"}
+WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 CONFIGURATION -= WITHOUT_EFFECT
 UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 
