@@ -113,7 +113,9 @@ def test_a_group_has_one_kind_of_score(tmp_path):
 
 def test_knobs_without_effect_are_no_other_configuration(swept, tmp_path):
     first, second = logs_of(swept)
-    changed = re.sub(r"(?m)^. (VAL_LOSS_EVERY|RESUME|TRAIN_LOG_EVERY)=.*", r"* \1=9", second.read_text())
+    changed = re.sub(
+        r"(?m)^. (VAL_LOSS_EVERY|RESUME|TRAIN_LOG_EVERY)=.*", r"* \1=9", second.read_text()
+    )
     assert changed.count("=9\n") >= 3
     members = [runs.read_run(first), runs.read_run(written(tmp_path, changed))]
     assert not runs.differences(members)
