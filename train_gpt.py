@@ -897,8 +897,8 @@ def muon_update(
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip,
     momentum, rate: ()."""
     grad = shard.grad_shard.float() * clip
-    shard.momentum.mul_(momentum).add_(grad)
-    update = grad + momentum * shard.momentum
+    average = shard.state["momentum"].mul_(momentum).add_(grad)
+    update = grad + momentum * average
     if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
         norm = vector_norm(update, dim=-1, keepdim=True)
         if shard.transposed is not None:
@@ -917,7 +917,7 @@ class BankShard:
         padded       (S*r, a, b)  the bank; the model's parameter is a view of its first R rows
         owned_rows   (r, a, b)    view of `padded`
         master       (r, a, b)    fp32 weights of the owned rows
-        momentum     (r, a, b)    fp32
+        state        (r, a, b)    fp32, by name: momentum
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
         grad_sum     (S*r, a, b)  of all micro-batches: fp32 if there are several, else `grad`
         comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
@@ -925,9 +925,8 @@ class BankShard:
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
         transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
 
-    New state of Muon, (r, ...), goes beside `momentum`, here and in ParallelMuon.tensors. Then
-    checkpoints and the warm-up restore it. All ranks need the same kinds of state: `transposed`
-    differs.
+    New state of Muon is another entry of `state`, (r, ...). Then checkpoints and the warm-up restore
+    it. All ranks need the same names: `transposed` differs.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -941,7 +940,7 @@ class BankShard:
         bank.data = self.padded[: self.rows]
         self.owned_rows = self.padded[self.mine]
         self.master = full[self.mine].clone()
-        self.momentum = torch.zeros_like(self.master)
+        self.state = {"momentum": torch.zeros_like(self.master)}
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
@@ -1101,10 +1100,10 @@ class ParallelMuon:
         """All state that a step changes, by PARAMETER.KIND, of a bank the owned rows. After changes
         call `sync_banks`."""
         tensors = {f"{name}.weight": tensor for name, tensor in self.owned.items()}
-        tensors |= {f"{name}.momentum": shard.momentum for name, shard in self.banks.items()}
-        for name, parameter in self.small.items():
-            for kind, state in self.adam.state[parameter].items():
-                tensors[f"{name}.{kind}"] = state
+        states = {name: shard.state for name, shard in self.banks.items()}
+        states |= {name: self.adam.state[parameter] for name, parameter in self.small.items()}
+        for name, state in states.items():
+            tensors |= {f"{name}.{kind}": tensor for kind, tensor in state.items()}
         return tensors
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
@@ -2366,14 +2365,12 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Ten
 def pack_artifact(
     weights: Tensors,
     hp: Hyperparameters,
-    quantisers: list[Quantiser] | None = None,
-    metadata: dict | None = None,
-    loss: float = FINEST,
+    quantisers: list[Quantiser],
+    metadata: dict,
+    loss: float,
 ) -> bytes:
-    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token; without
-    quantisers, by those without calibration."""
+    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
     encode, _ = CODERS[hp.compressor]
-    quantisers = quantisers or make_quantisers(weights, hp, {})
     rounded = (parts for quantiser in quantisers for parts in quantiser.round(loss))
     streams, plain, expected = [], [], {}
     count = count_numbers(weights.values())
@@ -2393,7 +2390,7 @@ def pack_artifact(
         "trellis_states": quantisers[0].states,
         "expected_loss": expected if quantisers[0].calibrated else {},
         "coder": hp.compressor,
-        **(metadata or {}),
+        **metadata,
         "code_bytes": [len(stream) for stream in streams],
     }
     parts = {

@@ -258,7 +258,7 @@ def compare_quantisation(
     print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'expected':>10}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
     quantisers = train_gpt.make_quantisers(weights, hp, calibration)
-    full = len(train_gpt.pack_artifact(weights, hp, quantisers))
+    full = len(train_gpt.pack_artifact(weights, hp, quantisers, {}, train_gpt.FINEST))
     cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ", "trellis")] + [
         ("published", math.inf)
     ]

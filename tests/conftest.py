@@ -154,6 +154,12 @@ def weights_of(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
+def exported(weights, hp, calibration=None, metadata=None, loss=train_gpt.FINEST) -> bytes:
+    """The artifact of these weights."""
+    quantisers = train_gpt.make_quantisers(weights, hp, calibration or {})
+    return train_gpt.pack_artifact(weights, hp, quantisers, metadata or {}, loss)
+
+
 def matrices_of(tensors) -> dict[str, torch.Tensor]:
     """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as
     blocks.LAYER.NAME, and all other parameters by their name."""

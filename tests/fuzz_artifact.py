@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 import train_gpt
-from conftest import TINY, made, weights_of
+from conftest import TINY, exported, made, weights_of
 
 
 def mutate(blob: bytes, draw: random.Random) -> bytes:
@@ -71,7 +71,7 @@ def artifact(coder: str) -> bytes:
     knobs = {name: str(value) for name, value in (TINY | {"COMPRESSOR": coder}).items()}
     hp = train_gpt.Hyperparameters.from_env(knobs)
     metadata = {"training": {"steps": 3}}
-    return train_gpt.pack_artifact(weights_of(made(hp, seed=1)), hp, metadata=metadata)
+    return exported(weights_of(made(hp, seed=1)), hp, metadata=metadata)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 import zstandard
 
 import train_gpt
-from conftest import ROOT, TINY, made, noise, quantised, user_error, weights_of
+from conftest import ROOT, TINY, exported, made, noise, quantised, user_error, weights_of
 from train_gpt import GPT, Hyperparameters, knobs_with
 
 
@@ -31,7 +31,7 @@ def model() -> GPT:
 @pytest.fixture(scope="module")
 def packed(model) -> bytes:
     """Its artifact."""
-    return train_gpt.pack_artifact(weights_of(model), model.hp)
+    return exported(weights_of(model), model.hp)
 
 
 def loaded(blob, hp) -> GPT:
@@ -315,8 +315,7 @@ def test_rounding_costs_what_was_expected(run_of):
         return float(torch.stack(losses).double().mean())
 
     for loss in (0.004, 0.016):
-        quantisers = train_gpt.make_quantisers(weights, run.hp, calibration)
-        blob = train_gpt.pack_artifact(weights, run.hp, quantisers, loss=loss)
+        blob = exported(weights, run.hp, calibration, loss=loss)
         expected = sum(train_gpt.open_artifact(blob)[0]["expected_loss"].values())
         assert expected == pytest.approx(loss, rel=0.3)
         rounded = train_gpt.load_artifact(blob)
@@ -445,7 +444,7 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     model = noise(made(hyperparameters(**knobs)))
     hp, weights = model.hp, weights_of(model)
     loss = wider**2 * train_gpt.FINEST
-    twin = train_gpt.load_artifact(train_gpt.pack_artifact(weights, hp, loss=loss))
+    twin = train_gpt.load_artifact(exported(weights, hp, loss=loss))
     views = zip(train_gpt.artifact_tensors(weights), train_gpt.artifact_tensors(twin), strict=True)
     for (kind, name, original), (_, _, found) in views:
         if kind is None:
@@ -544,7 +543,7 @@ def test_numpy_alone_opens_an_artifact(model, packed):
     assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays.values())
     assert json.loads(arrays["header"].tobytes())["version"] == train_gpt.ARTIFACT_VERSION
     assert len(packed) - sum(array.nbytes for array in arrays.values()) < 800
-    assert train_gpt.pack_artifact(weights_of(model), model.hp) == packed
+    assert exported(weights_of(model), model.hp) == packed
 
 
 def rewritten(blob, change) -> bytes:
@@ -630,7 +629,7 @@ def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
     changes |= dict(MLP_MULT=0.1, ROPE_DIMS=0, BIGRAM_VOCAB_SIZE=0, VOCAB_SIZE=4)
     hp = hyperparameters(**changes)
     zeros = {name: torch.zeros(p.shape) for name, p in train_gpt.meta_parameters(hp).items()}
-    blob = train_gpt.pack_artifact(zeros, hp)
+    blob = exported(zeros, hp)
     path = tmp_path / "forged.xz"
     path.write_bytes(rewritten(blob, setter(1 << 20, "evaluation", "eval_seq_len")))
     assert path.stat().st_size < 4000
@@ -651,7 +650,7 @@ def test_an_artifact_is_decoded_before_the_run_begins(model, packed, env, tmp_pa
     weights["smear_gate"][3] = math.nan
     for blob, why in (
         (replaced(packed, values=np.zeros(9, np.uint8)), ""),
-        (train_gpt.pack_artifact(weights, model.hp), "smear_gate has values that are not finite"),
+        (exported(weights, model.hp), "smear_gate has values that are not finite"),
     ):
         path.write_bytes(blob)
         with user_error(f"a.xz cannot be used: .*{why}"):
@@ -664,9 +663,9 @@ def test_missing_decoder_is_named(model, hyperparameters, tmp_path, monkeypatch)
         train_gpt, "find_spec", lambda name: None if name == "constriction" else find(name)
     )
     path = tmp_path / "a.xz"
-    path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="lzma")))
+    path.write_bytes(exported(weights_of(model), hyperparameters(COMPRESSOR="lzma")))
     train_gpt.read_artifact(str(path), {})
-    path.write_bytes(train_gpt.pack_artifact(weights_of(model), hyperparameters(COMPRESSOR="ans")))
+    path.write_bytes(exported(weights_of(model), hyperparameters(COMPRESSOR="ans")))
     with user_error(r"a\.xz needs a package: pip install constriction$"):
         train_gpt.read_artifact(str(path), {})
 
@@ -702,7 +701,7 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, tmp
     tokenizer.write_bytes(b"pieces")
     metadata = {"tokenizer_sha256": train_gpt.sha256_of(tokenizer), "training": {"steps": 12}}
     path = tmp_path / "a.xz"
-    path.write_bytes(train_gpt.pack_artifact(weights_of(model), model.hp, metadata=metadata))
+    path.write_bytes(exported(weights_of(model), model.hp, metadata=metadata))
     environ = {"TOKENIZER_PATH": str(tokenizer)}
     blob, hp = train_gpt.read_artifact(str(path), environ)
     assert blob == path.read_bytes()
@@ -746,7 +745,7 @@ def test_target_is_met(changes, gptq, hyperparameters):
         if kind:
             [alone] = train_gpt.Quantiser([kind], view, hp, calibration).round(0.01)
             torch.testing.assert_close(together.pop(0), alone)
-    free = len(train_gpt.pack_artifact(weights, hp, quantisers))
+    free = len(exported(weights, hp, calibration))
     for enough in (math.inf, free):
         blob = train_gpt.fit_artifact(weights, hp, calibration, {}, enough, lines.append)
         assert len(blob) == free and not lines
@@ -763,7 +762,7 @@ def test_target_is_met(changes, gptq, hyperparameters):
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
     weights = weights_of(model)
     found = len(train_gpt.fit_artifact(weights, model.hp, {}, {}, 2000, lambda line: None))
-    assert 2000 < found < 1.05 * len(train_gpt.pack_artifact(weights, model.hp, loss=1e9))
+    assert 2000 < found < 1.05 * len(exported(weights, model.hp, loss=1e9))
 
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model, monkeypatch):

@@ -78,7 +78,7 @@ def test_only_large_gradients_are_clipped(hyperparameters, limit):
     """To the norm of all, of which banks have a part; 0 clips none. Muon's update does not depend
     on the size of a gradient, but its momentum does."""
     _, model, optimizer = prepared(hyperparameters, GRAD_CLIP_NORM=limit)
-    momentum = optimizer.banks["qo_bank"].momentum
+    momentum = optimizer.banks["qo_bank"].state["momentum"]
     for scale in (1e-5, 1.0):
         set_gradients(model, 1, scale)
         every = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()

@@ -20,6 +20,7 @@ from conftest import (
     TINY,
     VOCAB,
     assert_mistake,
+    exported,
     made,
     noise,
     run,
@@ -115,7 +116,7 @@ def artifact(data, tmp_path_factory):
     hp = train_gpt.Hyperparameters.from_env({k: str(v) for k, v in (TINY | PARTS).items()})
     digest = hashlib.sha256((data / "tokenizer.model").read_bytes()).hexdigest()
     metadata = {"tokenizer_sha256": digest}
-    blob = train_gpt.pack_artifact(weights_of(noise(made(hp))), hp, metadata=metadata)
+    blob = exported(weights_of(noise(made(hp))), hp, metadata=metadata)
     path = tmp_path_factory.mktemp("artifact") / "a.int6.xz"
     path.write_bytes(blob)
     return path

@@ -15,7 +15,7 @@ import torch
 import inspect_artifact
 import pack_code
 import train_gpt
-from conftest import ROOT, assert_mistake, made, run, user_error, weights_of
+from conftest import ROOT, assert_mistake, exported, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
 LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
@@ -244,7 +244,7 @@ def test_mistakes(program, arguments, part, tmp_path):
 def test_inspection(hyperparameters, tmp_path):
     hp = hyperparameters()
     metadata = {"training": {"steps": 12}, "expected_loss": {"q": 0.00025, "tok_emb": 0.001}}
-    blob = train_gpt.pack_artifact(weights_of(made(hp, seed=1)), hp, metadata=metadata)
+    blob = exported(weights_of(made(hp, seed=1)), hp, metadata=metadata)
     (tmp_path / "a.xz").write_bytes(blob)
     result = run([ROOT / "tools" / "inspect_artifact.py", "a.xz"], {}, tmp_path)
     assert result.returncode == 0, result.stderr
