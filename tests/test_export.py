@@ -529,6 +529,7 @@ def test_damaged_artifact_is_refused(packed, damage, tmp_path):
     message, act = DAMAGES[damage]
     path = tmp_path / "model.xz"
     path.write_bytes(act(packed))
+    train_gpt.open_artifact(packed)  # the first one loads 100 MB of torch
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sentence = f"artifact {path} cannot be used: .*{message}.*; if truncated or altered, copy it"
     with user_error(sentence):
