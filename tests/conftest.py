@@ -269,7 +269,7 @@ def script(tmp_path, env):
 @pytest.fixture(scope="session")
 def sweep_knobs(data):
     values = {**TINY, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "RUN_ID": "t"}
-    values |= {"TRAIN_LOG_EVERY": 2, "VAL_LOSS_EVERY": 4, "EVAL_STRIDE": 32}
+    values |= {"TRAIN_LOG_EVERY": 2, "VAL_LOSS_EVERY": 4, "EVAL_STRIDE": 32, "LATE_QAT": 1}
     return {name: str(value) for name, value in values.items()}
 
 

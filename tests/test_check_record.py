@@ -77,7 +77,7 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert all(given["compliance"][claim] is True for claim in make_record.ABSENT)
     assert given["attribution"] == "descends from #399 by abaybektursun"
     text = (folder / "README.md").read_text()
-    for part in ("This is not a record", "NUM_LAYERS=3", "LATE_QAT=0", "DATA_PATH='a b/"):
+    for part in ("This is not a record", "NUM_LAYERS=3", "LATE_QAT=1", "DATA_PATH='a b/"):
         assert part in text
     assert f"**val_bpb {given['val_bpb']:.5f}**" in text
     pins = (folder / "requirements.txt").read_text()
