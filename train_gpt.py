@@ -553,6 +553,7 @@ class LayerCall(NamedTuple):
 
 
 def count_numbers(tensors: Iterable[Tensor]) -> int:
+    """How many numbers these tensors hold together."""
     return sum(tensor.numel() for tensor in tensors)
 
 
@@ -1281,7 +1282,7 @@ class Run:
             self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
-        # There most texts are scored before their forward would be compiled.
+        # On a CPU most texts are scored before their forward would be compiled.
         eager = runtime.device.type == "cpu" and hp.compile == "auto"
         self.eval_forward = self.model if eager else self.forward
         # Takes a config and a stride.
@@ -2267,8 +2268,8 @@ class Quantiser:
             # Rows that the calibration has hardly seen are not free of cost.
             self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
         eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows) // self.kinds, -1, -1)
-        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. The tied
-        # table is also looked up. A lookup needs all columns alike, not those of large inputs.
+        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. Embeddings
+        # are also looked up, and to a lookup all columns matter alike.
         damping = 0.01 if self.published else 0.1 if kinds[0].bank else 1.0
         hessians = [calibration.get(kind.reads, eye) for kind in kinds]
         self.hessian = damped(torch.cat(hessians), damping)
@@ -2282,8 +2283,8 @@ class Quantiser:
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
-        # A finer step has no code for the largest weight. Odd states have no zero, which costs much
-        # with a wider one.
+        # A finer step has no code for the largest weight. A wider one costs much in odd states,
+        # which have no code for 0.
         largest = self.rows.abs().amax(dim=-1, keepdim=True)
         return round_steps(wanted.clamp(largest / 2000, 2 * self.deviation), 20)
 
@@ -2316,11 +2317,11 @@ class Quantiser:
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> list[Quantiser]:
-    """Those of all matrices. Neighbours of one shape, such as k and v, are rounded together, as a
-    GPU takes no longer for both."""
+    """Quantisers of all matrices, in file order. Kinds of one bank and shape, such as k and v, are
+    rounded together, as a GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = []
-    for _, group in itertools.groupby(matrices, key=lambda pair: pair[1].shape):
+    for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
         kinds, views = zip(*group, strict=True)
         quantisers.append(Quantiser(kinds, torch.cat(views), hp, calibration))
     return quantisers
@@ -2375,12 +2376,11 @@ def pack_artifact(
     streams, plain, expected = [], [], {}
     count = count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
-        values = tensor.half()
         if kind:
             codes, steps, cost = next(rounded)
             expected[name] = float(cost.sum()) / count
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
-            values = steps.to(STEP_TYPES[hp.row_range])
+        values = steps.to(STEP_TYPES[hp.row_range]) if kind else tensor.half()
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
     roles = ("model", "evaluation")
     header = {
@@ -2414,7 +2414,7 @@ def fit_artifact(
     """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
     finest; the smallest that was made if none fits."""
     quantisers = make_quantisers(weights, hp, calibration)
-    losses = np.geomspace(FINEST, 2.0**39 * FINEST, 20_000)  # to the widest steps
+    losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
     def entropy(loss):
         return sum(one.entropy(loss) for one in quantisers)
@@ -2996,8 +2996,8 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     If the merge of x and y to a comes later than that to b, then y and b must be side by side until
     then. So the pairs of a follow from those of y, and likewise those of b (arXiv:2506.07956)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
-    texts = pieces.id_to_piece(list(range(pieces.vocab_size())))
-    scores = np.array(pieces.get_score(list(range(len(texts)))))
+    ids = list(range(pieces.vocab_size()))
+    texts, scores = pieces.id_to_piece(ids), np.array(pieces.get_score(ids))
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
     merged = np.flatnonzero(np.signbit(scores))
     require(

@@ -15,8 +15,8 @@ TARGET_BYTES gives all runs the same size of code and artifact (the quantisation
 until it fits; a variant that is smaller anyway stays so, and the table shows it). The variants take
 turns within a seed, so a slowdown of the machine affects all of them. `--jobs` runs go side by
 side, each with its share of the cores. Logs go to --folder; a run that has finished there is not
-repeated, and one that was interrupted continues from its checkpoint. Another train_gpt.py needs
-another folder.
+repeated. With --tokens-per-weight an interrupted one continues from its checkpoint. Another
+train_gpt.py needs another folder.
 
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
 7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
