@@ -170,6 +170,8 @@ LIMITS = {
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
+# Trellises: parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
+PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
 
 def knob(default, text: str, role="training", **limits):
@@ -263,7 +265,7 @@ class Hyperparameters:
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
     gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: no calibration", "run")
-    trellis_states: int = knob(8, "states of the trellis; 0: none", "run", choices=(0, 4, 8, 16, 64, 256))
+    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
@@ -2063,8 +2065,6 @@ def warm_up_lora(scorer: Evaluator) -> None:
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
 SEGMENT = 64  # rows of a column that share a path through the trellis
-# Parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
-PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
 
 def code_limit(kind: Matrix, hp: Hyperparameters) -> int:
@@ -2259,7 +2259,7 @@ class Quantiser:
         self.rows, self.hp, self.limit = rows, hp, code_limit(kinds[0], hp)
         self.kinds, self.calibrated = len(kinds), bool(calibration)
         self.published = hp.row_range == "published"
-        self.states = 0 if self.published else hp.trellis_states
+        self.states = 0 if self.published or hp.trellis_states == 1 else hp.trellis_states
         self.deviation = (rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()  # (N, out, 1)
         # Nats per token that a squared error of 1 costs, if all weights were like those of the row
         self.cost = self.deviation**-2.0

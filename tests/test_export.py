@@ -435,7 +435,7 @@ def test_streams_of_another_length_are_refused(coder):
     [
         *(({"COMPRESSOR": name}, 1.0) for name in train_gpt.CODERS),
         ({"ROW_RANGE": "published"}, 1.0),
-        ({"TRELLIS_STATES": "0"}, 1.0),
+        *(({"TRELLIS_STATES": none}, 1.0) for none in "01"),
         ({}, 2.0),
     ],
 )
