@@ -478,8 +478,9 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
         for work.part, chunk in examples.items():
             scorer.batch = part_of(scorer, work.part)
             rows = script.lora_shape(scorer, *chunk)[0]
-            state = script.LoraState(np.array([[0, chunk[1] + 1]] * rows), first)
-            with mock.patch.object(script, "compile_whole", compile_update):
+            # With no other documents in memory, as a kernel that gathers is charged for the whole.
+            with mock.patch.multiple(script, LORA_BATCH=rows, compile_whole=compile_update):
+                state = script.LoraState(np.array([[0, chunk[1] + 1]] * rows), first)
                 script.lora_step(scorer, state, *chunk)
 
     return work
