@@ -2268,8 +2268,8 @@ class Quantiser:
             # Rows that the calibration has hardly seen are not free of cost.
             self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
         eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows) // self.kinds, -1, -1)
-        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. Embeddings
-        # are also looked up, and to a lookup all columns matter alike.
+        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. An
+        # embedding is also looked up, and then each of its columns counts equally.
         damping = 0.01 if self.published else 0.1 if kinds[0].bank else 1.0
         hessians = [calibration.get(kind.reads, eye) for kind in kinds]
         self.hessian = damped(torch.cat(hessians), damping)

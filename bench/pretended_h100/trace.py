@@ -478,7 +478,7 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
         for work.part, chunk in examples.items():
             scorer.batch = part_of(scorer, work.part)
             rows = script.lora_shape(scorer, *chunk)[0]
-            # With no other documents in memory, as a kernel that gathers is charged for the whole.
+            # A kernel that gathers is charged for the whole buffer, so it holds no other documents.
             with mock.patch.multiple(script, LORA_BATCH=rows, compile_whole=compile_update):
                 state = script.LoraState(np.array([[0, chunk[1] + 1]] * rows), first)
                 script.lora_step(scorer, state, *chunk)
