@@ -3405,8 +3405,8 @@ class Log(contextlib.AbstractContextManager):
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: unset it, set another, or delete its "
-            f"log, {self.path}.txt and .jsonl",
+            f"RUN_ID={self.name} is used by an earlier run: set another, or delete its log, "
+            f"{self.path}.txt and .jsonl",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:

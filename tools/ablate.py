@@ -20,9 +20,9 @@ train_gpt.py needs another folder.
 
 With `--tokens-per-weight` the base is the record in small: its layers, its proportions and its
 7,000 steps, so all knobs that concern the schedule keep their values. Width, heads, context and the
-bigram table shrink, and the batch is what makes that many training tokens per weight (the record:
-205). The artifact has as many bits per weight as the record's. `@1.03` is the price of a variant:
-its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
+bigram table shrink, and the batch is what makes that many training tokens per weight (the record
+has 205 in 7,000 steps). The artifact has as many bits per weight as the record's. `@1.03` is the
+price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
