@@ -1,10 +1,10 @@
-"""Shared by the tests: a tiny tokenizer, tiny shards, tiny models, and functions that start the
-script as users do."""
+"""Shared by the tests: a tiny tokenizer, shards, models, and functions that start the script."""
 
 import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,8 +32,7 @@ TINY = {
     "MUON_MOMENTUM_WARMUP_STEPS": 4, "WARMUP_STEPS": 1, "MAX_WALLCLOCK_SECONDS": 0, "VAL_LOSS_EVERY": 0,
     "LATE_QAT": 0, "COMPILE": 0, "COMPUTE_DTYPE": "float32", "DEVICE": "cpu",
 }
-# The parts of the model that are off by default: 5 layers, two of them visited three times, two lanes in the last, a
-# gate on attention, which stays within documents.
+# Parts that are off by default: 5 layers, two visited three times, two lanes in the last, gated attention in documents.
 PARTS = {
     "NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1,
     "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1,
@@ -81,8 +80,7 @@ def train_pieces(path: Path, lines: list[str], vocab_size: int, **options) -> No
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model, two training and two validation shards, made from the text of
-    train_gpt.py."""
+    """A folder with tokenizer.model and two shards of each split, of the text of train_gpt.py."""
     folder = tmp_path_factory.mktemp("data")
     text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
     train_pieces(folder / "tokenizer.model", text, VOCAB, character_coverage=1.0)
@@ -98,7 +96,7 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def env(data):
     """A function that returns the environment of a tiny run, with the given knobs changed."""
 
@@ -109,7 +107,7 @@ def env(data):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def hyperparameters(env):
     """A function that returns the hyperparameters of a tiny run, with the given knobs changed."""
     return lambda **changes: train_gpt.Hyperparameters.from_env(env(**changes))
@@ -179,8 +177,7 @@ def quantised(rows, hp, limit=2047) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
-    """The model with random numbers added, so that no parameter is zero or one and every term
-    matters."""
+    """The model with random numbers added to all parameters, so that every term matters."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -188,12 +185,9 @@ def noise(model, seed=1, size=0.2) -> train_gpt.GPT:
     return model
 
 
-def start(
-    arguments: list, environment: dict[str, str], cwd: Path, ranks: int = 1, fresh: bool = False
-) -> subprocess.Popen:
-    """Start `arguments` (a script and its arguments) as a user would, with python or, on several
-    ranks, torchrun. `fresh`: with a new Python, not with a fork that has torch already
-    (tests/warm_python.py)."""
+def start(arguments: list, environment: dict, cwd: Path, ranks=1, fresh=False, **options):
+    """Start `arguments` (a script and its arguments) with python or, on several ranks, torchrun.
+    `fresh`: with a new Python, not with a fork that has torch already (tests/warm_python.py)."""
     passed = ("PATH", "HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
     base = {name: value for name, value in os.environ.items() if name in passed}
     launcher = [sys.executable if fresh else warm_python.python()]
@@ -208,25 +202,31 @@ def start(
         text=True,
         # A shell ignores Ctrl-C in its background jobs, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
     )
 
 
-def run(*arguments, **options) -> subprocess.CompletedProcess:
-    """`start`, then wait for the end."""
+def run(*arguments, status: int | None = 0, **options) -> subprocess.CompletedProcess:
+    """`start`, then wait for the end. The exit status must be this one; None: any."""
     process = start(*arguments, **options)
     try:
         out, err = process.communicate(timeout=600)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
+    assert status in (None, process.returncode), f"{out[-3000:]}\n{err[-4000:]}"
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def work(mode: str, folder: Path, environment: dict[str, str], ranks=1):
+    """Run a mode of tests/worker.py in this folder."""
+    return run([ROOT / "tests" / "worker.py", mode, folder], environment, folder, ranks)
 
 
 def assert_mistake(arguments: list, folder: Path, part: str, status=1, **environment) -> None:
     """This program ends with the status and a sentence that has `part`."""
-    result = run(arguments, environment, folder)
-    assert result.returncode == status and part in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr
+    result = run(arguments, environment, folder, status=status)
+    assert part in result.stderr and "Traceback" not in result.stderr, result.stderr
 
 
 def script_after(code: str) -> list[str]:
@@ -257,27 +257,31 @@ def nothing_is_left_running(tmp_path):
 
 @pytest.fixture
 def script(tmp_path, env):
-    """A function that runs train_gpt.py in an empty folder with the environment of a tiny run and
-    the given changes."""
+    """A function that runs train_gpt.py in an empty folder as a tiny run with changed knobs."""
 
-    def go(ranks=1, arguments=(), fresh=False, **changes) -> subprocess.CompletedProcess:
-        return run([ROOT / "train_gpt.py", *arguments], env(**changes), tmp_path, ranks, fresh)
+    def go(*arguments, fresh=False, status=0, **changes) -> subprocess.CompletedProcess:
+        command = [ROOT / "train_gpt.py", *arguments]
+        return run(command, env(**changes), tmp_path, fresh=fresh, status=status)
 
     return go
 
 
 @pytest.fixture(scope="session")
-def sweep_knobs(data):
-    values = {**TINY, "DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", "RUN_ID": "t"}
-    values |= {"TRAIN_LOG_EVERY": 2, "VAL_LOSS_EVERY": 4, "EVAL_STRIDE": 32, "LATE_QAT": 1}
-    return {name: str(value) for name, value in values.items()}
+def sweep_knobs(env):
+    return env(RUN_ID="t", TRAIN_LOG_EVERY=2, VAL_LOSS_EVERY=4, EVAL_STRIDE=32, LATE_QAT=1)
 
 
 @pytest.fixture(scope="session")
 def swept(sweep_knobs, tmp_path_factory):
-    """A finished sweep of two learning rates with two seeds: (folder, its output)."""
+    """The folder of a finished sweep of two learning rates with two seeds; out.txt is its output."""
     folder = tmp_path_factory.mktemp("sweep")
     command = [ROOT / "tools" / "sweep.py", "--", warm_python.python(), ROOT / "train_gpt.py"]
-    result = run(command, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
-    assert result.returncode == 0, result.stderr
-    return folder, result.stdout
+    knobs = {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}
+    (folder / "out.txt").write_text(run(command, knobs, folder).stdout)
+    return folder
+
+
+@pytest.fixture
+def copied(swept, tmp_path):
+    """A copy of that folder."""
+    return shutil.copytree(swept, tmp_path / "sweep")

@@ -1,16 +1,15 @@
-"""Started by the tests of resuming: `faults.py FAULT STEP [RANK]`, the script with a fault at the
-start of a step.
+"""`faults.py FAULT STEP [RANK]`: the script with a fault at the start of a step.
 
-    kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that exists
-    term   SIGTERM, as a batch system sends it
-    int    Ctrl-C
-    late   SIGTERM during the first validation
-    start  Ctrl-C on all ranks when the training begins: on RANK just before it notes signals, on
-           the others just after
-    score  SIGTERM during the scores of the artifact
-    nan    a gradient that is not finite
-    jump   the clock jumps forward by 1,000 seconds
-    none   nothing
+kill   SIGKILL of the process, once: it leaves a file `killed`, and does nothing if that exists
+term   SIGTERM, as a batch system sends it
+int    Ctrl-C
+late   SIGTERM during the first validation
+start  Ctrl-C on all ranks when the training begins: on RANK just before it notes signals, on
+       the others just after
+score  SIGTERM during the scores of the artifact
+nan    a gradient that is not finite
+jump   the clock jumps forward by 1,000 seconds
+none   nothing
 """
 
 import os

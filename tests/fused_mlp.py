@@ -24,8 +24,7 @@ def load(path: str):
 
 
 def mend_interpreter() -> None:
-    """Triton's interpreter keeps bf16 numbers as 16 bits. It would multiply these as integers, and
-    it cuts off the bits that a GPU rounds."""
+    """Triton's interpreter keeps bf16 as 16 bits: it would multiply these as integers and not round."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -57,8 +56,7 @@ def results(mlp, inputs) -> list[torch.Tensor]:
 
 
 def errors(script, dtype, n: int, d: int, m: int, slope: float) -> dict[str, list[float]]:
-    """Relative errors, by norms, of y and the gradients of x, up and down: of the fused and of the
-    plain form."""
+    """Relative errors, by norms, of y and the gradients of x, up and down, of both forms."""
     fused = script.load_fused_mlp(slope, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     shapes = ((n, d), (m, d), (m, d))

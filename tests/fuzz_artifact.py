@@ -1,5 +1,4 @@
-"""Load many mutated artifacts in a process with little memory, and print what happened as a line of
-JSON.
+"""Load many mutated artifacts in a process with little memory, and print a line of JSON.
 
     python tests/fuzz_artifact.py 10000
 

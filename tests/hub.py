@@ -1,5 +1,4 @@
-"""A stand-in for the Hugging Face hub: an HTTP server on loopback with the hub's URL scheme for one
-data set."""
+"""A stand-in for the Hugging Face hub: an HTTP server on loopback with its URLs for one data set."""
 
 import hashlib
 import http.server
@@ -12,8 +11,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """Serves the files below `root` as the data set `repository`. Files ending in .bin are large
-    ones with SHA-256."""
+    """Serves the files below `root` as the data set `repository`; .bin are large, with SHA-256."""
 
     def __init__(self, root: Path, repository: str):
         self.root = root
@@ -46,11 +44,8 @@ class Hub:
     def fetched(self) -> list[str]:
         """The paths of the files that were requested."""
         marker = f"/datasets/{self.repository}/resolve/"
-        return [
-            path.removeprefix(marker).partition("/")[2]
-            for method, path in self.requests
-            if method == "GET" and path.startswith(marker)
-        ]
+        got = [path.partition(marker)[2] for method, path in self.requests if method == "GET"]
+        return [path.partition("/")[2] for path in got if path]
 
     def answer(self, request) -> None:
         url = urllib.parse.urlparse(request.path)
@@ -76,9 +71,8 @@ class Hub:
             self.json(request, {"error": "not found"}, 404, **{"X-Error-Code": code})
 
     def names(self) -> list[str]:
-        return sorted(
-            str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file()
-        )
+        files = filter(Path.is_file, self.root.rglob("*"))
+        return sorted(str(path.relative_to(self.root)) for path in files)
 
     @staticmethod
     def asked(body: bytes, headers) -> list[str]:

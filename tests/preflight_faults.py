@@ -1,13 +1,12 @@
-"""Started by tests/test_preflight.py: `preflight_faults.py FAULT`, tools/preflight.py on a machine with
-a fault.
+"""`preflight_faults.py FAULT`: tools/preflight.py on a machine with a fault.
 
-    slow     rank 1 multiplies and computes gradients at half speed
-    disk     the disk is full
-    nan      the loss is not finite
-    memory   training needs more memory than there is
-    died     rank 1 fails in a step
-    packages a package is missing
-    none     nothing
+slow     rank 1 multiplies and computes gradients at half speed
+disk     the disk is full
+nan      the loss is not finite
+memory   training needs more memory than there is
+died     rank 1 fails in a step
+packages a package is missing
+none     nothing
 """
 
 import os

@@ -1,9 +1,10 @@
 """Logs for the tests of tools/: of a sweep that conftest.py makes, and of published scripts."""
 
+import json
 import re
-import shutil
 from pathlib import Path
 
+import published
 import runs
 import warm_python
 from conftest import ROOT
@@ -11,13 +12,8 @@ from conftest import ROOT
 SWEEP = [ROOT / "tools" / "sweep.py", "--", warm_python.python(), ROOT / "train_gpt.py"]
 
 
-def logs_of(swept, rate: str = "0.025") -> list[Path]:
-    return sorted((swept[0] / "logs").glob(f"t_MATRIX_LR={rate}_seed*.txt"))
-
-
-def copy_of(swept, tmp_path) -> Path:
-    shutil.copytree(swept[0], tmp_path / "sweep")
-    return tmp_path / "sweep"
+def logs_of(sweep: Path, rate: str = "0.025") -> list[Path]:
+    return sorted((sweep / "logs").glob(f"t_MATRIX_LR={rate}_seed*.txt"))
 
 
 PUBLISHED = """\
@@ -70,21 +66,30 @@ def written(folder: Path, text: str, name: str = "train_seed42.log") -> Path:
     return folder / name
 
 
-SERIALIZED = r"Serialized model [^:]+"
-
-
 def counted(size: int, source: bytes):
     """A change of a log: as if the script that ran had this source and `size` bytes."""
 
     def change(text: str) -> str:
         text = source.decode() + text[text.index(f"\n{runs.RULER}\n") :]
-        code, model = (
-            int(re.search(rf"^{name}: (\d+) b", text, re.M)[1])
-            for name in ("Code size", SERIALIZED)
-        )
-        text = text.replace(f"Code size: {code} bytes", f"Code size: {size} bytes")
-        return re.sub(
-            r"^(Total submission size.*): \d+ bytes", rf"\1: {model + size} bytes", text, flags=re.M
-        )
+        total = size + int(re.search(r"(?m)^Serialized model [^:]+: (\d+) b", text)[1])
+        text = re.sub(r"(?m)^Code size: \d+ bytes", f"Code size: {size} bytes", text)
+        return re.sub(r"(?m)^(Total submission size.*): \d+ bytes", rf"\1: {total} bytes", text)
 
     return change
+
+
+CURVES = json.loads(published.CURVES.read_text())
+FINAL = "final_int6_roundtrip_exact val_loss:1.93000000 val_bpb:1.14300000\n"
+
+
+def log_of(name: str, seed: str, change=lambda step, nats: nats, end=FINAL, **settings) -> str:
+    """A log of this script with a record's losses, each changed."""
+    settings = {"VOCAB_SIZE": published.VOCABULARIES[name], "SHUFFLE_SEED": 0, **settings}
+    lines = ["hyperparameters (* differs from the default)"]
+    lines += [f"* {name}={value}" for name, value in settings.items()]
+    for step, kind, nats, _, seconds in CURVES[name][seed]["curve"]:
+        rate = published.RATES[name](step, seconds) if step and seconds else 1.0
+        tail = f"train_time:{1000 * (seconds or 0):.0f}ms step_avg:80.00ms lr_scale:{rate:.4f}"
+        extra = "" if kind == "train" else " val_bpb:1.1"
+        lines.append(f"step:{step}/9000 {kind}_loss:{change(step, nats):.4f}{extra} {tail}")
+    return "\n".join(lines) + "\n" + end

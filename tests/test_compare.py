@@ -1,5 +1,6 @@
-"""tools/compare.py: significance."""
+"""tools/compare.py: significance, and a run beside the published losses of a record."""
 
+import math
 import re
 import statistics
 from pathlib import Path
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 import compare
+import published
 import runs
-from conftest import ROOT, run, user_error
-from sample_logs import PUBLISHED, copy_of, logs_of, written
+from conftest import ROOT, assert_mistake, run, user_error
+from sample_logs import CURVES, PUBLISHED, log_of, logs_of, written
 
 
 def group(folder: Path, values: dict[int, float], rate: float = 1.7) -> list:
@@ -52,8 +54,9 @@ def test_welch_is_the_textbook_one(tmp_path):
 def test_the_rule_for_records(tmp_path, losses, counts, part):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
     assert compare.verdict(a, b)[0] is counts
-    result = run([ROOT / "tools" / "compare.py", tmp_path / "a", tmp_path / "b"], {}, tmp_path)
-    assert result.returncode == (0 if counts else 3) and part in result.stdout
+    command = [ROOT / "tools" / "compare.py", tmp_path / "a", tmp_path / "b"]
+    result = run(command, {}, tmp_path, status=0 if counts else 3)
+    assert part in result.stdout
     assert ("paired by seed (1 2 3)" in result.stdout) == (len(losses) == 3)
 
 
@@ -103,11 +106,11 @@ def test_help_needs_no_scipy(program, tmp_path):
     (tmp_path / "scipy.py").write_text("raise ModuleNotFoundError('No module named it')")
     broken = {"PYTHONPATH": str(tmp_path)}
     result = run([ROOT / "tools" / f"{program}.py", "--help"], broken, tmp_path)
-    assert result.returncode == 0 and result.stdout.startswith("usage: "), result.stderr
+    assert result.stdout.startswith("usage: ")
     group(tmp_path / "a", {1: 1.9, 2: 1.91})
     group(tmp_path / "b", {1: 1.8, 2: 1.81})
-    result = run([ROOT / "tools" / "compare.py", "a", "b"], broken, tmp_path)
-    assert result.returncode == 1 and "error: No module named it: run " in result.stderr
+    command = [ROOT / "tools" / "compare.py", "a", "b"]
+    assert_mistake(command, tmp_path, "error: No module named it: run ", **broken)
 
 
 def test_the_same_runs_are_equal(tmp_path):
@@ -117,9 +120,8 @@ def test_the_same_runs_are_equal(tmp_path):
         (tmp_path / "a", f"{tmp_path}/a/*.log", 3, "B is equal to A: both are the same runs"),
         (tmp_path / "a", one, 1, f"error: {one} is on both sides: leave it out of one of them"),
     ):
-        result = run([ROOT / "tools" / "compare.py", a, b], {}, tmp_path)
-        assert result.returncode == status and part in result.stdout + result.stderr
-        assert "Welch" not in result.stdout
+        result = run([ROOT / "tools" / "compare.py", a, b], {}, tmp_path, status=status)
+        assert part in result.stdout + result.stderr and "Welch" not in result.stdout
 
 
 def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
@@ -176,9 +178,9 @@ def test_the_rule_of_the_later_board():
 
 
 @pytest.mark.parametrize("score", ["nan", "inf", "0.0"])
-def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
+def test_a_score_that_is_not_finite_is_an_error(score, copied):
     """Every comparison with nan is false, so it would have counted as a record."""
-    logs = copy_of(swept, tmp_path) / "logs"
+    logs = copied / "logs"
     (log, *_) = sorted(logs.glob("t_MATRIX_LR=0.005_seed*.txt"))
     form = r"(final_int6_sliding_window_exact val_loss:\S+ val_bpb:)\S+"
     log.write_text(re.sub(form, rf"\g<1>{score}", log.read_text()))
@@ -186,9 +188,9 @@ def test_a_score_that_is_not_finite_is_an_error(score, swept, tmp_path):
         runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
 
 
-def test_texts_of_different_sizes_are_not_compared(swept, tmp_path):
+def test_texts_of_different_sizes_are_not_compared(copied):
     """Also with other tokenizers the text must be the same."""
-    logs = copy_of(swept, tmp_path) / "logs"
+    logs = copied / "logs"
     sides = [runs.read_group(f"{logs}/t_MATRIX_LR={rate}_seed*.txt") for rate in ("0.025", "0.005")]
     assert len(compare.losses(*sides)[0]) == len(sides[0])
     for log in logs.glob("t_MATRIX_LR=0.005_seed*.txt"):
@@ -196,3 +198,105 @@ def test_texts_of_different_sizes_are_not_compared(swept, tmp_path):
     other = runs.read_group(f"{logs}/t_MATRIX_LR=0.005_seed*.txt")
     with user_error("the logs were scored on .* bytes: score all on the same"):
         compare.losses(sides[0], other)
+
+
+# ---- Beside the published losses of a record -----------------------------------------------------
+def followed(tmp_path, name: str, text: str) -> tuple[bool, str]:
+    return published.follow(runs.read_run(written(tmp_path, text)), name)
+
+
+@pytest.mark.parametrize("name", ["399", "1493"])
+def test_each_seed_of_a_record_is_on_its_track(tmp_path, name):
+    for number, seed in enumerate(CURVES[name]):
+        ok, text = followed(tmp_path / str(number), name, log_of(name, seed))
+        assert ok and "on the published track in all" in text, text
+
+
+def test_a_run_that_leaves_the_track_is_told_where(tmp_path):
+    worse = log_of("399", "42", lambda step, nats: nats + 0.1 * (step >= 400))
+    ok, text = followed(tmp_path, "399", worse)
+    assert not ok
+    assert "behind the published track from step 400 (train) on" in text
+    assert "+0.1" in text and text.count("  behind") > 30
+    better = log_of("399", "42", lambda step, nats: nats - 0.1 * (step >= 400))
+    ok, text = followed(tmp_path / "b", "399", better)
+    assert ok and " of them ahead" in text and "  ahead" in text
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_behind(tmp_path, value):
+    text = log_of("399", "42", lambda step, nats: value if step == 4000 else nats)
+    ok, report = followed(tmp_path, "399", text)
+    assert not ok and "behind the published track from step 4000 (" in report
+
+
+def test_limits_follow_the_seeds(tmp_path):
+    """Twice the range of the seeds, or twice a least one."""
+    curves = published.read_curves("399")
+    for point in (("train", 200), ("val", 3000)):
+        spread = max(curves[point].losses) - min(curves[point].losses)
+        limit = 2 * max(spread, published.LEAST_RANGE[point[0]])
+        for factor, expected in ((0.9, True), (1.1, False)):
+            moved = {point[1]: curves[point].mean + factor * limit}
+            text = log_of("399", "42", lambda step, nats: moved.get(step, nats))  # noqa: B023
+            # Both losses of step 3,000 are moved, and only one of them is asked for.
+            rows = published.rows_of(runs.read_run(written(tmp_path, text)), "399")
+            (row,) = [row for row in rows if (row.kind, row.step) == point]
+            assert (row.off == 0) == expected
+
+
+def test_training_losses_need_the_same_tokens(tmp_path):
+    ok, text = followed(tmp_path, "399", log_of("399", "42", SHUFFLE_SEED=1))
+    assert ok and "not compared: other tokens" in text
+    assert "in all 9 compared losses" in text
+
+
+def test_another_validation_text_is_not_compared(tmp_path):
+    there = CURVES["399"]["42"]["curve"][34][2]
+    text = log_of("399", "42").replace(f"val_loss:{there:.4f}", "val_loss:9.0000")
+    for tokens, expected in ((62_021_632, False), (1_000_000, True)):
+        start = f"model_params:9 val_tokens:{tokens} val_bytes:9 train_shards:1\nstep:0/"
+        ok, report = followed(tmp_path, "399", text.replace("step:0/", start, 1))
+        assert ok is expected
+        assert ("not compared: another validation text" in report) is expected
+
+
+def test_another_learning_rate_is_not_compared(tmp_path):
+    """A faster machine begins its warmdown at a later step."""
+    text = log_of("399", "42")
+    faster = text.replace("lr_scale:0.6", "lr_scale:0.9")
+    assert faster != text
+    ok, text = followed(tmp_path, "399", faster)
+    assert ok and "not compared: learning rate 0.9" in text
+
+
+def test_a_running_log_is_compared(tmp_path):
+    """Its last validation is not the run's last one."""
+    head = "\n".join(log_of("399", "42", end="").splitlines()[:25]) + "\n"
+    ok, text = followed(tmp_path, "399", head)
+    assert ok and "in all" in text and "  1000 val" in text and "\n    -1 " not in text
+
+
+@pytest.mark.parametrize(
+    "name, text, part",
+    [
+        ("399", log_of("399", "42", VOCAB_SIZE=8192), "#399 has 1024 pieces"),
+        ("2135", log_of("399", "42"), "#2135 has 8192 pieces"),
+        ("2135", log_of("2135", "42"), "it trains on other tokens and validates flat batches"),
+        ("399", "step:77/9000 train_loss:3.0 train_time:1ms\n", "no step is in both"),
+        ("399", "step:200/9000 train_loss:3.0 train_time:1ms\n", "other tokens"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(tmp_path, name, text, part):
+    with user_error(part):
+        followed(tmp_path, name, text)
+
+
+def test_the_program(tmp_path):
+    """Exit status 0 on the track, 3 behind it."""
+    program = ROOT / "tools" / "compare.py"
+    log = written(tmp_path, log_of("1493", "42"))
+    result = run([program, log, "--published", "1493"], {}, tmp_path)
+    assert "beside #1493 (published, 8 x H100)" in result.stdout
+    worse = written(tmp_path, log_of("1493", "42", lambda step, nats: nats + 1), "worse.txt")
+    run([program, worse, "--published", "1493"], {}, tmp_path, status=3)

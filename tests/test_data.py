@@ -1,9 +1,7 @@
-"""Shards, the loader and byte counts: data are read as they were written, and wrong data end in an
-error."""
+"""Shards, the loader and byte counts: data are read as written, and wrong data are errors."""
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -16,11 +14,6 @@ import torch
 import train_gpt
 from conftest import VOCAB, evaluator, user_error, write_shard
 from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, read_validation
-
-
-def whole_stream(hp) -> np.ndarray:
-    stream = TokenStream(hp.data_path, "train", hp.vocab_size)
-    return stream.read(0, len(stream))
 
 
 def loaders(one_rank, size, **changes):
@@ -47,7 +40,8 @@ def test_without_a_shuffle_batches_are_those_of_399(one_rank, changes, ranks):
     """24 rows a step, so each of its 8 ranks has 3; or 6 rows, which are 2 parts of 3, the most of
     8 that divide them. The stream begins again within these steps."""
     hp, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=0, **changes)
-    tokens = whole_stream(hp)
+    stream = TokenStream(hp.data_path, "train", hp.vocab_size)
+    tokens = stream.read(0, len(stream))
     steps = 3 * len(tokens) // hp.train_batch_tokens
     assert loader.step_rows == 3 * ranks and steps * hp.train_batch_tokens > 2 * len(tokens)
     batches = published_batches(tokens, ranks, 3, hp.train_seq_len, steps)
@@ -57,8 +51,7 @@ def test_without_a_shuffle_batches_are_those_of_399(one_rank, changes, ranks):
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_batch_depends_on_nothing_but_its_number(one_rank, seed):
-    """Not on when it is asked for, also in the next epoch, nor on the ranks that share it: in #399
-    each span of a rank loses a token."""
+    """Not on when it is asked for, nor on the ranks: in #399 each span of a rank loses a token."""
     _, (loader,) = loaders(one_rank, 1, SHUFFLE_SEED=seed)
     batches = [loader.batch(step).clone() for step in range(loader.blocks // loader.step_rows + 2)]
     for size in (1, 2, 3, 4):
@@ -218,8 +211,7 @@ def test_wrong_shards_are_named(tmp_path, spoil, part):
 
 
 def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
-    """Reading the mapping of a truncated file would kill the process. So is a token outside the
-    vocabulary."""
+    """The mapping of a truncated file would kill the process. A token out of range is named, too."""
     path = tmp_path / "fineweb_train_000000.bin"
     write_shard(path, np.where(np.arange(2000) == 900, VOCAB, 5))
     _, (loader,) = loaders(one_rank, 1, DATA_PATH=tmp_path, SHUFFLE_SEED=0)
@@ -235,28 +227,21 @@ def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
         loader.stream.read(400, 100)
 
 
-def with_manifest(data, folder):
-    """Copy the data and write a manifest. Returns the variables that use them."""
-    for path in data.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
-    digest = hashlib.sha256((folder / "tokenizer.model").read_bytes()).hexdigest()
-    manifest = {"files": files, "tokenizer": {"sha256": digest}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return {"DATA_PATH": folder, "TOKENIZER_PATH": folder / "tokenizer.model"}
-
-
 BROKEN = ("", "[]", "{}", '{"tokenizer": {"files": []}}', '{"tokenizer": 3}')
 
 
 def test_only_data_that_match_their_manifest_are_used(tmp_path, data, one_rank):
-    hp, runtime = one_rank(**with_manifest(data, tmp_path))
+    folder = shutil.copytree(data, tmp_path / "data")
+    files = {path.name: {"bytes": path.stat().st_size} for path in folder.glob("*.bin")}
+    tokenizer = {"sha256": train_gpt.sha256_of(folder / "tokenizer.model")}
+    (folder / "manifest.json").write_text(json.dumps({"files": files, "tokenizer": tokenizer}))
+    hp, runtime = one_rank(DATA_PATH=folder, TOKENIZER_PATH=folder / "tokenizer.model")
     assert read_validation(hp, runtime.device).targets > 0
     other = json.dumps({"files": {}, "tokenizer": {"sha256": "0" * 64}})
     wrong = "manifest.json is not a valid manifest: .*; make or download the data again"
     made = "TOKENIZER_PATH=.*tokenizer.model is not the tokenizer that made the shards"
     for content, sentence in {other: made, **dict.fromkeys(BROKEN, wrong)}.items():
-        (tmp_path / "manifest.json").write_text(content)
+        (folder / "manifest.json").write_text(content)
         with user_error(sentence):
             read_validation(hp, runtime.device)
         with user_error(sentence):  # before there is a log
@@ -307,9 +292,9 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path):
 
 def test_the_log_has_the_error_that_ended_the_start(script, tmp_path):
     """An earlier run's log gets none."""
-    result = script(RUN_ID="a", EVAL_SEQ_LEN=1_000_000)
+    result = script(RUN_ID="a", EVAL_SEQ_LEN=1_000_000, status=1)
     log = (tmp_path / "logs" / "a.txt").read_text()
     assert "too few for EVAL_SEQ_LEN" in result.stderr and log.endswith(f"\n{result.stderr}")
     (tmp_path / "logs" / "a.jsonl").write_text('{"event": "finished"}\n')
-    assert "is used by an earlier run" in script(RUN_ID="a").stderr
+    assert "is used by an earlier run" in script(RUN_ID="a", status=1).stderr
     assert (tmp_path / "logs" / "a.txt").read_text() == log

@@ -46,11 +46,8 @@ def on_device(*tensors: torch.Tensor) -> bool:
 def test_training(elsewhere, changes):
     run = elsewhere(**changes)
     assert run.accumulation > 1
-    for settings in (
-        train_gpt.StepSettings(1.0, 0.9, False, 8),
-        train_gpt.StepSettings(0.1, 0.9, True, 32, True),
-    ):
-        assert on_device(run.train_step(0, settings))
+    for settings in ((1.0, 0.9, False, 8), (0.1, 0.9, True, 32, True)):
+        assert on_device(run.train_step(0, train_gpt.StepSettings(*settings)))
     run.average.apply()
     run.optimizer.sync_banks()
     state = run.tensors()
@@ -90,8 +87,7 @@ def test_evaluation(elsewhere, documents):
 
 
 class Transfers(TorchDispatchMode):
-    """Counts the operators that combine the device with the CPU: each is a copy for which a GPU's
-    host may wait."""
+    """Counts the operators that combine device and CPU: copies for which a GPU's host may wait."""
 
     def __init__(self):
         super().__init__()

@@ -6,11 +6,8 @@ import pytest
 
 from conftest import ROOT
 
-DOCUMENTS = sorted(
-    path
-    for folder in ("", "bench", "data", "docs", "records")
-    for path in (ROOT / folder).glob("*.md")
-)
+FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records"))]
+DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 
 
 def anchors(text: str) -> set[str]:

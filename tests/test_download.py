@@ -1,10 +1,8 @@
-"""data/download_fineweb.py with a stand-in for the hub: an HTTP server on loopback with the hub's
-URL scheme."""
+"""data/download_fineweb.py with a stand-in for the hub (tests/hub.py)."""
 
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -14,24 +12,20 @@ import pytest
 import download_fineweb
 import shards
 import train_gpt
-from conftest import ROOT, start, user_error, variables
+from conftest import ROOT, run, user_error, variables
 from hub import Hub
 
 REPOSITORY, NAME = "somebody/some-data", "fineweb10B_sp1024"
 
 
 def manifest_of(tokenizer: str) -> dict:
-    stats = {"files_train": 3, "files_val": 1}
-    return {
-        "datasets": [{"name": NAME, "tokenizer_name": "bpe", "stats": stats}],
-        "tokenizers": [{"name": "bpe", "model_path": tokenizer}],
-    }
+    dataset = {"name": NAME, "tokenizer_name": "bpe", "stats": {"files_train": 3, "files_val": 1}}
+    return {"datasets": [dataset], "tokenizers": [{"name": "bpe", "model_path": tokenizer}]}
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, data) -> Path:
-    """The hub's files: 3 training shards, 1 validation shard, a
-    tokenizer, the manifest."""
+    """The hub's files: 3 training shards, 1 validation shard, a tokenizer, the manifest."""
     root = tmp_path_factory.mktemp("published")
     folder = root / "datasets" / "datasets" / NAME
     folder.mkdir(parents=True)
@@ -55,34 +49,21 @@ def hub(published):
 
 
 @pytest.fixture
-def command(hub, tmp_path):
-    """A function that starts the script with its own cache and target."""
+def download(hub, tmp_path):
+    """A function that runs the script with its own cache and target."""
     environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache")}
     environment |= {"MATCHED_FINEWEB_REPO_ID": REPOSITORY}
 
-    def begin(*arguments, program="download_fineweb.py", **changes) -> subprocess.Popen:
+    def go(*arguments, program="download_fineweb.py", status=0, **changes):
         hub.requests.clear()
         line = [ROOT / "data" / program, "--target", tmp_path / "data", *arguments]
-        return start(line, environment | changes, tmp_path)
-
-    return begin
-
-
-@pytest.fixture
-def download(command):
-    """A function that runs the script until it ends."""
-
-    def go(*arguments, **changes) -> subprocess.CompletedProcess:
-        process = command(*arguments, **changes)
-        out, err = process.communicate(timeout=120)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return run(line, environment | changes, tmp_path, status=status)
 
     return go
 
 
 def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_path, published):
     result = download("--train-shards", 1)
-    assert result.returncode == 0, result.stderr
     assert "complete: 3 files, 3 of them downloaded now" in result.stdout
     folder = tmp_path / "data" / "datasets" / NAME
     hp = train_gpt.Hyperparameters()
@@ -93,47 +74,41 @@ def test_everything_arrives_once_and_where_it_is_looked_for(download, hub, tmp_p
         assert path.read_bytes() == original.read_bytes()
         assert path.stat().st_nlink == 2, "a hard link to the cache, not a copy"
     train_gpt.check_manifest(str(folder), str(tmp_path / hp.tokenizer_path))
-    result = download("--train-shards", 1)
-    assert "0 of them downloaded now" in result.stdout
+    assert "0 of them downloaded now" in download("--train-shards", 1).stdout
     assert hub.fetched() == []
-    result = download("--train-shards", 2)
-    assert "1 of them downloaded now" in result.stdout
+    assert "1 of them downloaded now" in download("--train-shards", 2).stdout
     assert [Path(path).name for path in hub.fetched()] == ["fineweb_train_000001.bin"]
     manifest = shards.read_manifest(folder)
     assert sorted(manifest["files"]) == sorted(path.name for path in folder.glob("*.bin"))
     assert len(manifest["files"]) == 3
-    assert download("--train-shards", 1).returncode == 0
+    download("--train-shards", 1)
     assert shards.read_manifest(folder) == manifest, "what was downloaded earlier stays in it"
 
 
 def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
-    assert "no manifest.json" in download("--check").stderr
-    assert download("--train-shards", 2).returncode == 0
-    result = download("--check")
-    assert result.returncode == 0, result.stderr
-    assert "checksums are right: 3 shards" in result.stdout
+    assert "no manifest.json" in download("--check", status=1).stderr
+    download("--train-shards", 2)
+    assert "checksums are right: 3 shards" in download("--check").stdout
     assert hub.requests == []
     shard = tmp_path / "data" / "datasets" / NAME / "fineweb_train_000001.bin"
     with open(shard, "r+b") as file:  # the cache has the same file
         file.seek(2000)
         file.write(b"\x05\x05")
-    result = download("--check")
-    assert result.returncode == 1
-    assert f"{shard} is not the file in manifest.json" in result.stderr
+    damaged = f"{shard} is not the file in manifest.json"
+    assert damaged in download("--check", status=1).stderr
     assert hub.requests == []
-    result = download("--train-shards", 2)
-    assert result.returncode == 0 and "1 of them downloaded now" in result.stdout
+    assert "1 of them downloaded now" in download("--train-shards", 2).stdout
     assert set(map(os.path.basename, hub.fetched())) == {shard.name}
-    assert download("--check").returncode == 0
+    download("--check")
     (shard.parent / "fineweb_train_000009.bin").write_bytes(shard.read_bytes())
-    assert "000009.bin is not in manifest.json" in download("--check").stderr
+    assert "000009.bin is not in manifest.json" in download("--check", status=1).stderr
     (shard.parent / "fineweb_train_000009.bin").unlink()
     shard.unlink()
-    assert "cannot read shard" in download("--check").stderr
+    assert "cannot read shard" in download("--check", status=1).stderr
 
 
 def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
-    assert download("--train-shards", 2).returncode == 0
+    download("--train-shards", 2)
     remote = published / "datasets" / "manifest.json"
     old = remote.read_text()
     shard = published / "datasets" / "datasets" / NAME / "fineweb_train_000003.bin"
@@ -142,7 +117,7 @@ def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
         remote.write_text(old.replace('"files_train": 3', '"files_train": 4'))
         hub.commit = "f" * 40
         result = download("--train-shards", 4)
-        assert result.returncode == 0 and "2 of them downloaded now" in result.stdout, result.stderr
+        assert "2 of them downloaded now" in result.stdout
         assert (tmp_path / "data" / "datasets" / NAME / shard.name).is_file()
     finally:
         remote.write_text(old)
@@ -150,15 +125,12 @@ def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
 
 
 def test_no_network(download, hub):
-    assert download("--train-shards", 1).returncode == 0
+    download("--train-shards", 1)
     hub.close()
     result = download("--train-shards", 1)
-    assert result.returncode == 0, result.stderr
     assert "checksums are right" in result.stdout and "no update" in result.stdout
-    result = download("--train-shards", 2)
-    assert result.returncode == 1
-    assert "check the network" in result.stderr and "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    told = download("--train-shards", 2, status=1).stderr
+    assert "check the network" in told and len(told.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -175,10 +147,9 @@ def test_no_network(download, hub):
     ],
 )
 def test_errors_are_one_sentence(download, arguments, changes, part):
-    result = download("--train-shards", 1, *arguments, **changes)
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: ") and part in last and "Traceback" not in result.stderr
-    assert result.returncode == 1
+    told = download("--train-shards", 1, *arguments, status=1, **changes).stderr
+    last = told.strip().splitlines()[-1]
+    assert last.startswith("error: ") and part in last and "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -186,9 +157,8 @@ def test_errors_are_one_sentence(download, arguments, changes, part):
 )
 def test_wrong_content_is_not_accepted(download, hub, path, tmp_path):
     hub.corrupt = {f"datasets/{path}"}
-    result = download("--train-shards", 0)
-    assert result.returncode == 1
-    assert f"{Path(path).name} has a wrong size or checksum after the download" in result.stderr
+    told = download("--train-shards", 0, status=1).stderr
+    assert f"{Path(path).name} has a wrong size or checksum after the download" in told
     # A folder without a manifest is incomplete
     assert not list((tmp_path / "data").rglob("manifest.json"))
 
@@ -202,27 +172,22 @@ def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
     for path in documents:
         path.write_text("{}")
     try:
-        result = download("--train-shards", 1, "--with-docs")
-        assert result.returncode == 0, result.stderr
+        download("--train-shards", 1, "--with-docs")
         local = tmp_path / "data" / "datasets" / NAME
         assert (local / sidecar.name).read_bytes() == sidecar.read_bytes()
         assert sidecar.name in shards.read_manifest(local)["files"]
         assert all((tmp_path / "data" / path.name).is_file() for path in documents)
-        assert download("--check").returncode == 0
+        download("--check")
     finally:
         for path in (sidecar, *documents):
             path.unlink()
 
 
-@pytest.mark.parametrize(
-    "words", [["--train-shards", "2"], ["2", "--variant", "sp1024", "--skip-manifest"]]
-)
-def test_the_challenges_command(command, words, tmp_path):
-    process = command(*words, program="cached_challenge_fineweb.py")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+@pytest.mark.parametrize("options", ["--train-shards 2", "2 --variant sp1024 --skip-manifest"])
+def test_the_challenges_command(download, options, tmp_path):
+    result = download(*options.split(), program="cached_challenge_fineweb.py")
     folder = tmp_path / "data" / "datasets" / NAME
-    assert "complete: 4 files" in out and len(list(folder.glob("*train*.bin"))) == 2
+    assert "complete: 4 files" in result.stdout and len(list(folder.glob("*train*.bin"))) == 2
 
 
 def test_too_little_disk(tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
-"""Every target is scored exactly once with any windows, and the score is nats and bytes and nothing
-else."""
+"""Every target is scored exactly once with any windows, and the score is nats over bytes."""
 
 import dataclasses
 import functools
@@ -39,9 +38,8 @@ def setting(one_rank):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("targets", [48, 49, 111, 240])
 def test_every_target_is_scored_once(setting, window, stride, size, targets):
-    """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail that depends
-    on the window. The loss at target j is one bit of j, so eight sums show what is missing or
-    counted twice."""
+    """Faults B8, B8b, B24: #399 counts the last 64 targets 32 times and drops a tail. The loss at
+    target j is one bit of j, so eight sums show what is missing or counted twice."""
     blocks = {} if stride else {"MICRO_BATCH_TOKENS": 36}  # of a banded pass, which score 20
     hp, runtime, val = setting(EVAL_SEQ_LEN=window, EVAL_STRIDE=stride or window, **blocks)
     val.tokens = torch.arange(targets + 1, dtype=torch.int32)
@@ -91,9 +89,7 @@ def test_a_lost_or_repeated_target_is_noticed(setting, windows):
         scorer.result()
 
 
-# Windows, documents, and the head, which only computes what is scored
-
-
+# ---- Windows, documents, and the head, which only computes what is scored ------------------------
 SPANS = np.array([[0, 3], [3, 35], [35, 36], [36, 200], [200, 232], [232, 265]])
 
 
@@ -140,8 +136,7 @@ def shorten(val, targets):
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("stride, changes", [(48, {}), (8, {**PARTS, "VAL_BATCH_SIZE": 96})])
 def test_the_score_is_that_of_each_target_alone(setting, documents, stride, changes):
-    """In windows longer than the training's sequences; the documents are windows of what low-rank
-    training leaves over."""
+    """In windows longer than the training's; by documents as low-rank training leaves them over."""
     hp, runtime, val, model = several_documents(setting, EVAL_SEQ_LEN=48, **changes)
     shorten(val, 1000)
     scorer = evaluator(model, val, hp, runtime, stride)
@@ -186,9 +181,7 @@ def test_progress_lines_are_of_all_ranks(setting, monkeypatch):
     assert shares == sorted(shares) and len(shares) > 3 and 95 < shares[-1] <= 100
 
 
-# The banded pass
-
-
+# ---- The banded pass -----------------------------------------------------------------------------
 def one_long_pass(model, hp, tokens) -> torch.Tensor:
     """Losses of all targets (n,) by one forward of the whole stream with a mask."""
     long = dataclasses.replace(hp, eval_mode="sliding", eval_seq_len=len(tokens), eval_stride=1)
@@ -201,9 +194,8 @@ def one_long_pass(model, hp, tokens) -> torch.Tensor:
 
 def banded(setting, **changes):
     """(hyperparameters, runtime, validation text with several documents, random model)."""
-    hp, runtime, val, model = several_documents(
-        setting, **{"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes
-    )
+    knobs = {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8} | changes
+    hp, runtime, val, model = several_documents(setting, **knobs)
     shorten(val, 450)
     return hp, runtime, val, model
 
@@ -235,12 +227,11 @@ def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
     assert not torch.allclose(plain.nats[8:-1], together[8:], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "tokens, scored", [(0, 8192), (5000, 3976), (1160, 136), (1100, 128), (10**6, 8192)]
-)
-def test_a_block_is_no_longer_than_a_forward(hyperparameters, tokens, scored):
-    hp = hyperparameters(NUM_LAYERS=7, EVAL_SEQ_LEN=128, MICRO_BATCH_TOKENS=tokens)
-    assert train_gpt.band_block(hp) == (1024, scored)
+def test_a_block_is_no_longer_than_a_forward(hyperparameters):
+    blocks = {0: 8192, 5000: 3976, 1160: 136, 1100: 128, 10**6: 8192}
+    for tokens, scored in blocks.items():
+        hp = hyperparameters(NUM_LAYERS=7, EVAL_SEQ_LEN=128, MICRO_BATCH_TOKENS=tokens)
+        assert train_gpt.band_block(hp) == (1024, scored)
 
 
 @pytest.mark.parametrize("stride", [0, 8])
@@ -364,15 +355,11 @@ WARM = [("", 0, 1), ("", 0, 2), ("sgd", 0, 1), ("sgd", 1, 2), ("lora", 0, 1), ("
 
 @pytest.mark.parametrize("training, limit, size", WARM)
 @pytest.mark.parametrize("mode", ["banded", "sliding"])
-def test_the_warm_up_compiles_the_shapes_of_a_run(
-    setting, blocks, monkeypatch, training, mode, limit, size
-):
+def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training, mode, limit, size):
     """And no others, apart from what the time limit avoids; on any rank."""
     knobs = {"TTT_ENABLED": 1, "TTT_MODE": training, "TTT_CHUNK_TOKENS": 104} if training else {}
-    knobs |= {"EVAL_MODE": mode, "EVAL_MAX_SECONDS": limit}
-    hp, runtime, val, model = banded(
-        setting, EVAL_STRIDE=2, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs
-    )
+    knobs |= {"EVAL_MODE": mode, "EVAL_MAX_SECONDS": limit, "EVAL_STRIDE": 2}
+    hp, runtime, val, model = banded(setting, TTT_LORA_CHUNK=4, MICRO_BATCH_TOKENS=48, **knobs)
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 2)
     for rank in range(size):
         over = lambda *_, asked=itertools.count(): limit > 0 and next(asked) >= 3  # noqa: B008, E731
@@ -397,17 +384,14 @@ def test_the_warm_up_compiles_the_shapes_of_a_run(
         assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
 
 
-# Test-time training
-
-
+# ---- Test-time training --------------------------------------------------------------------------
 TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
 
 def learner(setting, mode="sgd", targets=0, **changes):
     """(model, evaluator, lines that it logs) for the whole text or its first targets."""
-    hp, runtime, val, model = several_documents(
-        setting, TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8, **changes
-    )
+    knobs = dict(TTT_ENABLED=1, TTT_MODE=mode, TTT_LORA_CHUNK=8)
+    hp, runtime, val, model = several_documents(setting, **knobs, **changes)
     if targets:
         shorten(val, targets)
     lines = []
@@ -491,9 +475,7 @@ def test_chunks_are_slices_of_the_windows(setting, monkeypatch):
 
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 4), ("lora", 5)])
-def test_the_time_limit_ends_the_training_inside_a_chunk_or_document(
-    setting, monkeypatch, mode, steps
-):
+def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkeypatch, mode, steps):
     """What was scored until then stays, and the rest is scored once."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (16, 16))  # so each step is one forward
     learnt, asked = [], itertools.count()
@@ -672,9 +654,7 @@ def test_low_rank_training_by_hand(setting, end, monkeypatch):
 
 
 def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
-    """Documents side by side do not see each other, neither their text nor when the others end. A
-    larger epsilon keeps Adam from making a whole step of a gradient that is zero but for
-    rounding."""
+    """Documents side by side see neither the others' text nor their end. Epsilon is as above."""
     monkeypatch.setattr(train_gpt, "LORA_EPS", 1e-3)
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []

@@ -16,21 +16,15 @@ import h100
 import pack_code
 import train_gpt
 from conftest import ROOT, made, noise
+from test_h100 import MISSING, VERSIONS
 
-VERSIONS = [
-    version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()
-]
 PROGRAM = str(ROOT / "tests" / "fused_mlp.py")
 
 
 def start(python, *arguments, **variables) -> str:
-    done = subprocess.run(
-        [python, PROGRAM, *map(str, arguments)],
-        env=os.environ | {name: str(value) for name, value in variables.items()},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    command = [python, PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -81,9 +75,7 @@ def test_only_plain_forwards_are_fused(hyperparameters):
 
 
 @pytest.mark.h100
-@pytest.mark.skipif(
-    not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
-)
+@pytest.mark.skipif(not VERSIONS, reason=MISSING)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     """One graph, tensor cores (wgmma) and TMA, no spilled register."""

@@ -12,15 +12,9 @@ import pytest
 import h100
 from conftest import ROOT
 
-VERSIONS = [
-    version for version in h100.CUDA if (h100.HOME / f"venv-{version}" / "bin" / "python").exists()
-]
-pytestmark = [
-    pytest.mark.h100,
-    pytest.mark.skipif(
-        not VERSIONS, reason=f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
-    ),
-]
+VERSIONS = [name for name in h100.CUDA if (h100.HOME / f"venv-{name}" / "bin" / "python").exists()]
+MISSING = f"no CUDA build of torch in {h100.HOME}: run python bench/h100.py once"
+pytestmark = [pytest.mark.h100, pytest.mark.skipif(not VERSIONS, reason=MISSING)]
 KNOBS = {"DEVICE": "cuda", "COMPUTE_DTYPE": "bfloat16", "MODEL_DIM": 64, "EVAL_SEQ_LEN": 64}
 KNOBS |= {"GPTQ_BATCHES": 1, "LATE_QAT": 1, "QAT_THRESHOLD": 0.5, "VAL_LOSS_EVERY": 6}
 KNOBS |= {"CHECKPOINT_EVERY": "5", "RUN_ID": "pretended"}

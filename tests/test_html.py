@@ -10,17 +10,15 @@ import compare
 import page
 import plot
 import runs
-from conftest import ROOT, assert_mistake, run, user_error
-from sample_logs import LATER, PUBLISHED, copy_of, logs_of, written
-from test_published import log_of
+from conftest import ROOT, run, user_error
+from sample_logs import LATER, PUBLISHED, log_of, logs_of, written
 
 EMPTY = {"meta", "input", "wbr", "br"}
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 class Page(HTMLParser):
-    """The elements, rows of tables, texts and scripts of a page. An element that is not closed, or
-    closed twice, fails."""
+    """The elements, rows of tables, texts and scripts of a page, which must close its elements."""
 
     def __init__(self, path):
         super().__init__()
@@ -30,10 +28,8 @@ class Page(HTMLParser):
         self.close()
         assert not self.open
         *_, self.own = self.scripts
-        self.curves, self.bars = (
-            json.loads(re.search(rf"^const {name} = (.*);$", self.own, re.M)[1])
-            for name in ("CURVES", "BARS")
-        )
+        forms = (rf"(?m)^const {name} = (.*);$" for name in ("CURVES", "BARS"))
+        self.curves, self.bars = (json.loads(re.search(form, self.own)[1]) for form in forms)
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -73,10 +69,9 @@ def written_page(tmp_path, *logs, record=None) -> Page:
 def sweep(swept):
     """The page of a sweep, made as a user would."""
     options = ["--html", "x.html", "logs/t_MATRIX_LR=0.005*.txt", "logs/t_MATRIX_LR=0.025*.jsonl"]
-    result = run([ROOT / "tools" / "report.py", *options], {}, swept[0])
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    assert result.stdout.startswith("written: x.html, ")
-    return Page(swept[0] / "x.html")
+    result = run([ROOT / "tools" / "report.py", *options], {}, swept)
+    assert not result.stderr and result.stdout.startswith("written: x.html, "), result
+    return Page(swept / "x.html")
 
 
 def test_the_page_is_one_file(sweep):
@@ -133,11 +128,9 @@ def test_curves_are_over_steps_and_time(sweep, swept):
     assert speed[1] == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
     # Bytes and seconds add up
     seconds = [page.events_of(one)["finished"]["seconds"] for one in members]
-    for figure, total in (
-        (sweep.bars["bytes"], sum(one.total_bytes for one in members) / 2),
-        (sweep.bars["time"], sum(seconds) / 2),
-    ):
-        assert sum(figure["data"][0]["x"]) == pytest.approx(total)
+    totals = dict(bytes=sum(one.total_bytes for one in members), time=sum(seconds))
+    for name, total in totals.items():
+        assert sum(sweep.bars[name]["data"][0]["x"]) == pytest.approx(total / 2)
     assert {"code", "q", "tok_emb"} <= set(sweep.bars["bytes"]["data"][0]["y"])
     assert {"warm-up", "training", "export", "other"} <= set(sweep.bars["time"]["data"][0]["y"])
 
@@ -202,10 +195,9 @@ def test_evaluations_are_no_configurations_beside_trainings(swept, tmp_path):
     assert scored.stem in written_page(tmp_path, scored).text
 
 
-def test_runs_that_did_not_finish(swept, tmp_path):
+def test_runs_that_did_not_finish(copied, tmp_path):
     """Alone, beside others, and one without a step."""
-    folder = copy_of(swept, tmp_path) / "logs"
-    first, second = sorted(folder.glob("t_MATRIX_LR=0.025_seed*.txt"))
+    first, second = logs_of(copied)
     first.write_text(re.sub(r"(?m)^final_int6.*\n", "", first.read_text()))
     found = written_page(tmp_path, first)
     last = runs.read_run(first).val[-1]
@@ -238,9 +230,8 @@ def test_published_logs_are_read(tmp_path):
     assert found.row("c") == ["1.12165", "", "", "", "", ""]
     assert "c: not comparable: A and B were scored on 7 and 8 tokens" in found.text
     assert "No p is corrected" in found.text
-    assert (
-        f"{-float(nats):.5f} nats per token better than a (untested). The gain reac" in found.text
-    )
+    gain = f"{-float(nats):.5f} nats per token better than a (untested). The gain reac"
+    assert gain in found.text
 
 
 def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
@@ -256,17 +247,3 @@ def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
     log = written(tmp_path, log_of("399", "42", VOCAB_SIZE=400))
     with user_error("VOCAB_SIZE=400, but #399 has 1024"):
         written_page(tmp_path, log, record="399")
-
-
-@pytest.mark.parametrize(
-    "options, status, part",
-    [
-        (["--html", "x.html", "none.jsonl"], 1, "cannot read none.txt"),
-        (["--html", "logs/a.txt", "b.txt"], 2, "logs/a.txt does not end in .html"),
-        (["--html", "x.html"], 2, "required: logs"),
-        (["a.jsonl"], 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html and logs"),
-    ],
-)
-def test_a_mistake_is_one_sentence(options, status, part, tmp_path):
-    assert_mistake([ROOT / "tools" / "report.py", *options], tmp_path, part, status)
-    assert not list(tmp_path.iterdir())

@@ -1,5 +1,4 @@
-"""The knobs: declared once, with the record's defaults, with roles, and with errors that name the
-variable."""
+"""The knobs have the record's defaults, roles, and errors that name the variable."""
 
 import contextlib
 import dataclasses
@@ -58,11 +57,8 @@ REPEATED |= {"GPTQ_BATCHES"}
 
 @pytest.mark.parametrize("name, count", [("frontier", 35_945_766), ("2135", 35_945_623)])
 def test_the_leaders_configurations_are_models_that_fit_an_artifact(name, count):
-    """As many weights as a count by hand gives; no other variable repeats a default, and none is
-    unknown.
-
-    35,942,026 without interpolated skips (8 x 512), SmearGate's 13 numbers instead of 512, and the
-    MLP's gate (11 x 13)."""
+    """As many weights as a count by hand: 35,942,026 without interpolated skips (8 x 512), SmearGate's
+    13 numbers instead of 512, and the MLP's gate (11 x 13). No other variable repeats a default."""
     hp = Hyperparameters.from_env(variables(name))
     differing = {f.name.upper() for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default}
     assert set(variables(name)) - REPEATED <= differing <= set(variables(name))
@@ -147,18 +143,16 @@ def test_no_other_knob_changes_the_shape_of_the_model(hyperparameters):
 
 # Variables of shells, desktops, rented machines, schedulers, containers and libraries.
 ORDINARY = """
-    PATH HOME SHELL TERM TMPDIR LINES MAIL LD_LIBRARY_PATH CC CXX COMPILER COMPILERS BUILD_TYPE
-    VIRTUAL_ENV CONDA_PREFIX PYTHONPATH CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER
-    NVIDIA_VISIBLE_DEVICES NCCL_DEBUG TORCHINDUCTOR_CACHE_DIR TORCHELASTIC_RUN_ID
-    TORCHELASTIC_RESTART_COUNT PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS NUM_THREADS NUM_WORKERS
-    NUM_GPUS NUM_NODES NUM_PROCESSES NUM_EPOCHS N_GPUS RANK LOCAL_RANK WORLD_SIZE
-    LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NTASKS RUNPOD_POD_ID
-    RUNPOD_GPU_COUNT SM_MODEL_DIR SM_NUM_GPUS AZUREML_RUN_ID HF_HOME HF_TOKEN HF_DATASETS_CACHE
-    TOKENIZERS_PARALLELISM WANDB_RUN_ID WANDB_MODE MLFLOW_RUN_ID GITHUB_RUN_ID MODEL_DIR
-    MODEL_NAME MODEL_PATH MODEL_ID DATA_DIR DATA_ROOT DATASET_PATH DATASET SEED_FILE RUN_NAME
-    RUN_DIR LOG_DIR CHECKPOINT_DIR CHECKPOINT_PATH TOKENIZER TOKENIZER_NAME VOCAB_FILE
-    BATCH_SIZE SEQ_LEN LEARNING_RATE LR EPOCHS STEPS DEVICES DEVICE_ID PROFILES PROFILER MODE
-    DEBUG SEEDS GRID NPROC DEMO_SECONDS DEMO_SIZE http_proxy https_proxy no_proxy"""
+    PATH HOME SHELL TERM TMPDIR LINES MAIL LD_LIBRARY_PATH CC CXX COMPILER COMPILERS BUILD_TYPE VIRTUAL_ENV
+    CONDA_PREFIX PYTHONPATH CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES NCCL_DEBUG
+    TORCHINDUCTOR_CACHE_DIR TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS
+    NUM_THREADS NUM_WORKERS NUM_GPUS NUM_NODES NUM_PROCESSES NUM_EPOCHS N_GPUS RANK LOCAL_RANK WORLD_SIZE
+    LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_NTASKS RUNPOD_POD_ID RUNPOD_GPU_COUNT SM_MODEL_DIR
+    SM_NUM_GPUS AZUREML_RUN_ID HF_HOME HF_TOKEN HF_DATASETS_CACHE TOKENIZERS_PARALLELISM WANDB_RUN_ID WANDB_MODE
+    MLFLOW_RUN_ID GITHUB_RUN_ID MODEL_DIR MODEL_NAME MODEL_PATH MODEL_ID DATA_DIR DATA_ROOT DATASET_PATH DATASET
+    SEED_FILE RUN_NAME RUN_DIR LOG_DIR CHECKPOINT_DIR CHECKPOINT_PATH TOKENIZER TOKENIZER_NAME VOCAB_FILE BATCH_SIZE
+    SEQ_LEN LEARNING_RATE LR EPOCHS STEPS DEVICES DEVICE_ID PROFILES PROFILER MODE DEBUG SEEDS GRID NPROC
+    DEMO_SECONDS DEMO_SIZE http_proxy https_proxy no_proxy"""
 
 
 def test_ordinary_variables_are_not_misspelt_knobs():
@@ -194,12 +188,11 @@ def test_description_marks_what_differs():
 
 
 def test_help_lists_every_knob_without_data_or_gpu(script):
-    result = script(arguments=("--help",), DATA_PATH="/nowhere")
-    assert result.returncode == 0
+    result = script("--help", DATA_PATH="/nowhere")
     for field in dataclasses.fields(Hyperparameters):
         assert field.metadata["text"] and f"  {field.name.upper()}=" in result.stdout
-    result = script(arguments=("--num_layers", "3", "--seed=4"))
-    assert result.returncode == 2 and "write NUM_LAYERS=3 SEED=4 python" in result.stderr
+    result = script("--num_layers", "3", "--seed=4", status=2)
+    assert "write NUM_LAYERS=3 SEED=4 python" in result.stderr
 
 
 def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):

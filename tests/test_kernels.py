@@ -39,10 +39,8 @@ def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
 # ---- On a pretended GPU --------------------------------------------------------------------------
 @pytest.fixture
 def gpu(hyperparameters, monkeypatch):
-    """A function of faults {kernel: "missing", "wrong", "nan", "first row", "last row", "wrong
-    gradient" (of an MLP the number of the input), "band" or "documents"} and changed knobs:
-    (hyperparameters, runtime without kernels, what was tried). All ranks have the results of this
-    one."""
+    """A function of faults {kernel: fault, of an MLP also the number of an input} and changed knobs:
+    (hyperparameters, runtime without kernels, what was tried). All ranks have the same results."""
 
     def make(faults=None, ranks=1, **changes):
         faults, tried, compiled = faults or {}, [], []

@@ -3,13 +3,12 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 
 import launch
-from conftest import ROOT
+from conftest import ROOT, run, start
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
@@ -17,17 +16,8 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 def started(folder, code, ranks=2):
     """The launcher of ranks that run this Python code."""
     code = "import os, pathlib, signal, sys, time\nrank = os.environ['RANK']\n" + code
-    return subprocess.Popen(
-        [sys.executable, launch.__file__, sys.executable, "-IS", "-c", code],
-        env={**os.environ, "NPROC": str(ranks)},
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # A shell's background ignores it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    command = [launch.__file__, sys.executable, "-IS", "-c", code]
+    return start(command, {"NPROC": str(ranks)}, folder, fresh=True, start_new_session=True)
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path):
@@ -69,11 +59,8 @@ while not pathlib.Path("ignores").exists():
     time.sleep(0.01)
 sys.exit(3)
 """
-    start = f"import launch, sys; launch.GRACE = 0.1; sys.exit(launch.launch([sys.executable, '-c', {code!r}], 2))"
-    result = subprocess.run(
-        [sys.executable, "-c", start], cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "tools")}
-    )
-    assert result.returncode == 3
+    launched = f"import launch, sys; launch.GRACE = 0.1; sys.exit(launch.launch([sys.executable, '-c', {code!r}], 2))"
+    run(["-c", launched], {"PYTHONPATH": str(ROOT / "tools")}, tmp_path, fresh=True, status=3)
 
 
 def test_ctrl_c_is_one_sentence_of_rank_0(tmp_path):
@@ -117,20 +104,9 @@ def test_two_ranks_of_the_script_print_one_sentence(env, tmp_path, changes, sent
     alone: the launcher's SIGTERM is no error of the others."""
     (tmp_path / "checkpoints" / "r").mkdir(parents=True)
     (tmp_path / "checkpoints" / "r" / "step_00000004.npz").touch()
-    environ = {**os.environ, **env(**changes), "NPROC": "2"}
-    command = [sys.executable, launch.__file__, sys.executable, ROOT / "train_gpt.py"]
-    result = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1 and sentence in result.stderr
-    assert result.stderr.count("error:") == result.stderr.count("\n") == 1, result.stderr
-
-
-@pytest.mark.parametrize("command", [[], ["/nowhere/python"]])
-def test_a_command_that_cannot_be_run_is_named(command, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["launch.py", *command])
-    with pytest.raises(SystemExit) as ended:
-        launch.main()
-    assert ended.value.code == 2
-    assert "cannot be run; give for example: python train_gpt.py" in capsys.readouterr().err
+    command = [launch.__file__, sys.executable, ROOT / "train_gpt.py"]
+    told = run(command, env(**changes, NPROC=2), tmp_path, fresh=True, status=1).stderr
+    assert sentence in told and told.count("error:") == told.count("\n") == 1, told
 
 
 @pytest.mark.parametrize("ranks", ["0", "two"])

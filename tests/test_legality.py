@@ -1,5 +1,4 @@
-"""The probes of tools/legality.py pass for our evaluation and test-time training and catch
-evaluators that cheat."""
+"""The probes of tools/legality.py pass for our evaluations and catch evaluators that cheat."""
 
 import dataclasses
 import math
@@ -51,9 +50,7 @@ def test_no_probe_finds_a_fault(setting, way):
     assert ("learn" in kinds) == (way in ("sgd", "lora"))
 
 
-# Evaluators that cheat
-
-
+# ---- Evaluators that cheat -----------------------------------------------------------------------
 def chunk_sees_itself(model, evaluator):
     """Each chunk of a banded pass sees all its keys, also those behind a query."""
     attend = model.attend

@@ -1,5 +1,4 @@
-"""The canonical mask refuses exactly the pairs of pieces that the tokenizer never emits, and takes
-their probability in every evaluation."""
+"""The canonical mask refuses exactly the pairs of pieces that the tokenizer never emits."""
 
 import dataclasses
 import unicodedata
@@ -79,14 +78,12 @@ def test_a_tokenizer_without_merges_is_an_error(tmp_path):
 
 @pytest.fixture
 def scored(one_rank):
-    """A function of knobs: (evaluator, its probabilities of all tokens at each place)."""
+    """A function of knobs: (evaluator, model)."""
 
     def make(**changes):
         hp, runtime = one_rank(**changes)
-        model = noise(made(hp, runtime.attend))
-        return evaluator(
-            model, train_gpt.read_validation(hp, runtime.device), hp, runtime, 8
-        ), model
+        model, val = noise(made(hp, runtime.attend)), train_gpt.read_validation(hp, runtime.device)
+        return evaluator(model, val, hp, runtime, 8), model
 
     return make
 
@@ -113,10 +110,8 @@ def test_test_time_training_learns_with_the_mask(scored, mode, monkeypatch):
     rates = {"TTT_LR": 0.05, "TTT_LORA_LR": 0.01, "TTT_CHUNK_TOKENS": 300, "TTT_LORA_CHUNK": 24}
     scorer, model = scored(CANONICAL_MASK=1, TTT_ENABLED=1, TTT_MODE=mode, **rates)
     masks, forward = [], scorer.forward
-    scorer.forward = lambda *a, **options: (
-        masks.append(options["refused"]) or forward(*a, **options)
-    )
-    scorer.forward.requires_grad_ = forward.requires_grad_
+    noted = lambda *a, **how: masks.append(how["refused"]) or forward(*a, **how)  # noqa: E731
+    scorer.forward, noted.requires_grad_ = noted, forward.requires_grad_
     {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}[mode](model, scorer)
     assert scorer.nats[:-1].isfinite().all()
     assert len(masks) > 3 and all(mask is scorer.val.refused for mask in masks)
@@ -135,9 +130,8 @@ def test_text_with_a_refused_pair_turns_the_mask_off(one_rank, data, tmp_path):
         patch.setattr(train_gpt.TokenStream, "read", lambda *_: text)
         val = train_gpt.read_validation(hp, runtime.device, lines.append)
     assert val.refused is None and count
-    assert lines == [
-        f"note: CANONICAL_MASK is off: it would refuse {count} targets of the validation text"
-    ]
+    what = f"it would refuse {count} targets of the validation text"
+    assert lines == [f"note: CANONICAL_MASK is off: {what}"]
 
 
 @pytest.mark.parametrize("way", [{}, {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24}])

@@ -1,5 +1,4 @@
-"""MICRO_BATCH_TOKENS=0: a first step that does not fit in a GPU's memory halves the micro-batch of
-all ranks."""
+"""MICRO_BATCH_TOKENS=0: a first step that does not fit in memory halves the micro-batch."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -20,8 +19,7 @@ ROWS = {"TRAIN_BATCH_TOKENS": 256, "GPTQ_BATCHES": 1}  # 8 rows on this rank
 
 @pytest.fixture
 def gpu(one_rank, monkeypatch):
-    """A function of (rows that fit, knobs): the micro-batches that a GPU tries, the log, and what
-    `make_run` returns or raises."""
+    """A function of (rows that fit, knobs): what a GPU tries, the log, and a call of `make_run`."""
 
     def make(rows: int, **changes):
         hp, runtime = one_rank(TRAIN_BATCH_TOKENS=256, **changes)

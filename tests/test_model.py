@@ -28,36 +28,27 @@ def norm(x):
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """The forward in float64, position by position, without folding or fusing."""
+    """The forward in float64, without folding or fusing."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
     rows = matrices_of(p)
     batch, time = ids.shape
-    E, H, K = hp.head_dim, hp.num_heads, hp.num_kv_heads
-    x = torch.zeros(batch, time, hp.model_dim, dtype=torch.float64)
-    for b in range(batch):
-        for t in range(time):
-            start = t == 0 or ids[b, t] == BOS
-            bucket = hp.bigram_vocab_size - 1
-            if not start:
-                bucket = ((36313 * int(ids[b, t])) ^ (27191 * int(ids[b, t - 1]))) % bucket
-            pair = p["bigram_proj"] @ p["bigram_emb"][bucket]
-            x[b, t] = p["tok_emb"][ids[b, t]] + p["bigram_scale"] * pair
+    E, H, K, inputs = hp.head_dim, hp.num_heads, hp.num_kv_heads, train_gpt.GATE_INPUTS
+    starts, last = ids == BOS, hp.bigram_vocab_size - 1
+    starts[:, 0] = True
+    pairs = (36313 * ids) ^ (27191 * ids.roll(1, dims=1))
+    bigrams = p["bigram_emb"][torch.where(starts, last, pairs % last)] @ p["bigram_proj"].T
+    x = p["tok_emb"][ids] + p["bigram_scale"] * bigrams
     if not hp.smear_token:
         x = norm(x)
-    smeared, inputs = x.clone(), train_gpt.GATE_INPUTS
-    for b in range(batch):
-        for t in range(time):
-            start = t == 0 or ids[b, t] == BOS
-            before = torch.zeros(hp.model_dim, dtype=torch.float64) if start else x[b, t - 1]
-            if hp.smear_token:
-                factor, *weights = p["smear_gate"]
-                gate = factor * torch.sigmoid(torch.stack(weights) @ x[b, t, :inputs])
-                smeared[b, t] = norm(x[b, t] + gate * before)
-            else:
-                gate = torch.sigmoid(p["smear_gate"])
-                smeared[b, t] = (1 - gate) * x[b, t] + gate * before
-    x = x0 = smeared
-    skips, gates = [], p["skip_scale"]
+    before = torch.where(starts[..., None], 0.0, x.roll(1, dims=1))
+    if hp.smear_token:
+        factor, *weights = p["smear_gate"]
+        gate = factor * torch.sigmoid(x[..., :inputs] @ torch.stack(weights))
+        x = norm(x + gate[..., None] * before)
+    else:
+        gate = torch.sigmoid(p["smear_gate"])
+        x = (1 - gate) * x + gate * before
+    x0, skips, gates = x, [], p["skip_scale"]
     if hp.skip_gates:
         gates = torch.sigmoid(gates)
     order = list(range(hp.num_layers))
@@ -111,11 +102,8 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         if parallel < 0:
             x = mixed + y + change
         else:
-            mix = p["lane_mix"][parallel]
-            x, lane = (
-                mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane))
-            )
-            x, lane = x.view_as(y), lane.view_as(y)
+            terms = torch.stack([torch.stack((old, y, change)) for old in (x, lane)])
+            x, lane = torch.einsum("ns,nsbtd->nbtd", p["lane_mix"][parallel], terms)
         if place < half:
             skips.append(x)
     if lane is not None:
@@ -148,9 +136,8 @@ VARIANTS = (
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_forward_is_the_reference(hyperparameters, changes):
-    """Also fault B15: in #399 smear and bigram features use the last token of the previous document.
-    The tolerance allows a few hundred fp32 roundings of 6e-8 through 4 layers. A wrong term is over
-    1e-2."""
+    """Also fault B15: in #399 smear and bigram use the last token of the previous document. The
+    tolerance allows a few hundred fp32 roundings of 6e-8. A wrong term is over 1e-2."""
     model = random_model(hyperparameters(**changes))
     ids = documents(model.hp)
     expected, found = reference_logits(model, ids), model(ids)
@@ -194,22 +181,16 @@ def test_only_banks_and_arithmetic_are_in_the_compute_dtype(hyperparameters):
     assert model.embed(documents(model.hp), ends).dtype == torch.bfloat16
 
 
-def rotary(hp) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of cosines and sines (T, 1, rotated / 2)."""
-    model = train_gpt.GPT(hp, None, torch.float32)
-    return model.cos, model.sin
-
-
 def test_rope_does_not_depend_on_the_lengths(hyperparameters):
     """Fault B6: #399 rescales its base for every sequence longer than 1,024."""
-    short = rotary(hyperparameters())
-    long = rotary(hyperparameters(EVAL_SEQ_LEN=4096))
-    assert long[0].size(0) == 4096
-    for a, b in zip(short, long, strict=True):
+    every = hyperparameters(), hyperparameters(EVAL_SEQ_LEN=4096), Hyperparameters()
+    short, long, record = (GPT(hp, None, torch.float32) for hp in every)
+    assert long.cos.size(0) == 4096
+    for a, b in ((short.cos, long.cos), (short.sin, long.sin)):
         assert torch.equal(a, b[: len(a)])
-    record = rotary(Hyperparameters())[0]
-    assert record.shape == (2048, 1, 8)
-    assert record[2047, 0, 1].item() == pytest.approx(math.cos(2047 * 10000 ** (-2 / 16)), abs=1e-6)
+    assert record.cos.shape == (2048, 1, 8)
+    expected = math.cos(2047 * 10000 ** (-2 / 16))
+    assert record.cos[2047, 0, 1].item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("gain_shape", [(4, 1), (1, 1)])
@@ -275,8 +256,7 @@ def test_folded_gains_have_the_gradients_of_gains(hyperparameters):
                 gain[1, 3] += sign * step
                 losses.append(model(ids[:, :-1], ids[:, 1:]).item())
                 gain[1, 3] -= sign * step
-        # The loss is rounded to fp32 (5e-7) and the step is finite; the gradients themselves are
-        # about 5e-3.
+        # The loss is rounded to fp32 (5e-7) and the step is finite; gradients are about 5e-3.
         assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(expected, rel=0.05, abs=1e-4)
 
 

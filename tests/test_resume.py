@@ -1,5 +1,4 @@
-"""No run is lost: checkpoints, resuming from them, and the faults that a rented machine can
-have."""
+"""No run is lost: checkpoints, resuming, and the faults that a rented machine can have."""
 
 import json
 import os
@@ -18,19 +17,7 @@ import torch
 
 import runs
 import train_gpt
-from conftest import (
-    PARTS,
-    ROOT,
-    TINY,
-    VOCAB,
-    made,
-    run,
-    script_after,
-    start,
-    user_error,
-    variables,
-    write_shard,
-)
+from conftest import PARTS, ROOT, made, run, script_after, start, user_error, work
 from train_gpt import Comm, StepSettings, UserError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -47,17 +34,15 @@ def step_file(step: int) -> str:
     return f"checkpoints/r/step_{step:08d}.npz"
 
 
-def faulty(fault, step, environment, folder, ranks=1, rank=0):
-    return run([FAULTS, fault, step, rank], environment, folder, ranks)
+def faulty(fault, step, environment, folder, ranks=1, rank=0, status=0):
+    return run([FAULTS, fault, step, rank], environment, folder, ranks, status=status)
 
 
 def losses(folder) -> dict[int, str]:
     """The training losses in the log of run r, by step; of a repeated step the last one."""
     text = (folder / "logs" / "r.txt").read_text().split("=" * 100)[1]
-    return {
-        int(step): loss
-        for step, loss in re.findall(r"^step:(\d+)/\d+ train_loss:(\S+)", text, re.M)
-    }
+    found = re.findall(r"^step:(\d+)/\d+ train_loss:(\S+)", text, re.M)
+    return {int(step): loss for step, loss in found}
 
 
 def exact(folder) -> dict[str, str]:
@@ -87,9 +72,8 @@ def last_line(result) -> str:
 
 
 @pytest.fixture(scope="module")
-def knobs(data):
-    values = {"DATA_PATH": data, "TOKENIZER_PATH": data / "tokenizer.model", **TINY, **KNOBS}
-    return {name: str(value) for name, value in values.items()}
+def knobs(env):
+    return env(**KNOBS)
 
 
 SECRETS = {"HF_TOKEN": "hf_verysecret", "AWS_SECRET_ACCESS_KEY": "verysecret"}
@@ -100,7 +84,6 @@ def undisturbed(knobs, tmp_path_factory):
     """The folder of a run without a fault. Only knobs are logged, in any file."""
     folder = tmp_path_factory.mktemp("undisturbed")
     result = faulty("none", 0, knobs | SECRETS, folder)
-    assert result.returncode == 0, result.stderr
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == 6 and not any(b"verysecret" in path.read_bytes() for path in files)
     assert "verysecret" not in result.stdout + result.stderr
@@ -111,7 +94,7 @@ def undisturbed(knobs, tmp_path_factory):
 def killed(knobs, tmp_path_factory):
     """The folder of a run killed in its eighth step, with the checkpoints of steps 3 and 6."""
     folder = tmp_path_factory.mktemp("killed")
-    assert faulty("kill", 7, knobs, folder).returncode == -signal.SIGKILL
+    faulty("kill", 7, knobs, folder, status=-signal.SIGKILL)
     return folder
 
 
@@ -121,11 +104,9 @@ def stopped(killed, tmp_path):
     return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
 
 
-# Resuming
-
-
+# ---- Resuming ------------------------------------------------------------------------------------
 def test_checkpoints_do_not_change_the_run(undisturbed, knobs, tmp_path):
-    assert faulty("none", 0, knobs | PLAIN, tmp_path).returncode == 0
+    faulty("none", 0, knobs | PLAIN, tmp_path)
     assert losses(tmp_path) == losses(undisturbed) and len(losses(tmp_path)) == 12
     assert exact(tmp_path) == exact(undisturbed)
     assert not (tmp_path / "checkpoints").exists() and kept(undisturbed) == [9, 12]
@@ -134,14 +115,12 @@ def test_checkpoints_do_not_change_the_run(undisturbed, knobs, tmp_path):
 @pytest.mark.parametrize("fault, status", [("kill", -signal.SIGKILL), ("term", 143)])
 def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tmp_path):
     """Fault B11: #399's state was empty after sharded steps."""
-    first = faulty(fault, 7, knobs, tmp_path)
-    assert first.returncode == status, first.stderr
+    first = faulty(fault, 7, knobs, tmp_path, status=status)
     if fault == "term":  # the run ends after its step, with a checkpoint
         advice = f"set RESUME=auto to continue from {step_file(8)}"
         assert last_line(first) == f"error: stopped by SIGTERM after step 8; {advice}"
     (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
-    assert again.returncode == 0, again.stderr
     assert f"resumed: step:{6 if fault == 'kill' else 8} " in again.stdout
     assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
     log = (tmp_path / "logs" / "r.txt").read_text()
@@ -157,24 +136,19 @@ SIGNALS = {  # (changed knobs, the sentence, in the log)
     "term": (PLAIN, f"stopped by SIGTERM after step 8; {LOST}", LOST),
     "int": (PLAIN, f"stopped by SIGINT after step 8; {LOST}", LOST),
     "late": ({}, "stopped by SIGTERM after step 12; set RESUME=auto to continue", "00012.npz"),
-    "score": (
-        PLAIN,
-        "interrupted by SIGTERM; what was",
-        "KeyboardInterrupt(<Signals.SIGTERM: 15>)",
-    ),
+    "score": (PLAIN, "interrupted by SIGTERM; what", "KeyboardInterrupt(<Signals.SIGTERM: 15>)"),
 }
 
 
 @pytest.mark.parametrize(
-    "fault, ranks",
-    [("term", 1), ("int", 2), ("late", 1), ("late", 2), ("score", 1), ("score", 2)],
+    "fault, ranks", [("term", 1), ("int", 2), ("late", 1), ("late", 2), ("score", 1), ("score", 2)]
 )
 def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
     """Without checkpoints too, and outside the training. One during the last validation, which is
     in no step's report, was forgotten: the run went on to export."""
     changes, sentence, logged = SIGNALS[fault]
-    result = faulty(fault, 7, knobs | changes, tmp_path, ranks, rank=ranks - 1)
-    assert result.returncode == (143 if ranks == 1 else 1)
+    status = 143 if ranks == 1 else 1
+    result = faulty(fault, 7, knobs | changes, tmp_path, ranks, ranks - 1, status)
     assert f"error: {sentence}" in result.stderr and 'train_gpt.py", line' not in result.stderr
     assert "lost a collective" not in result.stderr
     last = (tmp_path / "logs" / "r.txt").read_text().splitlines()[-1]
@@ -203,9 +177,8 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
 
 @pytest.mark.parametrize("early", [0, 1])
 def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path):
-    """One rank ends at once, the other notes the signal and waits for it: after six seconds it said
-    that a collective operation was lost."""
-    result = faulty("start", 0, knobs, tmp_path, ranks=2, rank=early)
+    """The other rank notes the signal and waits for the first: it said that a collective was lost."""
+    result = faulty("start", 0, knobs, tmp_path, ranks=2, rank=early, status=1)
     sentence = "error: interrupted by Ctrl-C; what was finished until then is in the log\n"
     assert result.stderr.count("error: ") == result.stderr.count(sentence) == 1, result.stderr
 
@@ -221,16 +194,11 @@ def test_the_second_interrupt_ends_a_run_at_once():
         pytest.fail("the second one was only noted")
 
 
-WORKER = Path(__file__).with_name("worker.py")
-
-
 def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
-    """Two nodes of two ranks write one file of whole banks without padding. 1 and 4 ranks, on nodes
-    of 1, 2 and 4, restore it bit for bit. 5 layers make banks of 10 rows, which a node of 4 ranks
-    pads."""
+    """Two nodes of two ranks write whole banks. 1 and 4 ranks, on nodes of 1, 2 and 4, restore them
+    bit for bit. 5 layers make banks of 10 rows, which a node of 4 ranks pads."""
     changes = {"NUM_LAYERS": 5, "CHECKPOINT_EVERY": 100, "RUN_ID": "r"}
-    written = run([WORKER, "checkpoint", tmp_path], env(**changes, SHARD_RANKS=2), tmp_path, 4)
-    assert written.returncode == 0, written.stderr
+    work("checkpoint", tmp_path, env(**changes, SHARD_RANKS=2), 4)
     assert kept(tmp_path) == [2]
     metadata, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
     assert metadata["step"] == 2 and metadata["samples"] == 2
@@ -247,9 +215,7 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
     _, tensors = train_gpt.read_checkpoint(tmp_path / step_file(2))
     digests = set()
     for ranks, node in ((1, 1), (4, 4), (4, 1)):
-        environment = env(**changes, RESUME="auto", SHARD_RANKS=node)
-        restored = run([WORKER, "restore", tmp_path], environment, tmp_path, ranks)
-        assert restored.returncode == 0, restored.stderr
+        work("restore", tmp_path, env(**changes, RESUME="auto", SHARD_RANKS=node), ranks)
         for rank in range(ranks):
             found = torch.load(tmp_path / f"restored{rank}-of-{ranks}.pt")
             assert found.keys() == tensors.keys()
@@ -263,14 +229,13 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
 
 
 def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
-    """Fault B17: in #399 ranks read the artifact from their own disk. Only rank 0 reads and writes
-    files; rank 1 runs in a folder that stays empty."""
+    """Fault B17: in #399 ranks read the artifact from their own disk. Rank 1's folder stays empty."""
     half = {**knobs, "ITERATIONS": "6", "WARMDOWN_ITERS": "0"}
-    assert run([WORKER, "apart", tmp_path], half, tmp_path, ranks=2).returncode == 0
+    work("apart", tmp_path, half, 2)
     unfinished(tmp_path / "node0")
     assert kept(tmp_path / "node0") == [3, 6] and not list((tmp_path / "node1").iterdir())
-    result = run([WORKER, "apart", tmp_path], {**half, "ITERATIONS": "9"}, tmp_path, ranks=2)
-    assert result.returncode == 0 and "resumed: step:6 " in result.stdout, result.stderr
+    result = work("apart", tmp_path, {**half, "ITERATIONS": "9"}, 2)
+    assert "resumed: step:6 " in result.stdout
     assert kept(tmp_path / "node0") == [6, 9] and not list((tmp_path / "node1").iterdir())
     assert (tmp_path / "node0" / "final_model.int6.xz").exists()
     assert result.stdout.count("final_int6_sliding_window_exact") == 1
@@ -282,7 +247,6 @@ def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
     launcher = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1"
     environment = {**knobs, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     result = run([*launcher.split(), FAULTS, "kill", 7, 1], environment, tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
     assert (tmp_path / "killed").exists() and "resumed: step:6 " in result.stdout
     assert list(losses(tmp_path)) == list(range(1, 13)) and len(exact(tmp_path)) == 3
 
@@ -299,12 +263,11 @@ def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
 
 def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs):
     shutil.copytree(undisturbed, tmp_path / "r")
-    refused = last_line(faulty("none", 0, knobs, tmp_path / "r"))
+    refused = last_line(faulty("none", 0, knobs, tmp_path / "r", status=1))
     assert "RUN_ID=r is used by an earlier run" in refused
     unfinished(tmp_path / "r")
     result = faulty("none", 0, knobs, tmp_path / "r")
-    assert result.returncode == 0 and "resumed: step:12 " in result.stdout
-    assert "train_loss" not in result.stdout
+    assert "resumed: step:12 " in result.stdout and "train_loss" not in result.stdout
     assert exact(tmp_path / "r") == exact(undisturbed)
 
 
@@ -345,22 +308,20 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     assert taken == list(range(steps))
 
 
-# Checkpoints of another run
-
-
+# ---- Checkpoints of another run ------------------------------------------------------------------
 def test_only_the_same_experiment_continues(stopped, knobs):
     """An earlier run is neither overwritten nor continued by another one; its log stays."""
-    again = last_line(faulty("none", 0, {**knobs, "RESUME": ""}, stopped))
+    again = last_line(faulty("none", 0, {**knobs, "RESUME": ""}, stopped, status=1))
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
     assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7
-    changed = faulty("none", 0, {**knobs, "MATRIX_LR": "0.01", "SEED": "5"}, stopped)
+    others = {**knobs, "MATRIX_LR": "0.01", "SEED": "5"}
+    changed = last_line(faulty("none", 0, others, stopped, status=1))
     unlike = "MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337: set the same"
-    assert f"{step_file(6)} is of another run, with {unlike}" in last_line(changed)
-    assert "only these may change:" in last_line(changed)
-    assert " VAL_LOSS_EVERY" in last_line(changed)
+    assert f"{step_file(6)} is of another run, with {unlike}" in changed
+    assert "only these may change:" in changed and " VAL_LOSS_EVERY" in changed
     free = {"VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}
     allowed = faulty("none", 0, {**knobs, **free}, stopped)
-    assert allowed.returncode == 0 and "step:14/14 train_loss" in allowed.stdout, allowed.stderr
+    assert "step:14/14 train_loss" in allowed.stdout
 
 
 def test_two_runs_of_one_name(knobs, tmp_path):
@@ -374,8 +335,7 @@ def test_two_runs_of_one_name(knobs, tmp_path):
         partial = tmp_path / (step_file(99999999) + ".partial")
         partial.touch()
         for changes in ({"RESUME": "", "CHECKPOINT_EVERY": ""}, {}):
-            second = faulty("none", 0, {**knobs, **changes}, tmp_path)
-            assert second.returncode == 1
+            second = faulty("none", 0, {**knobs, **changes}, tmp_path, status=1)
             assert "RUN_ID=r: another run is writing logs/r.txt" in last_line(second)
         assert log.read_text().startswith('"""Train') and partial.exists()
     finally:
@@ -383,9 +343,7 @@ def test_two_runs_of_one_name(knobs, tmp_path):
         first.communicate()
 
 
-# Damage
-
-
+# ---- Damage --------------------------------------------------------------------------------------
 def damage(folder: Path, step: int = 6) -> None:
     """Flip a bit of a checkpoint."""
     file = folder / step_file(step)
@@ -439,18 +397,12 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
     assert refused > 1.3 * len(places)
 
 
-def with_tensor(name: str, tensor):
-    """A function that replaces a tensor of a checkpoint, or removes it."""
-    return lambda metadata, tensors: (
-        tensors.pop(name) if tensor is None else tensors.update({name: tensor})
-    )
-
-
 OTHER_MODEL = "the checkpoint has {}.weight .* another model"
-FORGED = {
+SMALL = {"qo_bank.weight": torch.ones(3)}
+FORGED = {  # (sentence, change of the metadata and the tensors)
     "version": ("another version: version 9; copy", lambda data, _: data.update(version=9)),
-    "a tensor less": (OTHER_MODEL.format("tok_emb"), with_tensor("tok_emb.weight", None)),
-    "a small bank": (OTHER_MODEL.format("qo_bank"), with_tensor("qo_bank.weight", torch.ones(3))),
+    "a tensor less": (OTHER_MODEL.format("tok_emb"), lambda _, all: all.pop("tok_emb.weight")),
+    "a small bank": (OTHER_MODEL.format("qo_bank"), lambda _, all: all.update(SMALL)),
     "no knobs": ("is of another run,", lambda data, _: data.update(hyperparameters={})),
 }
 
@@ -516,38 +468,30 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     assert (undisturbed / step_file(12)).stat().st_size > limit
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))"
     result = run(script_after(limited), knobs, tmp_path)
-    assert result.returncode == 0, result.stderr
     assert result.stdout.count("note: there is no checkpoint of step ") == 4
     assert "File too large" in result.stdout
     assert losses(tmp_path) == losses(undisturbed) and not list(tmp_path.rglob("*.partial"))
 
 
-# Losses that are not finite
-
-
-# No later loss shows that of the last step: the run went on and exported weights that are nan. Step
-# 6 is that before a checkpoint.
+# No later loss shows that of the last step, 12. Step 6 is that before a checkpoint.
 @pytest.mark.parametrize("step, ranks, steps", [(7, 1, [3, 6]), (5, 1, [3]), (11, 2, [6, 9])])
 def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_path):
-    result = faulty("nan", step, knobs, tmp_path, ranks)
-    assert result.returncode == 1
+    result = faulty("nan", step, knobs, tmp_path, ranks, status=1)
     sentence = f"the training loss of step {step + 1} is nan; the last good checkpoint is "
     assert f"error: {sentence}{step_file(steps[-1])}: lower MATRIX_LR" in result.stderr
     assert kept(tmp_path) == steps and not list(tmp_path.rglob("*.xz"))
     if step == 5:  # a resumed run names its checkpoint, too
-        again = faulty("nan", 3, knobs, tmp_path)
+        again = faulty("nan", 3, knobs, tmp_path, status=1)
         assert f"the last good checkpoint is {step_file(3)}" in last_line(again)
 
 
-# Clocks
-
-
+# ---- Clocks --------------------------------------------------------------------------------------
 def test_a_clock_that_jumps_ends_the_run_cleanly(knobs, tmp_path):
     """After a machine has slept, the time counts: all scores, but no valid submission."""
     endless = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}
-    result = faulty("jump", 7, endless, tmp_path)
+    result = faulty("jump", 7, endless, tmp_path, status=1)
     slow = r"error: training took 100\d\.\d\d s, over the limit of 600: this run is not a valid sub"
-    assert result.returncode == 1 and re.match(slow, last_line(result))
+    assert re.match(slow, last_line(result))
     stopped = r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/"
     assert re.search(stopped, result.stdout, re.M) and exact(tmp_path)
 
@@ -573,8 +517,7 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
 
 
 def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
-    """`save` returns while the disk still writes, and the file holds the state of that moment. The
-    next one waits, so that host memory holds one copy."""
+    """The file holds the state when `save` returned. The next one waits, so there is one copy."""
     training = run_of(CHECKPOINT_EVERY=1, RUN_ID="r")
     real, disk = train_gpt.replacing, threading.Event()
     settings = StepSettings(1.0, 0.9, False, training.hp.train_seq_len)
@@ -602,71 +545,9 @@ def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
 
 
 def test_a_report_is_read_after_its_copy(run_of):
-    training = run_of()
-    values = torch.full((3,), float("nan"))
+    training, values = run_of(), torch.full((3,), float("nan"))
     # A fake event of a copy that arrives late
     event = SimpleNamespace(synchronize=lambda: values.copy_(torch.tensor([2.0, 7.0, 1.0])))
     training.in_flight.append((10, StepSettings(1.0, 0.9, False, 32), values, event))
     training.read_reports()
     assert training.clock.seconds == 7.0 and training.stopping
-
-
-# Determinism
-
-# The losses of the 20 steps below with torch 2.13.0 on a CPU, fp32, eager; those of 2.9.1 and 2.15.0
-# agree. Changes that are not of the mathematics must keep them. With the norms' former eps (1e-6)
-# and, for published.env, the former order of the data, ROPE_BASE=10000 and LATE_QAT=1, the earlier
-# traces hold to 3e-7.
-# fmt: off
-GOLDEN = {"published": [
-    5.992266, 5.821114, 5.364420, 4.888833, 4.403571, 4.031152, 3.758000, 3.546419, 3.375145, 3.177222,
-    3.064370, 3.027492, 2.932686, 2.872031, 2.956385, 2.686572, 2.740939, 2.752726, 2.779071, 2.631394,
-], "ours": [
-    5.992413, 5.810537, 5.404224, 4.913322, 4.512594, 4.061341, 3.735468, 3.534795, 3.320529, 3.184417,
-    3.058871, 2.958136, 2.962631, 2.879066, 2.824815, 2.810375, 2.787621, 2.624675, 2.605359, 2.671859,
-]}
-# fmt: on
-
-
-def trace(run_of, tmp_path, **changes) -> list[float]:
-    """The losses of 20 steps on tokens that do not depend on any file of this repository."""
-    rng = np.random.default_rng(0)
-    steps = rng.integers(1, 7, size=40_000)
-    tokens = np.where(rng.random(40_000) < 0.02, train_gpt.BOS, 2 + np.cumsum(steps) % (VOCAB - 2))
-    tmp_path.mkdir(exist_ok=True)
-    write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
-    knobs = dict(DATA_PATH=tmp_path, ITERATIONS=20, LATE_QAT=1, QAT_THRESHOLD=0.5, WARMDOWN_ITERS=8)
-    training = run_of(**{**knobs, **changes})
-    settings = [train_gpt.schedule(training.hp, step, 0.0, 0.0) for step in range(20)]
-    return [float(training.train_step(step, each)[0]) for step, each in enumerate(settings)]
-
-
-@pytest.mark.parametrize("configuration", GOLDEN)
-def test_golden_trace(run_of, tmp_path, configuration):
-    """Guards refactors and the repetition of the published run. CPUs differ in the last bits of a
-    sum, which the steps amplify to about 1e-5. With late QAT, from step 17 on, a last bit can
-    change a code: 5e-5 on a CPU without AMX."""
-    changes = variables("published") if configuration == "published" else {}
-    for name in {*TINY, "QAT_THRESHOLD"} - {"LATE_QAT"}:  # what makes the run tiny stays
-        changes.pop(name, None)
-    found, expected = trace(run_of, tmp_path, **changes), GOLDEN[configuration]
-    assert found[:16] == pytest.approx(expected[:16], rel=2e-5)
-    assert found[16:] == pytest.approx(expected[16:], rel=1e-4)
-
-
-def test_equal_runs_are_equal_bit_for_bit(run_of, tmp_path):
-    """Fault D4: seeds change the initial weights and the order of the data."""
-    knobs = {"a": {}, "b": {}, "c": {"SEED": 7}, "d": {"SHUFFLE_SEED": 7}}
-    a, b, other, order = (trace(run_of, tmp_path / name, **knobs[name]) for name in knobs)
-    assert a == b and a[0] != other[0] and a[0] != order[0]
-    assert a[0] == pytest.approx(order[0], abs=0.2)
-
-
-@pytest.mark.slow
-def test_compiled_runs_on_two_threads_are_equal_bit_for_bit(env, tmp_path):
-    """README promises it; the other tests have one thread or compile nothing."""
-    knobs = env(COMPILE="auto", OMP_NUM_THREADS=2, TRAIN_BATCH_TOKENS=6144, TRAIN_LOG_EVERY=1)
-    form = r"train_loss:\S+|final_int6_sliding_window_exact val_loss:\S+"
-    outputs = [run([ROOT / "train_gpt.py"], {**knobs, "RUN_ID": x}, tmp_path).stdout for x in "ab"]
-    one, two = (re.findall(form, output) for output in outputs)
-    assert one == two and len(one) > 12

@@ -1,5 +1,4 @@
-"""run.sh on imitated machines: which Python it takes, what it installs and what it starts. Nothing
-is downloaded."""
+"""run.sh on imitated machines: which Python it takes, what it installs and what it starts."""
 
 import ast
 import os
@@ -315,19 +314,17 @@ def test_a_failure_before_the_training_ends_the_demonstration(complete, name):
 LISTED = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5d1f)"
 
 
-@pytest.mark.parametrize(
-    "counted, build, cuda", [("0", "2.9.1+cpu", None), ("8", "2.9.1+cu128", "12.8")]
-)
-def test_gpus_that_torch_cannot_use_are_an_error(complete, counted, build, cuda):
+@pytest.mark.parametrize("gpus, build, cuda", [(0, "2.9.1+cpu", None), (8, "2.9.1+cu128", "12.8")])
+def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
     """Not a demonstration. With a driver that is too old, torch still counts the GPUs."""
     shutil.rmtree(complete.root / "site" / "torch")
     complete.torch(complete.root / "site", build, cuda)
     complete.nvidia_smi(LISTED)
-    result = complete.run(GPUS=counted, USABLE="0")
+    result = complete.run(GPUS=str(gpus), USABLE="0")
     assert result.returncode == 1 and result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert f"GPUs, but torch {build} (CUDA {cuda}) of python3 sees none: install" in line
-    complete.trains(GPUS=counted, USABLE="0", DEVICE="cpu")
+    complete.trains(GPUS=str(gpus), USABLE="0", DEVICE="cpu")
     hidden = complete.run(USABLE="0", CUDA_VISIBLE_DEVICES="9").stderr
     assert " sees none (CUDA_VISIBLE_DEVICES=9): " in hidden
     complete.nvidia_smi("NVIDIA-SMI has failed because GPU 0", 9)

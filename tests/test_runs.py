@@ -113,9 +113,8 @@ def test_a_group_has_one_kind_of_score(tmp_path):
 
 def test_knobs_without_effect_are_no_other_configuration(swept, tmp_path):
     first, second = logs_of(swept)
-    changed = re.sub(
-        r"(?m)^. (VAL_LOSS_EVERY|RESUME|TRAIN_LOG_EVERY)=.*", r"* \1=9", second.read_text()
-    )
+    form = r"(?m)^. (VAL_LOSS_EVERY|RESUME|TRAIN_LOG_EVERY)=.*"
+    changed = re.sub(form, r"* \1=9", second.read_text())
     assert changed.count("=9\n") >= 3
     members = [runs.read_run(first), runs.read_run(written(tmp_path, changed))]
     assert not runs.differences(members)
@@ -131,12 +130,10 @@ def test_runs_of_a_group_with_other_steps_are_a_warning(steps, warned, tmp_path)
 
 
 def test_what_is_not_a_single_run_is_refused(tmp_path):
-    for text, part in (
-        (PUBLISHED + PUBLISHED, "holds several runs"),
-        ("hello\n", "neither steps nor scores"),
-    ):
-        with user_error(part):
-            runs.read_run(written(tmp_path, text))
+    with user_error("holds several runs"):
+        runs.read_run(written(tmp_path, PUBLISHED + PUBLISHED))
+    with user_error("neither steps nor scores"):
+        runs.read_run(written(tmp_path, "hello\n"))
     with user_error("did not finish"):
         _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
     (tmp_path / "x.jsonl").write_text("{}")

@@ -1,7 +1,5 @@
-"""Schedules are pure functions of progress, a run never exceeds its cap, and averages are the
-formulas."""
+"""Schedules follow the progress, a run never exceeds its cap, and averages are the formulas."""
 
-import copy
 import itertools
 import random
 from types import SimpleNamespace
@@ -55,13 +53,10 @@ def test_slow_machines_reach_the_peak_and_the_end(step_seconds):
     assert not scales[0].qat
 
 
-@pytest.mark.parametrize(
-    "threshold, fraction", [("0.7", train_gpt.SHORT_SEQ_FRACTION), ("0.2", 0.9)]
-)
-def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
-    """The warm-up compiles one graph for short sequences and one for QAT. Both together would need
-    a graph more, which would be compiled during the run."""
-    monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", fraction)
+@pytest.mark.parametrize("threshold, short", [("0.7", train_gpt.SHORT_SEQ_FRACTION), ("0.2", 0.9)])
+def test_late_qat_has_whole_sequences(threshold, short, monkeypatch):
+    """Short sequences with QAT would be one more graph, which would be compiled during the run."""
+    monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", short)
     knobs = dict(ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_FRAC="1", LATE_QAT="1")
     knobs["QAT_THRESHOLD"] = threshold
     steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
@@ -70,16 +65,13 @@ def test_late_qat_has_whole_sequences(threshold, fraction, monkeypatch):
 
 def test_phases_are_the_kinds_of_steps_that_a_run_has():
     """Each is a graph, which the warm-up compiles. No other may follow within the clock."""
-    looping = [(512, False, True), (2048, False, True)]
+    loops = [(512, False, True), (2048, False, True)]
     for changes, expected in (
         ({"SHORT_SEQ_PARTS": "1"}, [(2048, False, False)]),
         ({}, [(512, False, False), (2048, False, False)]),
         ({"LATE_QAT": "1"}, [(512, False, False), (2048, False, False), (2048, True, False)]),
-        (
-            {"LOOP_VISITS": "3", "LATE_QAT": "1"},
-            [(512, False, False), *looping, (2048, True, True)],
-        ),
-        ({"LOOP_VISITS": "2", "LOOP_START": "0"}, looping),
+        ({"LOOP_VISITS": "3", "LATE_QAT": "1"}, [(512, False, False), *loops, (2048, True, True)]),
+        ({"LOOP_VISITS": "2", "LOOP_START": "0"}, loops),
     ):
         hp = Hyperparameters.from_env(changes)
         found = [(kind.seq_len, kind.qat, kind.looping) for kind in train_gpt.phases(hp)]
@@ -99,9 +91,7 @@ def test_the_learning_rate_has_a_floor():
     assert [step.qat for step in found] == [False, False, False, True, True]
 
 
-def simulate(
-    rng, base, cap, in_flight, hp=None, stalls=()
-) -> tuple[list[float], train_gpt.StepSettings | None]:
+def simulate(rng, base, cap, in_flight, hp=None, stalls=()):
     """(when each step ends, what is scheduled for the last) of a run under a clock. Steps take
     `base` seconds, give or take 10 %, and the first one after each time of `stalls` these seconds
     more. With a GPU the host queues a step up to two steps before it begins."""
@@ -197,9 +187,7 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 def scoring(note):
     """In place of a run's evaluator: calls `note` with its pass and stride."""
     score = train_gpt.Score(1.0, 1.0, 0.0, 1, 1)
-    return lambda config, stride, *_: SimpleNamespace(
-        score_all=lambda: (note(config, stride), score)[1]
-    )
+    return lambda *how: SimpleNamespace(score_all=lambda: (note(*how[:2]), score)[1])
 
 
 @pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])
@@ -239,9 +227,8 @@ def test_a_validation_scores_the_model_as_it_is_trained(run_of):
     scored, trained, calibrated = [], [], []
     run.make_scorer = scoring(lambda config, stride: scored.append(config.layer_order))
     forward = run.forward
-    run.forward = lambda *a, config: (
-        trained.append(config.layer_order) or forward(*a, config=config)
-    )
+    noted = lambda *a, config: trained.append(config.layer_order) or forward(*a, config=config)  # noqa: E731
+    run.forward = noted
     run.train()
     assert [len(visits) for visits in scored] == [5, 5, 9, 9, 9, 9]
     assert [len(visits) for visits in trained] == [5] * 4 + [9] * 6
@@ -251,15 +238,15 @@ def test_a_validation_scores_the_model_as_it_is_trained(run_of):
     assert len(calibrated) == 4 * len(run.hp.layer_order()), "in quarters of a micro-batch"
 
 
-def averaging(model, hp) -> WeightAverage:
-    """The average of the model's weights, which has no sample yet."""
-    return WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp)
+def averaged(hp):
+    """(a model, the average of its weights, which has no sample yet)."""
+    model = made(hp)
+    return model, WeightAverage({name: p.detach() for name, p in model.named_parameters()}, hp)
 
 
 def test_average_is_the_formula(hyperparameters):
-    hp = hyperparameters(EMA_DECAY=0.9)
-    model = made(hp, None, torch.float32, 0)
-    average, expected = averaging(model, hp), copy.deepcopy(model.qo_bank.data)
+    model, average = averaged(hyperparameters(EMA_DECAY=0.9))
+    expected = model.qo_bank.data.clone()
     for step in range(5):
         with torch.no_grad():
             model.qo_bank.add_(1.0)
@@ -271,9 +258,8 @@ def test_average_is_the_formula(hyperparameters):
 
 def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     """Fault B3: relatives of #399 took snapshots and never used them."""
-    hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2)
-    model = made(hp, None, torch.float32, 0)
-    average, samples = averaging(model, hp), []
+    model, average = averaged(hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1, SWA_EVERY=2))
+    samples = []
     for step in range(30):
         lr_scale = 1 - step / 30
         with torch.no_grad():
@@ -287,10 +273,9 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
 
 
 def test_without_samples_the_last_weights_stay(hyperparameters):
-    hp = hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1)
-    model = made(hp, None, torch.float32, 0)
+    model, average = averaged(hyperparameters(EMA_ENABLED=0, SWA_ENABLED=1))
     before = model.qo_bank.detach().clone()
-    assert averaging(model, hp).apply() == "the last weights"
+    assert average.apply() == "the last weights"
     assert torch.equal(before, model.qo_bank)
 
 

@@ -1,5 +1,4 @@
-"""Kill small runs at random moments and resume them; each must end like a run that was never
-killed.
+"""Kill small runs at random moments and resume them; each must end like one that was not killed.
 
     python -m pytest tests/test_soak.py -m slow                       # 6 kills for each number of ranks
     SOAK_KILLS=100 python -m pytest tests/test_soak.py -m slow -s     # prints a line per run
@@ -26,8 +25,7 @@ KNOBS = dict(ITERATIONS=80, WARMDOWN_ITERS=20, TRAIN_LOG_EVERY=1, CHECKPOINT_EVE
 
 
 def kill_all(pid: int) -> None:
-    """SIGKILL a process and its descendants. The ranks of a launcher are in process groups of their
-    own."""
+    """SIGKILL a process and its descendants. Ranks are in process groups of their own."""
     os.kill(pid, signal.SIGSTOP)  # it starts no more processes while they are counted
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -44,15 +42,13 @@ def kill_all(pid: int) -> None:
 def outcome(name: str, folder: Path) -> dict[str, str]:
     """Every loss and every final score in a log; the last entry counts for a repeated step."""
     text = (folder / "logs" / f"{name}.txt").read_text().partition("\n" + "=" * 100 + "\n")[2]
-    return dict(
-        re.findall(r"^(step:\d+/\d+|final_\w+_exact) (?:train_loss|val_loss):(\S+)", text, re.M)
-    )
+    return dict(re.findall(r"(?m)^(step:\d+/\d+|final_\w+_exact) (?:train|val)_loss:(\S+)", text))
 
 
 @pytest.fixture
 def survive(env, tmp_path):
-    """A function: start a run, kill it up to `kills` times within `longest` seconds of a start, and
-    let it finish. Returns the number of kills."""
+    """A function: kill a run up to `kills` times within `longest` seconds of a start, and let it
+    finish. Returns the number of kills."""
 
     def go(name: str, ranks: int, longest: float, kills: int, moments: random.Random) -> int:
         done, log = 0, tmp_path / "logs" / f"{name}.jsonl"

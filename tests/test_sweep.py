@@ -13,22 +13,22 @@ import pack_code
 import runs
 import sweep
 import train_gpt
-from conftest import ROOT, run, start, user_error
-from sample_logs import SWEEP, copy_of, counted, logs_of
+from conftest import ROOT, assert_mistake, run, start, user_error
+from sample_logs import SWEEP, counted, logs_of
 
 
 def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
-    folder, output = swept
+    output = (swept / "out.txt").read_text()
     names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
     expected = {f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz")}
-    assert {path.name for path in (folder / "logs").iterdir()} == expected
+    assert {path.name for path in (swept / "logs").iterdir()} == expected
     table = output[output.index("\nMATRIX_LR=0.025\n") :]
     found = [runs.read_run(path) for path in logs_of(swept)]
     for row in found:
         line = next(line for line in table.splitlines() if line.startswith(f"seed {row.seed} "))
         for part in (f"{row.score.bpb:.5f}", f"{row.total_bytes:,}", f"{row.step_ms:.2f}"):
             assert part in line
-        artifact = folder / "logs" / f"t_MATRIX_LR=0.025_seed{row.seed}.int6.xz"
+        artifact = swept / "logs" / f"t_MATRIX_LR=0.025_seed{row.seed}.int6.xz"
         assert artifact.stat().st_size == row.model_bytes
     mean, std = np.mean([r.score.bpb for r in found]), np.std([r.score.bpb for r in found], ddof=1)
     assert re.search(rf"^mean .* {mean:.5f} ", table, re.M)
@@ -36,60 +36,54 @@ def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
     assert re.search(r"^n +2$", table, re.M)
 
 
-def test_the_next_comparison_does_not_mix_configurations(swept, tmp_path, monkeypatch):
-    folder = copy_of(swept, tmp_path)
+def test_the_next_comparison_does_not_mix_configurations(copied, monkeypatch):
     planned = sweep.plan({"GRID": "MATRIX_LR=0.005,0.025", "SEEDS": "1 2", "RUN_ID": "t"})
     words = shlex.split(sweep.patterns(planned))
     assert words == ["logs/t_MATRIX_LR=0.005_*.txt", "logs/t_MATRIX_LR=0.025_*.txt"]
-    result = run([ROOT / "tools" / "compare.py", *words], {}, folder)
+    result = run([ROOT / "tools" / "compare.py", *words], {}, copied, status=None)
     assert result.returncode in (0, 3) and "B - A: " in result.stdout, result.stderr
     for grid, first in (("", "logs/run_*.txt"), ("MATRIX_LR=1", "logs/run_MATRIX_LR=1_*.txt")):
         words = shlex.split(sweep.patterns(sweep.plan({"GRID": grid, "SEEDS": "1 2"})))
         assert words == [first, "logs/OTHER_*.txt"]
 
 
-def test_sweep_does_not_repeat_what_is_done(swept, sweep_knobs, tmp_path):
-    folder = copy_of(swept, tmp_path)
-    cut = folder / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
+def test_sweep_does_not_repeat_what_is_done(copied, sweep_knobs):
+    cut = copied / "logs" / "t_MATRIX_LR=0.025_seed2.txt"
     whole = cut.read_text()
     # As if the run had been killed in its last evaluation
     cut.write_text(whole[: whole.rindex("final_int6_sliding_window_exact")])
     cut.with_suffix(".jsonl").write_text("")
-    others = {p: p.stat().st_mtime_ns for p in folder.glob("logs/*.txt") if p != cut}
-    result = run(SWEEP, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, folder)
-    assert result.returncode == 0, result.stderr
+    others = {p: p.stat().st_mtime_ns for p in copied.glob("logs/*.txt") if p != cut}
+    result = run(SWEEP, {**sweep_knobs, "SEEDS": "1 2", "GRID": "MATRIX_LR=0.005,0.025"}, copied)
     assert result.stdout.count("is done already") == 3
     assert {p: p.stat().st_mtime_ns for p in others} == others
     assert "final_int6_sliding_window_exact" in cut.read_text()
 
 
-def test_sweep_refuses_a_log_of_another_experiment(swept, sweep_knobs, tmp_path):
-    folder = copy_of(swept, tmp_path)
+def test_sweep_refuses_a_log_of_another_experiment(copied, sweep_knobs):
     knobs = {**sweep_knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}
-    result = run(SWEEP, {**knobs, "ITERATIONS": "10"}, folder)
-    assert result.returncode == 1 and "set another RUN_ID or" in result.stderr
+    result = run(SWEEP, {**knobs, "ITERATIONS": "10"}, copied, status=1)
+    assert "set another RUN_ID or" in result.stderr
     assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
-    changed = logs_of((folder, ""))[0]
+    changed = logs_of(copied)[0]
     changed.write_text("# changed\n" + changed.read_text())
-    assert "another train_gpt.py" in run(SWEEP, knobs, folder).stderr
+    assert_mistake(SWEEP, copied, "another train_gpt.py", **knobs)
 
 
-def test_a_run_of_the_packed_script_is_done(swept, sweep_knobs, tmp_path, monkeypatch):
-    folder = copy_of(swept, tmp_path)
-    log = logs_of((folder, ""))[0]
+def test_a_run_of_the_packed_script_is_done(copied, sweep_knobs, monkeypatch):
+    log = logs_of(copied)[0]
     source = pack_code.without_comments((ROOT / "train_gpt.py").read_bytes())
     log.write_text(counted(1000, source)(log.read_text()))
     variables = {**sweep_knobs, "MATRIX_LR": "0.025", "SEED": "1", "RUN_ID": log.stem}
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(copied)
     assert sweep.finished(variables, log.stem).source == source
 
 
 @pytest.mark.parametrize("limit", ["bytes", "time"])
-def test_a_run_over_a_limit_is_not_done(limit, swept, sweep_knobs, tmp_path, monkeypatch, capsys):
+def test_a_run_over_a_limit_is_not_done(limit, copied, sweep_knobs, monkeypatch, capsys):
     """It ended with an error after its scores, so a sweep must not count it as a result."""
-    folder = copy_of(swept, tmp_path)
-    monkeypatch.chdir(folder)
-    log = logs_of((folder, ""))[0]
+    monkeypatch.chdir(copied)
+    log = logs_of(copied)[0]
     for name, value in {**sweep_knobs, "GRID": "MATRIX_LR=0.025", "SEEDS": "1"}.items():
         monkeypatch.setenv(name, value)
     assert sweep.sweep(["false"]) == 0
@@ -106,18 +100,17 @@ def test_a_run_over_a_limit_is_not_done(limit, swept, sweep_knobs, tmp_path, mon
     assert sweep.sweep(["false"]) == 1, "it was started again"
     said = capsys.readouterr().out
     assert f"failed: {log.stem}: error: " in said and part in said and "no run finished" in said
-    assert f"delete its log, {log.relative_to(folder)} and .jsonl" in said
+    assert f"delete its log, {log.relative_to(copied)} and .jsonl" in said
 
 
 def test_a_sweep_with_checkpoints_goes_on(sweep_knobs, tmp_path):
     knobs = {**sweep_knobs, "SEEDS": "1", "CHECKPOINT_EVERY": "5"}
-    assert run(SWEEP, knobs, tmp_path).returncode == 0
+    run(SWEEP, knobs, tmp_path)
     log = tmp_path / "logs" / "t_seed1.txt"
     text = log.read_text()
     log.write_text(text[: text.rindex("final_int6_sliding_window_exact")])
     log.with_suffix(".jsonl").write_text("")
-    result = run(SWEEP, knobs, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run(SWEEP, knobs, tmp_path)
     assert re.search(r"(?m)^resumed: step:12 ", log.read_text())
     assert "is done already" in run(SWEEP, {**knobs, "CHECKPOINT_EVERY": ""}, tmp_path).stdout
 
@@ -131,21 +124,20 @@ def test_values_of_a_list_are_not_taken_apart():
 
 
 def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
-    result = run(SWEEP, {**sweep_knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}, tmp_path)
-    assert result.returncode == 1
+    knobs = {**sweep_knobs, "GRID": "VOCAB_SIZE=500,400", "SEED": "7"}
+    result = run(SWEEP, knobs, tmp_path, status=1)
     assert "failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=" in result.stdout
     table = r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 "
     assert re.search(table, result.stdout)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_sweep_with_what_is_there(number, swept, sweep_knobs, tmp_path):
-    folder = copy_of(swept, tmp_path)
-    for path in folder.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
+def test_a_signal_ends_a_sweep_with_what_is_there(number, copied, sweep_knobs):
+    for path in copied.glob("logs/t_MATRIX_LR=0.025_seed2.*"):
         path.unlink()
     code = "import time; print('it runs', flush=True); time.sleep(60)"
     knobs = {**sweep_knobs, "SEEDS": "1 2 3", "GRID": "MATRIX_LR=0.025"}
-    process = start([*SWEEP[:2], sys.executable, "-c", code], knobs, folder, fresh=True)
+    process = start([*SWEEP[:2], sys.executable, "-c", code], knobs, copied, fresh=True)
     said = ""
     while "it runs" not in said:
         said += process.stdout.readline()

@@ -1,5 +1,4 @@
-"""data/tokenize_text.py and data/inspect_shards.py: exact bytes, disjoint splits, reproducible
-results."""
+"""data/tokenize_text.py and data/inspect_shards.py: exact bytes and disjoint splits."""
 
 import functools
 import hashlib
@@ -27,8 +26,7 @@ from conftest import ROOT, assert_mistake, train_pieces, user_error, write_shard
 from tokenize_text import Options, Reading, Record
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
-# Letters without a partner of the same UTF-8 length that a conversion in both directions gives
-# back.
+# Letters that a conversion in both directions changes, or whose UTF-8 length it changes.
 UNEVEN = "\u00df\u1e9e\u0130\u0131\u017f\u212a\u212b\u2126\u03c2\u01c5\u01c8\u023a\u2c65\u1fbc\u1fb3\u00b5\u2160\u24b6"
 # Text whose bytes are easily miscounted, by any tokenizer and normaliser.
 # fmt: off
@@ -89,8 +87,7 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
     encoder = tokenize_text.Encoder(str(model), Reading())
     text = ADVERSARIAL[name]
     if "without" in request.node.callspec.id and text[:1] in (" ", "\u2581"):
-        # No prefixed space and none removed: the first space of a document would cost nothing. This
-        # is an error.
+        # No prefixed space and none removed: the first space of a document would cost nothing.
         with user_error("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
@@ -126,9 +123,7 @@ def test_tokenizers_of_any_size(vocab_size, tmp_path):
     assert encoder.encode([Record("", text) for text in ADVERSARIAL.values()]).documents
 
 
-# ------------------------------------------------------------------------------------------------ CaseOps
-
-
+# ---- CaseOps -------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "text, coded",
     [
@@ -275,9 +270,7 @@ def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path,
     assert "by fineweb_val_bytes_*.bin, which the score uses" in printed
 
 
-# ------------------------------------------------------------------------------------------------ sources and splits
-
-
+# ---- Sources and splits --------------------------------------------------------------------------
 @pytest.fixture
 def sources(tmp_path) -> dict[str, list]:
     """The same documents in every format."""
@@ -549,9 +542,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     assert result.stderr.endswith("; free space or choose a writable folder\n")
 
 
-# ------------------------------------------------------------------------------------------------ inspection
-
-
+# ---- Inspection ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("cut", [1, 7, 10, 11, 19])
 def test_documents_may_continue_in_the_next_shard(tmp_path, cut):
     documents = [[5, 6, 7], [], [8], [9] * 12]
@@ -576,7 +567,8 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
         return "; ".join(inspect_shards.inspect(out, None, 1))
 
     assert wrong_after() == ""
-    repeated = with_tokens(good["train"], [BOS, *first_document(val)])
+    tokens = train_gpt.read_shard(val)
+    repeated = with_tokens(good["train"], tokens[: np.flatnonzero(tokens == BOS)[1]])
     for part, changes in {
         "train_000000.bin is not the file in": {"train": good["train"][:-2] + b"\x06\x00"},
         "1 training documents that are also in validation": {"train": repeated},
@@ -599,15 +591,10 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
         assert_mistake([ROOT / "data" / "inspect_shards.py", folder], tmp_path, part)
 
 
-def with_tokens(shard: bytes, more: list[int]) -> bytes:
+def with_tokens(shard: bytes, more) -> bytes:
     tokens = np.append(np.frombuffer(shard, "<u2", offset=1024), np.array(more, dtype=np.uint16))
     header = np.array([train_gpt.SHARD_MAGIC, 1, len(tokens)], dtype="<i4").tobytes()
     return header + bytes(1012) + tokens.tobytes()
-
-
-def first_document(path: Path) -> list[int]:
-    tokens = train_gpt.read_shard(path)
-    return tokens[1 : np.flatnonzero(tokens == BOS)[1]].tolist()
 
 
 @pytest.mark.parametrize(

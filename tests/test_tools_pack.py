@@ -15,7 +15,7 @@ import torch
 import inspect_artifact
 import pack_code
 import train_gpt
-from conftest import ROOT, assert_mistake, exported, made, run, user_error, weights_of
+from conftest import ROOT, exported, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
 LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
@@ -25,7 +25,6 @@ LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
 def packed(tmp_path_factory):
     path = tmp_path_factory.mktemp("packed") / "train_gpt.py"
     result = run([ROOT / "tools" / "pack_code.py", "-o", path], {}, path.parent)
-    assert result.returncode == 0, result.stderr
     assert f"{path.stat().st_size:,} bytes, packed from {len(SOURCE):,}" in result.stdout
     return path
 
@@ -47,8 +46,7 @@ def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path
     logs = []
     for script in (ROOT / "train_gpt.py", packed):
         name = f"p{len(logs)}"
-        result = run([script], env(RUN_ID=name, TRAIN_LOG_EVERY=1), tmp_path)
-        assert result.returncode == 0, result.stderr
+        run([script], env(RUN_ID=name, TRAIN_LOG_EVERY=1), tmp_path)
         logs.append((tmp_path / "logs" / f"{name}.txt").read_bytes())
     assert len(figures(logs[0])) >= 14
     assert figures(logs[1]) == figures(logs[0])
@@ -60,10 +58,9 @@ def test_the_packed_script_repeats_the_plain_one(packed, stripped, env, tmp_path
 def test_a_packed_run_resumes_as_a_plain_one(packed, env, tmp_path):
     """A checkpoint notes the source. Another one is a note, not an error."""
     variables = env(RUN_ID="p", CHECKPOINT_EVERY="6", RESUME="auto", ITERATIONS="12")
-    assert run([packed], variables, tmp_path).returncode == 0
+    run([packed], variables, tmp_path)
     (tmp_path / "logs" / "p.jsonl").unlink()  # as if it had been killed before its end
-    result = run([ROOT / "train_gpt.py"], variables, tmp_path)
-    assert result.returncode == 0, result.stderr
+    run([ROOT / "train_gpt.py"], variables, tmp_path)
     log = (tmp_path / "logs" / "p.txt").read_text()
     assert log.count("\nresumed: step:12 ") == 1
     assert log.count("\nnote: train_gpt.py has changed since this checkpoint\n") == 1
@@ -74,9 +71,9 @@ def test_the_source_comes_back_byte_for_byte(packed, stripped, tmp_path, monkeyp
     assert pack_code.readable_source(code) == stripped
     assert pack_code.readable_source(SOURCE) == SOURCE
     program = ROOT / "tools" / "pack_code.py"
-    assert run([program, packed, "-o", "again.py"], {}, tmp_path).returncode == 0
+    run([program, packed, "-o", "again.py"], {}, tmp_path)
     assert (tmp_path / "again.py").read_bytes() == code
-    assert run([program, "--comments", "-o", "whole.py"], {}, tmp_path).returncode == 0
+    run([program, "--comments", "-o", "whole.py"], {}, tmp_path)
     assert pack_code.readable_source((tmp_path / "whole.py").read_bytes()) == SOURCE
     assert pack_code.pack(stripped) == code, "packing is deterministic"
     module = ModuleType("submitted")
@@ -87,9 +84,7 @@ def test_the_source_comes_back_byte_for_byte(packed, stripped, tmp_path, monkeyp
     assert found["Hyperparameters"].__module__ == "submitted"
 
 
-# Comments and docstrings
-
-
+# ---- Comments and docstrings ---------------------------------------------------------------------
 def test_the_stripped_script_has_only_the_first_docstring(stripped):
     """Which is all that it reads, so that it is the same program."""
     text = stripped.decode()
@@ -167,9 +162,7 @@ def test_another_program_is_refused(monkeypatch):
             pack_code.without_comments(b"'''Doc.'''\nx = 1  # a\ny = '#'\n")
 
 
-# The packed form
-
-
+# ---- The packed form -----------------------------------------------------------------------------
 @pytest.mark.parametrize("module", ["bz2", "lzma"])
 def test_both_compressors_are_read(module, monkeypatch):
     source = b'text = "\xc3\xa9"  # ' + b"x" * 1000
@@ -221,33 +214,13 @@ def test_a_packed_file_takes_neither_much_memory_nor_long(monkeypatch):
         pack_code.readable_source(longer)
 
 
-@pytest.mark.parametrize(
-    "program, arguments, part",
-    [
-        ("pack_code", ["nothing.py"], "cannot read nothing.py"),
-        ("pack_code", ["-o", "/dev/null/x"], "cannot write /dev/null/x"),
-        ("pack_code", ["bad.py"], "bad.py: comments cannot be removed"),
-        ("inspect_artifact", ["nothing.xz"], "artifact nothing.xz does not exist"),
-        ("inspect_artifact", ["bad.py"], "bad.py cannot"),
-        ("inspect_artifact", ["step_5.npz"], "step_5.npz is a checkpoint: give logs/<RUN_ID>.int"),
-    ],
-)
-def test_mistakes(program, arguments, part, tmp_path):
-    (tmp_path / "bad.py").write_text("x = = 1\n")
-    np.savez(tmp_path / "step_5.npz", metadata=np.zeros(1), weights=np.zeros(9))
-    assert_mistake([ROOT / "tools" / f"{program}.py", *arguments], tmp_path, part)
-
-
-# Inspection of an artifact
-
-
+# ---- Inspection of an artifact -------------------------------------------------------------------
 def test_inspection(hyperparameters, tmp_path):
     hp = hyperparameters()
     metadata = {"training": {"steps": 12}, "expected_loss": {"q": 0.00025, "tok_emb": 0.001}}
     blob = exported(weights_of(made(hp, seed=1)), hp, metadata=metadata)
     (tmp_path / "a.xz").write_bytes(blob)
     result = run([ROOT / "tools" / "inspect_artifact.py", "a.xz"], {}, tmp_path)
-    assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert f"{len(blob)} bytes" in lines[0]
     assert '"steps": 12' in result.stdout and '"model_dim": 32' in result.stdout

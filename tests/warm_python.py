@@ -27,9 +27,7 @@ FOLLOWED = ("PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")  # as -B and -u
 LARGEST = 150_000  # bytes of a request, which is one packet
 
 
-# The program. It needs no package and imports little.
-
-
+# ---- The program. It needs no package and imports little. ----------------------------------------
 def fits(rest: list[str]) -> bool:
     """Whether a fork does what a new Python would do with these arguments."""
     known = rest[:1] in (["-c"], ["-m"]) or (rest and not rest[0].startswith("-"))
@@ -58,12 +56,9 @@ def ask(program: str, interpreter: str, arguments: list[str]) -> None:
     os._exit(status)
 
 
-# The server
-
-
+# ---- The server ----------------------------------------------------------------------------------
 def preload() -> None:
-    """Import what runs, torchrun and tools import. Forks have the modules, but they would not have
-    threads."""
+    """Import what runs, torchrun and tools import. Forks have modules, but would not have threads."""
     import gc
     from importlib import import_module
 
@@ -83,8 +78,7 @@ def compiled(path: str, changed: int):
 
 
 def serve(listener: socket.socket) -> tuple:
-    """Fork for each client until standard input ends. Returns in the forks only: the request and
-    its streams."""
+    """Fork for each client until standard input ends. Returns in the forks: request and streams."""
     while listener in select.select([0, listener], [], [])[0]:
         client, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(client, LARGEST, 3)
@@ -108,8 +102,7 @@ def serve(listener: socket.socket) -> tuple:
 
 
 def attend(client: socket.socket, process: int, streams: list[int]) -> None:
-    """Pass the client's signals on, and the exit status back. A client that is gone was killed, so
-    its process is killed, too."""
+    """Pass the client's signals on, the exit status back. If the client is gone, kill its process."""
     for stream in streams:
         os.close(stream)
     ended = os.pidfd_open(process)
@@ -121,9 +114,7 @@ def attend(client: socket.socket, process: int, streams: list[int]) -> None:
     os._exit(0)
 
 
-# The fork
-
-
+# ---- The fork ------------------------------------------------------------------------------------
 def become(request: tuple, streams: list[int]) -> None:
     """Be the Python that the client asked for, and run its arguments."""
     import types
@@ -157,8 +148,7 @@ def become(request: tuple, streams: list[int]) -> None:
 
 
 def finish(act, *arguments) -> None:
-    """Call this and end as Python does, but leave all memory to the system: to free it takes 1 s
-    after a fork."""
+    """Call this and end as Python does, but do not free memory, which takes 1 s after a fork."""
     import atexit
     import threading
 
@@ -179,9 +169,7 @@ def finish(act, *arguments) -> None:
     os._exit(status)
 
 
-# The test process
-
-
+# ---- The test process ----------------------------------------------------------------------------
 @functools.cache
 def python() -> str:
     """The path of the program. It starts the server, which ends with this process. Only Linux can

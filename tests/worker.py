@@ -24,8 +24,7 @@ def digest(tensors) -> str:
 
 
 def clocks(run: train_gpt.Run, folder: Path) -> None:
-    """Updates and GPTQ under a clock that advances with every reading, at another speed on each
-    rank."""
+    """Updates and GPTQ under a clock that every reading advances, at a speed of the rank's own."""
     rank, readings = run.runtime.comm.rank, itertools.count(1)
     time.perf_counter = lambda: next(readings) * 0.12 * (1 + 0.5 * rank)
     run.train()
