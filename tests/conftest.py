@@ -126,6 +126,13 @@ def one_rank(hyperparameters):
 
 
 @pytest.fixture
+def hopper(monkeypatch):
+    """A pretended H100."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@pytest.fixture
 def run_of(one_rank, tmp_path, monkeypatch):
     """A function that makes a Run of a tiny run in this process, in an empty folder and without a
     log. `val`: with its validation text; `parts` of its runtime are replaced."""
@@ -221,6 +228,13 @@ def run(*arguments, status: int | None = 0, **options) -> subprocess.CompletedPr
 def work(mode: str, folder: Path, environment: dict[str, str], ranks=1):
     """Run a mode of tests/worker.py in this folder."""
     return run([ROOT / "tests" / "worker.py", mode, folder], environment, folder, ranks)
+
+
+def sentence(result) -> str:
+    """The last line of standard error: an error without a traceback."""
+    *_, last = result.stderr.strip().splitlines()
+    assert last.startswith("error: ") and "Traceback" not in result.stderr, result.stderr
+    return last
 
 
 def assert_mistake(arguments: list, folder: Path, part: str, status=1, **environment) -> None:

@@ -48,16 +48,14 @@ class Hub:
         return [path.partition("/")[2] for path in got if path]
 
     def answer(self, request) -> None:
-        url = urllib.parse.urlparse(request.path)
-        path = urllib.parse.unquote(url.path)
+        path = urllib.parse.unquote(urllib.parse.urlparse(request.path).path)
         body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
         self.requests.append((request.command, path))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         name = path.removeprefix(files).partition("/")[2]
         if path.startswith(f"{api}/paths-info/"):
             names = self.asked(body, request.headers)
-            found = [self.info(name) for name in names if (self.root / name).is_file()]
-            self.json(request, found)
+            self.json(request, [self.info(name) for name in names if (self.root / name).is_file()])
         elif path == api or path.startswith(f"{api}/revision/"):
             siblings = [{"rfilename": name} for name in self.names()]
             facts = {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []}

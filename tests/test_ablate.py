@@ -129,8 +129,7 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
     ablate.comparison(variants, arguments)
     again = capsys.readouterr().out
     assert first.count("== ") == 2 and "== " not in again
-    report = json.loads(again.splitlines()[-1])["score"]
-    assert [line["steps"] for line in report] == [6, 3]
+    assert [line["steps"] for line in json.loads(again.splitlines()[-1])["score"]] == [6, 3]
     assert re.search(r"(?m)^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the ", again)
     assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
 

@@ -172,8 +172,7 @@ def test_how_many_more_seeds_would_be_needed():
 def test_the_rule_of_the_later_board():
     """p < 0.25 is enough there; another margin may not be."""
     a, b = made([1.02, 1.03, 1.01]), made([1.00, 1.01, 0.99])
-    board = compare.Rule(level=0.25)
-    assert compare.verdict(a, b, board)[0] and not compare.verdict(a, b)[0]
+    assert compare.verdict(a, b, compare.Rule(level=0.25))[0] and not compare.verdict(a, b)[0]
     assert not compare.verdict(a, b, compare.Rule(0.05, 0.25))[0]
 
 

@@ -35,8 +35,7 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="module")
 def built(library, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "data"
-    first = demo_corpus.build(folder, library, val_bytes=4000)
-    return folder, first
+    return folder, demo_corpus.build(folder, library, val_bytes=4000)
 
 
 def test_corpus_is_exact_and_split_by_document(built, library):

@@ -81,8 +81,7 @@ def test_evaluation(elsewhere, documents):
     run = elsewhere()
     scorer = silent_evaluator(run)
     spans = run.val.spans(documents)  # which need no values from the device
-    windows = train_gpt.plan_windows(spans, run.hp.eval_seq_len, run.hp.eval_stride)
-    scorer.score(windows[:, :40])
+    scorer.score(train_gpt.plan_windows(spans, run.hp.eval_seq_len, run.hp.eval_stride)[:, :40])
     assert on_device(scorer.nats, scorer.count)
 
 

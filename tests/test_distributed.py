@@ -53,7 +53,7 @@ def test_replicas_start_from_the_weights_of_rank_0(env, tmp_path):
 
 @pytest.mark.parametrize("ranks, dtype", [(2, "float32"), (3, "bfloat16")])
 def test_replicas_stay_equal_under_unequal_clocks(ranks, dtype, env, tmp_path):
-    """Fault B5: in #399 each rank has its own clock. Rank 0's clock also ends the calibration."""
+    """Fault B5: in #399 each rank's own clock sets its rate. Rank 0's also ends the calibration."""
     knobs = {**SHAPE, "MICRO_BATCH_TOKENS": 64, "ITERATIONS": 100000, "COMPUTE_DTYPE": dtype}
     knobs |= {"MAX_WALLCLOCK_SECONDS": 7, "WARMDOWN_FRAC": 1.0}
     work("clocks", tmp_path, env(**knobs), ranks)
@@ -109,8 +109,7 @@ def two_nodes(command, environment, folder, timeout):
 
 def test_two_nodes(env, tmp_path):
     """Only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
-    command = [ROOT / "train_gpt.py"]
-    first, second = two_nodes(command, env(RUN_ID="nodes"), tmp_path, timeout=600)
+    first, second = two_nodes([ROOT / "train_gpt.py"], env(RUN_ID="nodes"), tmp_path, timeout=600)
     assert first[0] == second[0] == 0, (first, second)
     assert "ranks:4 mesh:2x2 " in first[1]
     assert "final_int6_sliding_window_exact" in first[1]
@@ -158,13 +157,11 @@ def test_death_of_a_rank_ends_the_others_with_a_sentence(size, node, victim, env
         assert err.strip().splitlines()[-1].startswith(lost)
 
 
-def test_ranks_that_do_not_fill_the_mesh_are_an_error():
+def test_a_wrong_number_of_ranks_is_an_error(monkeypatch):
+    """They do not fill the mesh, or are more than the node's GPUs."""
     wrong = r"SHARD_RANKS=3 \(default: LOCAL_WORLD_SIZE\) does not divide the 8 ranks: set a div"
     with user_error(wrong):
         train_gpt.Comm(0, 8).split(3, torch.device("cpu"))
-
-
-def test_more_local_ranks_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with user_error("LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):

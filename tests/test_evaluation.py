@@ -290,12 +290,11 @@ def test_attention_within_bands_and_documents(band, time, name, document):
     weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
     expected = torch.einsum("bhnt,bthe->bnhe", weights, v.repeat_interleave(2, dim=2))
     for attend in (train_gpt.reference_attention, train_gpt.load_attention(name)):
-        found = attend(q, k, v, band, document)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(attend(q, k, v, band, document), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
-def fa3(monkeypatch):
+def fa3(hopper, monkeypatch):
     """The script's use of FlashAttention 3. Its window counts the positions before the query, and
     it aligns the last query of a sequence with the last key."""
 
@@ -318,8 +317,6 @@ def fa3(monkeypatch):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func, module.flash_attn_varlen_func = fixed, varlen
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     return train_gpt.load_attention("fa3")
 
 
@@ -327,8 +324,7 @@ def fa3(monkeypatch):
 @pytest.mark.parametrize("document", [None, DOCUMENTS])
 def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypatch):
     """It repeats its gradients if asked to. More documents than it has lengths for are an error."""
-    deterministic = band == 7
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: band == 7)
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.reference_attention(q, k, v, band, document)
     torch.testing.assert_close(fa3(q, k, v, band, document), expected)
@@ -342,8 +338,7 @@ def noting_shapes(model) -> set:
 
     def noted(ids, targets, reduction="mean", config=None, adapter=None, refused=None):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        changed = adapter is not None
-        shapes.add((*ids.shape, targets.size(1), reduction, changed, trained, config))
+        shapes.add((*ids.shape, targets.size(1), reduction, adapter is not None, trained, config))
         return forward(ids, targets, reduction, config, adapter)
 
     model.forward = noted

@@ -275,8 +275,7 @@ def test_errors_weigh_what_they_cost():
     kind, hp = train_gpt.MATRICES[0], Hyperparameters()
     quantiser = train_gpt.Quantiser([kind], rows, hp, {"q.cost": squares})
     [(codes, steps, expected)] = quantiser.round(0.02)
-    integers = walked(codes)
-    errors = (rows - integers * steps / 2).square()
+    errors = (rows - walked(codes) * steps / 2).square()
     cost = quantiser.cost * errors
     torch.testing.assert_close(expected[0], cost.sum())
     plain = train_gpt.viterbi(rows[0] / steps[0] * 2, torch.ones(64, 400), 8)

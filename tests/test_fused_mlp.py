@@ -30,8 +30,7 @@ def start(python, *arguments, **variables) -> str:
 
 
 def older(package: str, release: tuple[int, int]) -> bool:
-    numbers = importlib.metadata.version(package).split(".")
-    return tuple(map(int, numbers[:2])) < release
+    return tuple(map(int, importlib.metadata.version(package).split(".")[:2])) < release
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there are wheels of Triton for Linux only")

@@ -32,8 +32,7 @@ def start(version: str, folder: Path, knobs: dict, *words: str) -> subprocess.Co
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_check_of_the_machine(env, tmp_path, version):
-    knobs = env(**KNOBS | {"CHECKPOINT_EVERY": ""})
-    done = start(version, tmp_path, knobs, "check")
+    done = start(version, tmp_path, env(**KNOBS | {"CHECKPOINT_EVERY": ""}), "check")
     print(done.stdout)
     report = json.loads(Path(tmp_path, "logs", "check.json").read_text())
     assert report["works"] and not report["errors"]
@@ -70,5 +69,4 @@ def test_the_whole_script(env, tmp_path, version):
     assert second["start"]["kernels"] == {"attention": "flash", "mlp": "plain"}
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second
-    third = run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
-    assert "final_int6_sliding_window_exact" in third
+    assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")

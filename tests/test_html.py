@@ -136,8 +136,7 @@ def test_curves_are_over_steps_and_time(sweep, swept):
 
 
 def test_knobs_and_environment(sweep, swept):
-    meaning = "Muon learning rate of the banks"
-    assert sweep.row("MATRIX_LR") == ["0.025", "0.005", "0.025", meaning]
+    assert sweep.row("MATRIX_LR") == ["0.025", "0.005", "0.025", "Muon learning rate of the banks"]
     assert sweep.row("NUM_LAYERS")[:2] == ["11", "3"]
     names = [cells[0] for cells in sweep.rows]
     assert "SEED" not in names and "LOOP_VISITS" not in names
@@ -168,8 +167,7 @@ def test_what_a_log_says_is_not_run(swept, tmp_path):
 
 def test_a_run_without_artifact_and_events(swept, tmp_path):
     """One log alone, as in a record's folder; then with another run's artifact beside it."""
-    source = logs_of(swept)[0]
-    log = written(tmp_path, source.read_text(), "train_seed1.log")
+    log = written(tmp_path, logs_of(swept)[0].read_text(), "train_seed1.log")
     other_log = logs_of(swept)[1]
     artifact = other_log.with_name(f"{other_log.stem}.int6.xz").read_bytes()
     for other in (b"", b"another", artifact):

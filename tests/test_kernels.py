@@ -95,8 +95,7 @@ def gpu(hyperparameters, monkeypatch):
         hp = hyperparameters(**{**knobs, "SHORT_SEQ_PARTS": 2, **changes})
         comm = train_gpt.Comm(0, ranks)
         comm.gather = lambda value: [value] * ranks
-        device = torch.device("cuda")
-        return hp, train_gpt.Runtime(comm, device, torch.bfloat16, True, 1024), tried
+        return hp, train_gpt.Runtime(comm, torch.device("cuda"), torch.bfloat16, True, 1024), tried
 
     return make
 
@@ -236,12 +235,6 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu
 
 
 # ---- FlashAttention 3's two packages -------------------------------------------------------------
-@pytest.fixture
-def hopper(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-
-
 def test_flash_attention_3_can_come_from_the_hub(hopper, monkeypatch):
     """Hugging Face's `kernels` downloads a build if there is no wheel."""
     asked, found = [], ModuleType("found")

@@ -93,10 +93,15 @@ def forgetful(model, evaluator):
     evaluator.forward = without_high
 
 
-@pytest.mark.parametrize("way", ["sliding", "plain", "banded"])
-def test_a_look_ahead_is_caught(setting, way):
-    evaluate, tokens, hp = setting(way)
-    peeks = lambda t: evaluate(t, peeking)  # noqa: E731
+PEEKING = [(way, peeking) for way in ("sliding", "plain", "banded")]
+
+
+@pytest.mark.parametrize("way, cheat", [*PEEKING, ("banded", chunk_sees_itself)])
+def test_a_look_ahead_is_caught(setting, way, cheat):
+    """Of one position, or within the chunk of a banded pass."""
+    longer = dict(EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80) if cheat is chunk_sees_itself else {}
+    evaluate, tokens, hp = setting(way, **longer)
+    peeks = lambda t: evaluate(t, cheat)  # noqa: E731
     assert legality.future(peeks, tokens, hp.vocab_size, CUTS).startswith("C1")
     assert legality.truncation(peeks, tokens, CUTS).startswith("C1")
 
@@ -110,13 +115,6 @@ def test_false_probabilities_and_losses_are_caught(setting):
     events = legality.spied(train_gpt, cheating(twice), tokens)
     assert "scored twice" in legality.order(events, TARGETS)
     assert legality.complete(cheating(forgetful), tokens).startswith("C4")
-
-
-def test_a_look_ahead_within_a_chunk_is_caught(setting):
-    evaluate, tokens, hp = setting("banded", EVAL_SEQ_LEN=16, MICRO_BATCH_TOKENS=80)
-    peeks = lambda t: evaluate(t, chunk_sees_itself)  # noqa: E731
-    assert legality.future(peeks, tokens, hp.vocab_size, CUTS).startswith("C1")
-    assert legality.suite(train_gpt, {"EVAL_MODE": "banded"}, chunk_sees_itself).startswith("C1")
 
 
 def test_learning_before_scoring_is_caught(setting):
@@ -138,8 +136,7 @@ def test_learning_before_scoring_is_caught(setting):
         evaluator.score = train_first
 
     cheating = lambda t: evaluate(t, early)  # noqa: E731
-    events = legality.spied(train_gpt, cheating, tokens)
-    assert legality.order(events, TARGETS).startswith("C3")
+    assert legality.order(legality.spied(train_gpt, cheating, tokens), TARGETS).startswith("C3")
     assert legality.future(cheating, tokens, hp.vocab_size, CUTS).startswith("C1")
 
 
@@ -190,6 +187,7 @@ def test_the_suite_tries_every_way_of_a_run(monkeypatch):
     banded = settings | {"EVAL_MODE": "banded"}
     monkeypatch.setattr(legality, "distribution", lambda *_: "")  # the slowest probe
     assert legality.suite(train_gpt, banded) == ""
+    assert legality.suite(train_gpt, banded, chunk_sees_itself).startswith("C1")
     assert legality.suite(train_gpt, settings, peeking).startswith("C1")
 
     def in_blocks(model, evaluator):

@@ -71,8 +71,7 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
 def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):
     for number in range(3):
         written(tmp_path, "started\n", f"{number}.txt")
-    command = [ROOT / "tools" / "plot.py", *logs_of(swept), f"{tmp_path}/*.txt"]
-    result = run(command, {}, tmp_path)
+    result = run([ROOT / "tools" / "plot.py", *logs_of(swept), f"{tmp_path}/*.txt"], {}, tmp_path)
     assert result.stderr.startswith(f"left out: {tmp_path}/0.txt has neither steps nor scores; ")
     assert result.stderr.endswith(" (and 2 more such logs)\n") and result.stderr.count("\n") == 1
     assert (tmp_path / "runs.png").exists()

@@ -377,8 +377,7 @@ def test_the_line_to_paste_has_what_is_advised(report):
     assert found["paste"] == f"ATTENTION=fa3 FUSED_MLP=0 {knobs}"
     change(report, {"fa3": 9.0, "flash": 5.0}, "attention", "ms", ranks=[0])
     change(report, {"fa3": 9.0, "flash": 19.0}, "attention", "ms", ranks=[1])
-    line = judge(report)["paste"]
-    assert line.startswith("ATTENTION=fa3 "), "a step waits for the slowest rank"
+    assert judge(report)["paste"].startswith("ATTENTION=fa3 "), "a step waits for the slowest rank"
     for flash, advised in ((2.09, "fa3"), (2.04, "flash")):  # from 2 % on
         change(report, {"fa3": 2.1, "flash": flash}, "attention", "ms")
         assert judge(report)["paste"].startswith(f"ATTENTION={advised} ")

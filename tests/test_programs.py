@@ -118,8 +118,7 @@ def test_waiting_openmp_threads_sleep(path, tmp_path):
 
 def test_an_older_python_is_one_sentence():
     """Python 3.8 can parse the file up to the end."""
-    source = (ROOT / "train_gpt.py").read_text()
-    ast.parse(source, feature_version=(3, 8))
+    ast.parse((ROOT / "train_gpt.py").read_text(), feature_version=(3, 8))
     old = "import runpy, sys; sys.version_info = (3, 10, 12); sys.version = '3.10.12 (main)'; "
     code = f"{old}runpy.run_path({str(ROOT / 'train_gpt.py')!r})"
     result = subprocess.run([sys.executable, "-SE", "-c", code], capture_output=True, text=True)

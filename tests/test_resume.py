@@ -17,7 +17,7 @@ import torch
 
 import runs
 import train_gpt
-from conftest import PARTS, ROOT, made, run, script_after, start, user_error, work
+from conftest import PARTS, ROOT, made, run, script_after, sentence, start, user_error, work
 from train_gpt import Comm, StepSettings, UserError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -64,11 +64,6 @@ def unfinished(folder: Path) -> None:
         before, found, _ = log.read_text().rpartition(f"\n{mark}")
         assert found
         log.write_text(before + "\n")
-
-
-def last_line(result) -> str:
-    assert "Traceback" not in result.stderr, result.stderr
-    return [line for line in result.stderr.splitlines() if line.startswith("error: ")][-1]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +113,7 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     first = faulty(fault, 7, knobs, tmp_path, status=status)
     if fault == "term":  # the run ends after its step, with a checkpoint
         advice = f"set RESUME=auto to continue from {step_file(8)}"
-        assert last_line(first) == f"error: stopped by SIGTERM after step 8; {advice}"
+        assert sentence(first) == f"error: stopped by SIGTERM after step 8; {advice}"
     (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
     assert f"resumed: step:{6 if fault == 'kill' else 8} " in again.stdout
@@ -263,7 +258,7 @@ def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
 
 def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs):
     shutil.copytree(undisturbed, tmp_path / "r")
-    refused = last_line(faulty("none", 0, knobs, tmp_path / "r", status=1))
+    refused = sentence(faulty("none", 0, knobs, tmp_path / "r", status=1))
     assert "RUN_ID=r is used by an earlier run" in refused
     unfinished(tmp_path / "r")
     result = faulty("none", 0, knobs, tmp_path / "r")
@@ -311,11 +306,11 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
 # ---- Checkpoints of another run ------------------------------------------------------------------
 def test_only_the_same_experiment_continues(stopped, knobs):
     """An earlier run is neither overwritten nor continued by another one; its log stays."""
-    again = last_line(faulty("none", 0, {**knobs, "RESUME": ""}, stopped, status=1))
+    again = sentence(faulty("none", 0, {**knobs, "RESUME": ""}, stopped, status=1))
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
     assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7
     others = {**knobs, "MATRIX_LR": "0.01", "SEED": "5"}
-    changed = last_line(faulty("none", 0, others, stopped, status=1))
+    changed = sentence(faulty("none", 0, others, stopped, status=1))
     unlike = "MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337: set the same"
     assert f"{step_file(6)} is of another run, with {unlike}" in changed
     assert "only these may change:" in changed and " VAL_LOSS_EVERY" in changed
@@ -336,7 +331,7 @@ def test_two_runs_of_one_name(knobs, tmp_path):
         partial.touch()
         for changes in ({"RESUME": "", "CHECKPOINT_EVERY": ""}, {}):
             second = faulty("none", 0, {**knobs, **changes}, tmp_path, status=1)
-            assert "RUN_ID=r: another run is writing logs/r.txt" in last_line(second)
+            assert "RUN_ID=r: another run is writing logs/r.txt" in sentence(second)
         assert log.read_text().startswith('"""Train') and partial.exists()
     finally:
         first.kill()
@@ -384,8 +379,7 @@ def test_no_flipped_byte_and_no_cut_passes(tmp_path):
     refused = 0
     for place in places:
         for flipped in (6, 1 << place % 8):
-            byte = bytes([blob[place] ^ flipped])
-            path.write_bytes(blob[:place] + byte + blob[place + 1 :])
+            path.write_bytes(blob[:place] + bytes([blob[place] ^ flipped]) + blob[place + 1 :])
             try:
                 again = train_gpt.read_checkpoint(path)
             except UserError:
@@ -477,12 +471,12 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
 @pytest.mark.parametrize("step, ranks, steps", [(7, 1, [3, 6]), (5, 1, [3]), (11, 2, [6, 9])])
 def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_path):
     result = faulty("nan", step, knobs, tmp_path, ranks, status=1)
-    sentence = f"the training loss of step {step + 1} is nan; the last good checkpoint is "
-    assert f"error: {sentence}{step_file(steps[-1])}: lower MATRIX_LR" in result.stderr
+    why = f"the training loss of step {step + 1} is nan; the last good checkpoint is "
+    assert f"error: {why}{step_file(steps[-1])}: lower MATRIX_LR" in result.stderr
     assert kept(tmp_path) == steps and not list(tmp_path.rglob("*.xz"))
     if step == 5:  # a resumed run names its checkpoint, too
         again = faulty("nan", 3, knobs, tmp_path, status=1)
-        assert f"the last good checkpoint is {step_file(3)}" in last_line(again)
+        assert f"the last good checkpoint is {step_file(3)}" in sentence(again)
 
 
 # ---- Clocks --------------------------------------------------------------------------------------
@@ -491,7 +485,7 @@ def test_a_clock_that_jumps_ends_the_run_cleanly(knobs, tmp_path):
     endless = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}
     result = faulty("jump", 7, endless, tmp_path, status=1)
     slow = r"error: training took 100\d\.\d\d s, over the limit of 600: this run is not a valid sub"
-    assert re.match(slow, last_line(result))
+    assert re.match(slow, sentence(result))
     stopped = r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/"
     assert re.search(stopped, result.stdout, re.M) and exact(tmp_path)
 
@@ -525,8 +519,7 @@ def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
     states = []
     for step in range(2):
         training.train_step(step, settings)
-        tensors = training.tensors()
-        states.append({name: tensor.clone() for name, tensor in tensors.items()})
+        states.append({name: tensor.clone() for name, tensor in training.tensors().items()})
         if step == 0:
             training.save(1)
     assert not training.checkpoints.written.done() and not list(tmp_path.rglob("*.npz"))

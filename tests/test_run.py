@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, VOCAB, run, script_after, user_error
+from conftest import PARTS, ROOT, VOCAB, run, script_after, sentence, user_error
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
@@ -456,8 +456,7 @@ def test_the_average_is_what_is_scored_and_exported(script):
 
 def test_micro_batches_do_not_change_the_step(run_of):
     """Fault B17: accumulation follows from batch, ranks and micro-batch."""
-    tokens = (768, 96, 50, 1)
-    runs = [run_of(val=True, MICRO_BATCH_TOKENS=n) for n in tokens]
+    runs = [run_of(val=True, MICRO_BATCH_TOKENS=n) for n in (768, 96, 50, 1)]
     assert [one.accumulation for one in runs] == [1, 8, 24, 24]
     reports = [one.train_step(0, train_gpt.StepSettings(1.0, 0.9, False, 32)) for one in runs]
     bank = runs[0].model.qo_bank
@@ -510,13 +509,6 @@ def test_what_only_newer_versions_of_torch_have_is_asked_for():
 
 
 # ---- Errors: the last line of stderr is one sentence, and there is no traceback ------------------
-def sentence(result) -> str:
-    assert "Traceback" not in result.stderr, result.stderr
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    return last
-
-
 @pytest.mark.parametrize(
     "changes, part",
     [

@@ -253,8 +253,7 @@ def test_ctrl_c_is_one_sentence(machine, name):
     (machine.repository / name).write_text(slow)
     # A shell's background ignores it
     default = lambda: os.setsid() or signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    command = [machine.repository / "run.sh"]
-    process = subprocess.Popen(command, preexec_fn=default, **machine.how())
+    process = subprocess.Popen([machine.repository / "run.sh"], preexec_fn=default, **machine.how())
     assert process.stderr.readline() == "waits\n"
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
@@ -467,7 +466,6 @@ def test_requirements_are_ranges_and_the_constraints_are_in_them():
     "word, status, last", [("--help", 0, ""), ("tset", 2, "no command tset; did you mean test?\n")]
 )
 def test_run_sh_usage(word, status, last, tmp_path):
-    command = [ROOT / "run.sh", word]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    result = subprocess.run([ROOT / "run.sh", word], capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == status and "./run.sh test" in result.stdout + result.stderr
     assert result.stderr.endswith(last)

@@ -233,23 +233,6 @@ def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
         encoder.encode([Record("line 7", "H\u0331")])
 
 
-def test_shards_with_caseops(sources, tmp_path, capsys):
-    out = tmp_path / "out"
-    tally = build(sources, out, caseops=True, shard_tokens=1000)
-    manifest = shards.read_manifest(out)
-    assert manifest["tokenizer"]["caseops"] is True
-    assert decoded(out, "val") == DOCUMENTS[:5] and decoded(out, "train") == DOCUMENTS[5:]
-    assert tally.splits["train"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[5:])
-    assert inspect_shards.inspect(out, None, 1) == []
-    printed = capsys.readouterr().out
-    assert f"{tally.splits['train']['bytes']:,} bytes" in printed
-    assert f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
-    build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
-    for name in manifest["files"]:
-        # Recognised by its operators
-        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
-
-
 def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path, env, capsys):
     out = tmp_path / "out"
     build(sources, out, caseops=True)
@@ -317,26 +300,36 @@ def decoded(folder: Path, split: str) -> list[str]:
     return [inspect_shards.text_of(pieces, counter, tokens) for tokens in documents]
 
 
-def test_shards_hold_the_documents(sources, tmp_path):
-    tally = build(sources, tmp_path / "out", shard_tokens=1000)
-    assert decoded(tmp_path / "out", "val") == DOCUMENTS[:5]
-    assert decoded(tmp_path / "out", "train") == DOCUMENTS[5:]
-    manifest = shards.read_manifest(tmp_path / "out")
-    assert manifest["splits"] == tally.splits
-    assert tally.splits["val"]["bytes"] == sum(len(text.encode()) for text in DOCUMENTS[:5])
+@pytest.mark.parametrize("caseops", [False, True])
+def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
+    """A given tokenizer makes them again; one for CaseOps is recognised by its operators."""
+    out = tmp_path / "out"
+    tally = build(sources, out, caseops=caseops, shard_tokens=1000)
+    manifest = shards.read_manifest(out)
+    assert manifest["splits"] == tally.splits and manifest["tokenizer"]["caseops"] is caseops
+    for split, texts in (("val", DOCUMENTS[:5]), ("train", DOCUMENTS[5:])):
+        assert decoded(out, split) == texts
+        assert tally.splits[split]["bytes"] == sum(len(text.encode()) for text in texts)
     files = sorted(manifest["files"].items())
     counts = [entry["tokens"] for name, entry in files if "train" in name]
     assert len(counts) > 3 and set(counts[:-1]) == {1000}
     assert sum(counts) == tally.splits["train"]["tokens"]
-    assert shards.problems(tmp_path / "out", manifest) == []
-    name = next(iter(manifest["files"]))
+    build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
+    for name in manifest["files"]:
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
+    capsys.readouterr()
+    assert inspect_shards.inspect(out, None, 1) == []
+    printed = capsys.readouterr().out
+    assert f"{tally.splits['train']['bytes']:,} bytes" in printed
+    assert f"{DOCUMENTS[0][:30]!r}"[1:-1] in printed
+    assert shards.problems(out, manifest) == []
     manifest["files"][name]["sha256"] = "0" * 64
-    (sentence,) = shards.problems(tmp_path / "out", manifest)
+    (sentence,) = shards.problems(out, manifest)
     assert "its sha256 differs" in sentence
-    assert shards.problems(tmp_path / "out", manifest, hashes=False) == []
-    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert shards.problems(out, manifest, hashes=False) == []
+    names = {path.name for path in out.iterdir()}
     assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
-    train_gpt.check_manifest(str(tmp_path / "out"), str(tmp_path / "out" / "tokenizer.model"))
+    train_gpt.check_manifest(str(out), str(out / "tokenizer.model"))
 
 
 def test_the_result_does_not_depend_on_the_workers(sources, tmp_path, monkeypatch):

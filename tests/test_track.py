@@ -71,7 +71,7 @@ class Recorder(ModuleType):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Runs track.py here on logs/r.jsonl, with these `actions` while it waits: its exit status."""
+    """A function that runs track.py here, with `actions` while it waits, and returns its status."""
     monkeypatch.chdir(tmp_path)
     Path("logs").mkdir()
 
@@ -134,8 +134,7 @@ def test_a_real_run_is_followed(tmp_path, env):
     follower = start(command, {}, tmp_path)
     try:
         assert follower.stdout.readline() == "waiting for logs/r.jsonl; Ctrl-C ends\n"
-        knobs = env(RUN_ID="r", VAL_LOSS_EVERY=6, EVAL_STRIDE=32)
-        run([ROOT / "train_gpt.py"], knobs, tmp_path)
+        run([ROOT / "train_gpt.py"], env(RUN_ID="r", VAL_LOSS_EVERY=6, EVAL_STRIDE=32), tmp_path)
         out, err = follower.communicate(timeout=100)
     finally:
         follower.kill()

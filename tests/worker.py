@@ -134,8 +134,7 @@ def main() -> None:
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log = train_gpt.Log(hp, runtime.comm, folder)
-        val = train_gpt.read_validation(hp, runtime.device)
-        run = train_gpt.Run(hp, runtime, log, val)
+        run = train_gpt.Run(hp, runtime, log, train_gpt.read_validation(hp, runtime.device))
         globals()[mode](run, folder)
     # None on systems without /proc
     threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
