@@ -315,6 +315,7 @@ def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
     assert len(counts) > 3 and set(counts[:-1]) == {1000}
     assert sum(counts) == tally.splits["train"]["tokens"]
     build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
+    assert shards.read_manifest(tmp_path / "again")["tokenizer"]["caseops"] is caseops
     for name in manifest["files"]:
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
     capsys.readouterr()
