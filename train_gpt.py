@@ -2103,8 +2103,7 @@ class Calibration:
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
         self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
-        count = count_numbers(model.parameters())
-        self.weight = (count / (2 * tokens)) ** 0.5
+        self.weight = (count_numbers(model.parameters()) / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
         self.sums: Tensors = {}
         for kind, name, view in artifact_tensors(self.parameters):
@@ -2957,8 +2956,7 @@ class ByteCounter:
             RuntimeError,
             advice="set it to the shards' SentencePiece model",
         ):
-            model = read_small(tokenizer_path)
-            pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+            pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
         require(
             pieces.vocab_size() == vocab_size,
             f"{setting} has {pieces.vocab_size()} pieces, but VOCAB_SIZE={vocab_size}: "
@@ -3275,8 +3273,7 @@ def positions_by_class(numbers: np.ndarray, shape: tuple[int, int, int]) -> list
     layers, out, width = shape
     rows, columns = np.split(numbers.astype(np.int16), [layers * out])
     classes = (rows.reshape(layers, out, 1) + columns.reshape(layers, 1, width)).ravel()
-    order = classes.argsort(kind="stable")
-    return np.split(order, np.bincount(classes).cumsum()[:-1])
+    return np.split(classes.argsort(kind="stable"), np.bincount(classes).cumsum()[:-1])
 
 
 def frequencies(counts: np.ndarray) -> np.ndarray:
@@ -3886,6 +3883,8 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
         triton.mix_order_reduction = False
     # Training, short sequences, late QAT and the few evaluation shapes.
     torch._dynamo.config.recompile_limit = 64
+    # Else a warm start traces each backward through NormRotate again (pytorch #149751).
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 

@@ -1,6 +1,7 @@
 """Which attention kernel and which form of the MLP a run takes: what is tried, compared and refused.
 Without a GPU a pretended one makes its tensors on the CPU."""
 
+import collections
 import dataclasses
 import math
 import sys
@@ -24,6 +25,28 @@ def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, hyperparameters)
         q, k, v = torch.randn(1, time, 4, 8), torch.randn(1, time, 2, 8), torch.randn(1, time, 2, 8)
         expected = train_gpt.reference_attention(q, k, v)
         torch.testing.assert_close(runtime.attend(q, k, v), expected)
+
+
+@pytest.mark.slow
+@torch._dynamo.config.patch(recompile_limit=8)  # loads the next one
+@torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=False)
+def test_a_warm_start_takes_the_graphs_of_its_own_backwards_from_the_cache():
+    """torch refuses to keep them by default, so a warm start took half as long as a cold one."""
+    x, gain = torch.randn(2, 8, 2, 4, requires_grad=True), torch.ones(2, 1, requires_grad=True)
+    factors = torch.randn(2, 8, 1, 1).unbind()
+
+    def caches() -> tuple[collections.Counter, torch.Tensor]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        forward = train_gpt.compile_whole(train_gpt.NormRotate.apply, True)
+        (grad,) = torch.autograd.grad(forward(x, gain, *factors).square().sum(), x)
+        return torch._dynamo.utils.counters["aot_autograd"], grad
+
+    with torch._inductor.utils.fresh_cache():
+        cold, expected = caches()
+        assert cold["autograd_cache_saved"] == 1
+        warm, grad = caches()
+    assert warm["autograd_cache_hit"] == 1 and torch.equal(grad, expected)
 
 
 def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
