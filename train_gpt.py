@@ -3883,7 +3883,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
         triton.mix_order_reduction = False
     # Training, short sequences, late QAT and the few evaluation shapes.
     torch._dynamo.config.recompile_limit = 64
-    # Else a warm start traces each backward through NormRotate again (pytorch #149751).
+    # Else a warm start traces each graph with an autograd.Function again (pytorch #149751).
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     return torch.compile(function, dynamic=False, fullgraph=True)
 

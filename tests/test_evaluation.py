@@ -136,7 +136,8 @@ def shorten(val, targets):
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("stride, changes", [(48, {}), (8, {**PARTS, "VAL_BATCH_SIZE": 96})])
 def test_the_score_is_that_of_each_target_alone(setting, documents, stride, changes):
-    """In windows longer than the training's; by documents as low-rank training leaves them over."""
+    """In windows longer than the training's. With documents: the windows of what low-rank training
+    leaves over."""
     hp, runtime, val, model = several_documents(setting, EVAL_SEQ_LEN=48, **changes)
     shorten(val, 1000)
     scorer = evaluator(model, val, hp, runtime, stride)
@@ -649,7 +650,7 @@ def test_low_rank_training_by_hand(setting, end, monkeypatch):
 
 
 def test_rows_of_a_forward_change_nothing(setting, monkeypatch):
-    """Documents side by side see neither the others' text nor their end. Epsilon is as above."""
+    """Documents side by side see neither the others' text nor their end."""
     monkeypatch.setattr(train_gpt, "LORA_EPS", 1e-3)
     spans = [[9, 10], [10, 17], [17, 41], [41, 90], [90, 150]]
     results = []

@@ -30,8 +30,8 @@ def test_a_cpu_takes_the_first_kernel_that_runs(wanted, chosen, hyperparameters)
 @pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)  # loads the next one
 @torch._functorch.config.patch(autograd_cache_allow_custom_autograd_functions=False)
-def test_a_warm_start_takes_the_graphs_of_its_own_backwards_from_the_cache():
-    """torch refuses to keep them by default, so a warm start took half as long as a cold one."""
+def test_a_warm_start_takes_graphs_with_our_own_backward_from_the_cache(monkeypatch):
+    """torch does not keep them by default, so a warm start took half as long as a cold one."""
     x, gain = torch.randn(2, 8, 2, 4, requires_grad=True), torch.ones(2, 1, requires_grad=True)
     factors = torch.randn(2, 8, 1, 1).unbind()
 
@@ -46,7 +46,11 @@ def test_a_warm_start_takes_the_graphs_of_its_own_backwards_from_the_cache():
         cold, expected = caches()
         assert cold["autograd_cache_saved"] == 1
         warm, grad = caches()
-    assert warm["autograd_cache_hit"] == 1 and torch.equal(grad, expected)
+        assert warm["autograd_cache_hit"] == 1 and torch.equal(grad, expected)
+        changed = staticmethod(lambda ctx, grad: (3 * grad, None, None, None))
+        monkeypatch.setattr(train_gpt.NormRotate, "backward", changed)
+        edited, grad = caches()
+    assert edited["autograd_cache_miss"] == 1 and not torch.equal(grad, expected)
 
 
 def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
@@ -62,7 +66,8 @@ def test_a_cpu_does_not_compile_to_try(hyperparameters, monkeypatch):
 # ---- On a pretended GPU --------------------------------------------------------------------------
 @pytest.fixture
 def gpu(hyperparameters, monkeypatch):
-    """A function of faults {kernel: fault, of an MLP also the number of an input} and changed knobs:
+    """A function of faults {kernel: "missing", "wrong", "nan", "first row", "last row", "wrong
+    gradient" (of an MLP the number of the input), "band" or "documents"} and changed knobs:
     (hyperparameters, runtime without kernels, what was tried). All ranks have the same results."""
 
     def make(faults=None, ranks=1, **changes):

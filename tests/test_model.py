@@ -28,27 +28,36 @@ def norm(x):
 
 
 def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
-    """The forward in float64, without folding or fusing."""
+    """The forward in float64, position by position, without folding or fusing."""
     hp, p = model.hp, {name: value.detach().double() for name, value in model.named_parameters()}
     rows = matrices_of(p)
     batch, time = ids.shape
-    E, H, K, inputs = hp.head_dim, hp.num_heads, hp.num_kv_heads, train_gpt.GATE_INPUTS
-    starts, last = ids == BOS, hp.bigram_vocab_size - 1
-    starts[:, 0] = True
-    pairs = (36313 * ids) ^ (27191 * ids.roll(1, dims=1))
-    bigrams = p["bigram_emb"][torch.where(starts, last, pairs % last)] @ p["bigram_proj"].T
-    x = p["tok_emb"][ids] + p["bigram_scale"] * bigrams
+    E, H, K = hp.head_dim, hp.num_heads, hp.num_kv_heads
+    x = torch.zeros(batch, time, hp.model_dim, dtype=torch.float64)
+    for b in range(batch):
+        for t in range(time):
+            start = t == 0 or ids[b, t] == BOS
+            bucket = hp.bigram_vocab_size - 1
+            if not start:
+                bucket = ((36313 * int(ids[b, t])) ^ (27191 * int(ids[b, t - 1]))) % bucket
+            pair = p["bigram_proj"] @ p["bigram_emb"][bucket]
+            x[b, t] = p["tok_emb"][ids[b, t]] + p["bigram_scale"] * pair
     if not hp.smear_token:
         x = norm(x)
-    before = torch.where(starts[..., None], 0.0, x.roll(1, dims=1))
-    if hp.smear_token:
-        factor, *weights = p["smear_gate"]
-        gate = factor * torch.sigmoid(x[..., :inputs] @ torch.stack(weights))
-        x = norm(x + gate[..., None] * before)
-    else:
-        gate = torch.sigmoid(p["smear_gate"])
-        x = (1 - gate) * x + gate * before
-    x0, skips, gates = x, [], p["skip_scale"]
+    smeared, inputs = x.clone(), train_gpt.GATE_INPUTS
+    for b in range(batch):
+        for t in range(time):
+            start = t == 0 or ids[b, t] == BOS
+            before = torch.zeros(hp.model_dim, dtype=torch.float64) if start else x[b, t - 1]
+            if hp.smear_token:
+                factor, *weights = p["smear_gate"]
+                gate = factor * torch.sigmoid(torch.stack(weights) @ x[b, t, :inputs])
+                smeared[b, t] = norm(x[b, t] + gate * before)
+            else:
+                gate = torch.sigmoid(p["smear_gate"])
+                smeared[b, t] = (1 - gate) * x[b, t] + gate * before
+    x = x0 = smeared
+    skips, gates = [], p["skip_scale"]
     if hp.skip_gates:
         gates = torch.sigmoid(gates)
     order = list(range(hp.num_layers))
@@ -102,8 +111,11 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         if parallel < 0:
             x = mixed + y + change
         else:
-            terms = torch.stack([torch.stack((old, y, change)) for old in (x, lane)])
-            x, lane = torch.einsum("ns,nsbtd->nbtd", p["lane_mix"][parallel], terms)
+            mix = p["lane_mix"][parallel]
+            x, lane = (
+                mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane))
+            )
+            x, lane = x.view_as(y), lane.view_as(y)
         if place < half:
             skips.append(x)
     if lane is not None:

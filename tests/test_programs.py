@@ -74,7 +74,7 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/ablate.py --steps 6 --jobs 0 'x: SEED=1'", 2, "--jobs: 0 is not a whole number above"),
     ("tools/ablate.py --steps 6 'x: SEED=1 @-1'", 1, "has the price '-1'"),
     ("tools/ablate.py --steps 6 --seeds 1 2 'x: SEED=1'", 2, "write the variants before --seeds"),
-    ("tools/launch.py", 2, "no command cannot be run; give for example: python train_gpt.py"),
+    ("tools/launch.py", 2, "an empty command cannot be run; give for example: python train_gpt.py"),
     ("tools/launch.py /nowhere/python", 2, "/nowhere/python cannot be run; give for example: py"),
     ("tools/compare.py a.txt", 2, "either the logs B or --published"),
     ("tools/compare.py a.txt a.txt --published 399", 2, "either the logs B or --published"),

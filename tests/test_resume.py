@@ -395,8 +395,8 @@ OTHER_MODEL = "the checkpoint has {}.weight .* another model"
 SMALL = {"qo_bank.weight": torch.ones(3)}
 FORGED = {  # (sentence, change of the metadata and the tensors)
     "version": ("another version: version 9; copy", lambda data, _: data.update(version=9)),
-    "a tensor less": (OTHER_MODEL.format("tok_emb"), lambda _, all: all.pop("tok_emb.weight")),
-    "a small bank": (OTHER_MODEL.format("qo_bank"), lambda _, all: all.update(SMALL)),
+    "a tensor less": (OTHER_MODEL.format("tok_emb"), lambda _, found: found.pop("tok_emb.weight")),
+    "a small bank": (OTHER_MODEL.format("qo_bank"), lambda _, found: found.update(SMALL)),
     "no knobs": ("is of another run,", lambda data, _: data.update(hyperparameters={})),
 }
 

@@ -187,7 +187,9 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 def scoring(note):
     """In place of a run's evaluator: calls `note` with its pass and stride."""
     score = train_gpt.Score(1.0, 1.0, 0.0, 1, 1)
-    return lambda *how: SimpleNamespace(score_all=lambda: (note(*how[:2]), score)[1])
+    return lambda config, stride, *_: SimpleNamespace(
+        score_all=lambda: (note(config, stride), score)[1]
+    )
 
 
 @pytest.mark.parametrize("mode, band, stride", [("sliding", 0, 32), ("banded", 32, 32 * 64)])

@@ -80,7 +80,7 @@ def main() -> None:
     command = parser.parse_args().command
     if not command or not shutil.which(command[0]):
         parser.error(
-            f"{' '.join(command[:1]) or 'no command'} cannot be run; give for example: python train_gpt.py"
+            f"{' '.join(command[:1]) or 'an empty command'} cannot be run; give for example: python train_gpt.py"
         )
     ranks = os.environ.get("NPROC", "1")
     if not ranks.isdecimal() or int(ranks) < 1:
