@@ -80,10 +80,10 @@ def test_the_kernel_compiles_for_an_h100(version, tmp_path):
     """One graph, tensor cores (wgmma) and TMA, no spilled register."""
     python, driver = h100.environment(h100.HOME, version)
     log = tmp_path / "log"
-    folders = {"TRITON_CACHE_DIR": tmp_path / "triton"}
-    folders["TORCHINDUCTOR_CACHE_DIR"] = tmp_path / "inductor"
-    script = ROOT / "train_gpt.py"
-    start(python, script, "cuda", **h100.preloaded(driver), **folders, PRETENDED_H100_LOG=log)
+    variables = h100.preloaded(driver) | {"PRETENDED_H100_LOG": log}
+    variables |= {"TRITON_CACHE_DIR": tmp_path / "triton"}
+    variables |= {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}  # torch sets it in this process
+    start(python, ROOT / "train_gpt.py", "cuda", **variables)
     lines = re.findall(r"(?m)^triton\tfused_mlp\t(\d+)\t(\d+)", log.read_text())
     assert len(lines) >= 3
     assert all(0 < int(registers) <= 255 and spilled == "0" for registers, spilled in lines), lines
