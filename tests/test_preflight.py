@@ -61,7 +61,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         assert rank["training"]["memory_mib"] == {}, "no GPU"
         sizes = {name: part["bytes"] for name, part in rank["collectives"].items()}
         assert not sizes if ranks == 1 else sizes["all-gather"] == sizes["reduce-scatter"] > 1000
-    assert lines[-2] == "a run would work; logs/check.json has all figures"
+    assert lines[-2] == "ready to run; logs/check.json has all figures"
     (line,) = [line for line in lines if line.startswith("set: ")]
     assert re.fullmatch(r"set:      ATTENTION=(flash|math) FUSED_MLP=0 ITERATIONS=\d+", line)
     assert report["finished"] and report["knobs"]["run_id"] == "mine"
@@ -85,7 +85,7 @@ BATCH = {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}
 )
 def test_a_run_that_would_fail_is_an_error(fault, knobs, sentence, check):
     done, report = check(fault, status=1, **knobs)
-    assert not report["works"] and "a run would work" not in done.stdout
+    assert not report["works"] and "ready to run" not in done.stdout
     assert sentence in done.stderr and sentence in report["errors"][0]
     if knobs != BATCH:  # of several ranks, the launcher prints more
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -7,7 +7,7 @@
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
 kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It
 prints what it found, what is slower than it should be, the steps to expect, and one line of knobs
-to paste; logs/check.json has the same. The exit status is 0 only if a run would work. Compiling
+to paste; logs/check.json has the same. The exit status is 0 only if all is ready to run. Compiling
 takes minutes the first time; a run then finds it in the cache.
 """
 
@@ -762,7 +762,7 @@ def print_verdict(report: dict) -> None:
             print(f"{kind}: {sentence}")
     if report["works"]:
         print(f"set:      {report['paste']}")
-        print(f"a run would work; {REPORT} has all figures")
+        print(f"ready to run; {REPORT} has all figures")
 
 
 # ---- The check -----------------------------------------------------------------------------------
