@@ -77,13 +77,14 @@ except ImportError:
 
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # in its node; set by torchrun
+# One rank of a node has 0. LOCAL_RANK is 0 for all of them with torchrun --virtual-local-rank.
+PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def print_error(sentence: str) -> None:
-    """Print an error. Usually all ranks fail: rank 0 of a node prints, and its launcher then ends
-    the others."""
-    if LOCAL_RANK:
+    """Print an error. Usually all ranks fail: one of a node prints, and its launcher then ends the
+    others."""
+    if PLACE_IN_NODE:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)  # if this rank still runs then, it alone has failed
@@ -2552,9 +2553,15 @@ def train_and_score(hp: Hyperparameters) -> None:
         run = prepare(hp, runtime, log)
         run.train()
         averaged, calibration = run.finish()
-        if memory := peak_memory(runtime.device):
-            sizes = " ".join(f"{kind}: {size} MiB" for kind, size in memory.items())
-            log(f"peak memory {sizes}", event="peak_memory", **memory)  # in the challenge's words
+        if run.on_gpu:  # in the challenge's words
+            allocated = torch.cuda.max_memory_allocated() >> 20
+            reserved = torch.cuda.max_memory_reserved() >> 20
+            log(
+                f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
+                event="peak_memory",
+                allocated=allocated,
+                reserved=reserved,
+            )
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
         if hp.ema_enabled and initial > 0.1:
@@ -2666,16 +2673,6 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
     gc.collect()
     torch.cuda.empty_cache()
     return make_run(hp, dataclasses.replace(runtime, micro_batch_tokens=tokens // 2), log, val)
-
-
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """The most memory that this rank has used on its GPU, in MiB, by kind; empty on a CPU."""
-    if device.type == "cpu":
-        return {}
-    return {
-        "allocated": torch.cuda.max_memory_allocated() >> 20,
-        "reserved": torch.cuda.max_memory_reserved() >> 20,
-    }
 
 
 def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
@@ -3718,7 +3715,7 @@ class Runtime:
     def start(cls, hp: Hyperparameters) -> Iterator[Runtime]:
         """Set up the process group, device, dtype and kernels; shut down cleanly when the body
         succeeds."""
-        device = choose_device(hp.device, LOCAL_RANK)
+        device = choose_device(hp.device)
         choose_deterministic(hp.deterministic or device.type == "cpu")
         comm = join_ranks(hp, device)
         dtype = choose_dtype(hp.compute_dtype, device)
@@ -3811,7 +3808,7 @@ def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
     return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= fitting)
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(wanted: str) -> torch.device:
     """This process's device: GPU number LOCAL_RANK, or the CPU if there is no GPU."""
     available = torch.cuda.is_available()
     if wanted == "cpu" or (wanted == "auto" and not available):
@@ -3819,7 +3816,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     require(
         available, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
     )
-    gpus = torch.cuda.device_count()
+    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     require(
         local_rank < gpus,
         f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}",
@@ -4305,8 +4302,8 @@ def main() -> None:
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
-        if LOCAL_RANK:
-            # Rank 0 of the node prints it. If that has failed, its launcher sent this SIGTERM.
+        if PLACE_IN_NODE:
+            # Another rank prints it. If that has failed, its launcher sent this SIGTERM.
             os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends

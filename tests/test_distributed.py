@@ -164,5 +164,6 @@ def test_a_wrong_number_of_ranks_is_an_error(monkeypatch):
         train_gpt.Comm(0, 8).split(3, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with user_error("LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):
-        train_gpt.choose_device("auto", 1)
+        train_gpt.choose_device("auto")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import sys
 from importlib.metadata import version
@@ -553,9 +554,11 @@ def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
     sleep = lambda seconds: waited.append((seconds, capsys.readouterr().err))  # noqa: E731
     monkeypatch.setattr(train_gpt.time, "sleep", sleep)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
-    for rank, before in ((0, []), (1, [(5, "")])):
-        monkeypatch.setattr(train_gpt, "LOCAL_RANK", rank)
-        train_gpt.print_error("it failed")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # of all ranks, with torchrun --virtual-local-rank
+    for rank, before in (("2", []), ("1", [(5, "")])):
+        monkeypatch.setenv("RANK", rank)
+        runpy.run_path(train_gpt.__file__)["print_error"]("it failed")
         assert waited == before and capsys.readouterr().err == "error: it failed\n"
 
 

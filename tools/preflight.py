@@ -329,10 +329,15 @@ def training(run: train_gpt.Run) -> dict:
             run.optimizer.step(0.0, 0.0)  # clears the gradients
     if hp.gptq_batches and hp.max_wallclock_seconds:
         run.reserve_for_gptq()
-    found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms}
+    found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms, "memory_mib": {}}
     found["read_ms"] = read_ms(run.loader)
     found["gptq_seconds"] = run.clock.reserve
-    return found | {"memory_mib": train_gpt.peak_memory(runtime.device)}
+    if runtime.device.type == "cuda":
+        found["memory_mib"] = {
+            "allocated": torch.cuda.max_memory_allocated() >> 20,
+            "reserved": torch.cuda.max_memory_reserved() >> 20,
+        }
+    return found
 
 
 def evaluation(run: train_gpt.Run) -> dict[str, float]:
@@ -821,7 +826,7 @@ def check(hp: Hyperparameters) -> dict:
     train_gpt.require_exportable(hp)
     with Runtime.start(hp) as runtime:
         section = Check(hp, runtime)
-        first_of_node = train_gpt.LOCAL_RANK == 0
+        first_of_node = train_gpt.PLACE_IN_NODE == 0
         section("machine", machine, runtime)
         section("data", lambda: check_data(hp) if first_of_node else None)
         section("disk", lambda: check_disk(hp) if runtime.comm.rank == 0 else None)

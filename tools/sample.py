@@ -47,7 +47,7 @@ class Reader:
     """
 
     def __init__(self, hp: train_gpt.Hyperparameters, weights: dict[str, Tensor]):
-        device = train_gpt.choose_device(hp.device, 0)
+        device = train_gpt.choose_device(hp.device)
         dtype = train_gpt.choose_dtype(hp.compute_dtype, device)
         self.model = train_gpt.GPT(hp, self.attend, dtype)
         self.model.load_state_dict(weights)
