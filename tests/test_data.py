@@ -105,9 +105,10 @@ def test_byte_pieces_count_one_and_boundaries_nothing(data):
 
 
 def test_a_last_token_is_only_a_target():
-    """It begins no document, or there would be one without targets behind the end."""
+    """It begins no document, or there would be one without targets behind the end. The first token
+    begins one, whatever it is."""
     B = train_gpt.BOS
-    val = train_gpt.Validation(np.array([B, 5, B, 6, B]), np.ones(4), torch.device("cpu"))
+    val = train_gpt.Validation(np.array([5, 5, B, 6, B]), np.ones(4), torch.device("cpu"))
     assert val.documents.tolist() == [0, 2]
     assert val.spans(documents=True).tolist() == [[0, 2], [2, 4]]
 

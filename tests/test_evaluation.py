@@ -472,18 +472,19 @@ def test_chunks_are_slices_of_the_windows(setting, monkeypatch):
 
 @pytest.mark.parametrize("mode, steps", [("sgd", 4), ("lora", 5)])
 def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkeypatch, mode, steps):
-    """What was scored until then stays, and the rest is scored once."""
+    """What was scored until then stays, and the rest is scored once. In SGD rank 0's clock decides."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (16, 16))  # so each step is one forward
     learnt, asked = [], itertools.count()
     over = lambda *_: next(asked) >= steps  # noqa: E731
     update = {"sgd": "sgd_gradients", "lora": "lora_update"}[mode]
+    clock = {"sgd": (Comm, "broadcast"), "lora": (train_gpt, "out_of_time")}[mode]
     scores = []
     for limited in (False, True):
         knobs = {"TTT_CHUNK_TOKENS": 64, "TTT_LR": 0.1, "TTT_LORA_LR": 0.02}
         model, scorer, lines = learner(setting, mode, 500, EVAL_MAX_SECONDS=1e9, **knobs)
         with monkeypatch.context() as patch:
             if limited:
-                patch.setattr(train_gpt, "out_of_time", over)
+                patch.setattr(*clock, over)
                 real = getattr(train_gpt, update)
                 counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
                 patch.setattr(train_gpt, update, counted)

@@ -600,12 +600,14 @@ def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
 
 
 def test_an_artifact_is_decoded_before_the_run_begins(model, packed, env, tmp_path, monkeypatch):
-    """One with other values, and one whose weights are not finite."""
+    """One with other or too many values, and one whose weights are not finite."""
     monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
     weights, path = weights_of(model), tmp_path / "a.xz"
     weights["smear_gate"][3] = math.nan
+    zeros = np.frombuffer(train_gpt.lzma_pack(bytes(1 << 20)), np.uint8)
     for blob, why in (
         (replaced(packed, values=np.zeros(9, np.uint8)), ""),
+        (replaced(packed, values=zeros), "a packed part is cut or exceeds "),
         (exported(weights, model.hp), "smear_gate has values that are not finite"),
     ):
         path.write_bytes(blob)
@@ -712,11 +714,13 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
 
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model, monkeypatch):
-    """Of all that were packed the largest that fits is kept, whatever the order."""
-    sizes = iter((40_000, 10_000, 18_000, 24_000, 17_400, *[12_000] * 20))
-    monkeypatch.setattr(train_gpt, "pack_artifact", lambda *_: bytes(next(sizes)))
-    found = train_gpt.fit_artifact(weights_of(model), model.hp, {}, {}, 20_000, lambda line: None)
-    assert len(found) == 18_000
+    """Of all that were packed the largest that fits is kept, whatever the order, or the smallest."""
+    fitting, larger = (40_000, 10_000, 18_000, 24_000, 17_400), (12_000, 11_000, 14_000)
+    for packed, most, kept in ((fitting, 20_000, 18_000), (larger, 9_900, 11_000)):
+        sizes = iter((*packed, *[12_000] * 20))
+        monkeypatch.setattr(train_gpt, "pack_artifact", lambda *_, sizes=sizes: bytes(next(sizes)))
+        found = train_gpt.fit_artifact(weights_of(model), model.hp, {}, {}, most, lambda line: None)
+        assert len(found) == kept
 
 
 def test_writing_is_atomic(tmp_path, monkeypatch):

@@ -299,8 +299,12 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     again.restore(path, state, tensors)
     for each in (train_gpt.Clock.begins, train_gpt.Clock.end):
         assert each(again.clock, steps) == each(first.clock, steps)
+    assert train_gpt.Clock.elapsed(again.clock) == state["seconds"] > 10, "its timer goes on"
     again.train()
     assert taken == list(range(steps))
+    again.clock.reserve = 99.0  # of a machine that has become slower
+    again.restore(*train_gpt.find_checkpoint(again.hp, again.runtime.comm)[:3])
+    assert again.clock.reserve == 99.0
 
 
 # ---- Checkpoints of another run ------------------------------------------------------------------
@@ -350,14 +354,15 @@ def damage(folder: Path, step: int = 6) -> None:
 def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_one(
     undisturbed, knobs, tmp_path, monkeypatch
 ):
-    """They would count as the newest."""
-    shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
+    """They would count as the newest. Those of other runs stay."""
+    for name in ("r", "another"):
+        shutil.copytree(undisturbed / "checkpoints" / "r", tmp_path / "checkpoints" / name)
     monkeypatch.chdir(tmp_path)
     damage(tmp_path, 12)
     (note,) = resume(knobs)
     damaged = f"checkpoint {step_file(12)} is truncated, altered or of another version"
     assert note == f"skipped: {damaged}: its checksum is wrong; copy or delete it"
-    assert kept(tmp_path) == [9]
+    assert kept(tmp_path) == [9] and len(list(Path("checkpoints/another").iterdir())) == 2
     damage(tmp_path, 9)
     with user_error(f"{step_file(9)} .* delete checkpoints/r to start over"):
         resume(knobs)

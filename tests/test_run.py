@@ -144,6 +144,8 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     assert scores(again) == pytest.approx(scores(result), abs=1e-7)
     found, _, following = again.stdout.splitlines()[-3:]
     assert found == end and following == "next: python tools/inspect_artifact.py logs/tiny.int6.xz"
+    used = run([ROOT / "train_gpt.py"], settings | {"RUN_ID": "tiny"}, tmp_path, status=1)
+    assert "RUN_ID=tiny is used by an earlier run" in sentence(used)
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):
@@ -340,22 +342,32 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
 
 @pytest.mark.parametrize("cap, used", [(11, 3), (1, 1), (0, 4)])
 def test_calibration_ends_within_the_cap(cap, used, run_of, monkeypatch):
-    """On a machine that has become slower. The second of 4 batches takes 4 s, the others 2 s."""
+    """On a machine that has become slower. The second of 4 batches takes 4 s, the others 2 s, and
+    on another rank 1 s more."""
     training, lines, now = run_of(GPTQ_BATCHES=4, MAX_WALLCLOCK_SECONDS=cap), [], [1.0]
+    queued = []  # seconds of a GPU's work, for which the host has to wait
     expected, _ = training.calibrate(range(used))
     batch = training.loader.batch
 
     def slow(step):
-        now[0] += 4 if step == 1 else 2
+        queued.append(4 if step == 1 else 2)
         return batch(step)
 
+    def finished(runtime):
+        now[0] += sum(queued)
+        queued.clear()
+
     monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train_gpt.Runtime, "synchronize", finished)
     training.loader.batch = slow
+    training.comm.all_reduce = lambda total: lambda: queued.append(0)
+    training.comm.gather = lambda seconds: [seconds, seconds + 1]  # of a slower rank
     training.log = mock.Mock(side_effect=lambda line, **fields: lines.append((line, fields)))
     _, found = training.finish()
     [(line, fields)] = lines
     assert line.startswith(f"gptq: {used} of 4 batches")
-    assert fields["batches"] == used and fields["wall_seconds"] == now[0] - 1
+    assert fields["batches"] == used and fields["wall_seconds"] == now[0] - 1 + used
+    assert not queued, "the clock runs until the sums are there"
     for name, total in expected.items():
         of_all = total if name.endswith(".cost") else total * 4 / used  # a mean and a sum
         torch.testing.assert_close(found[name], of_all)
@@ -381,12 +393,13 @@ def test_bf16_compiled_run_is_a_run(backend, env, tmp_path):
     assert len(re.findall(r"^step:\d+/12 val_loss", result.stdout, re.M)) == 4
 
 
-def test_warm_up_leaves_no_trace(run_of):
+def test_warm_up_leaves_no_trace(run_of, monkeypatch):
     """Faults B19, B21: the warm-up runs real steps, then restores all state, momentum included. A
-    run after it is equal to one without it."""
+    run after it is equal to one without it, and waits for none of its work."""
     knobs = {**PARTS, "LATE_QAT": 1, "LOOP_START": 0.3}
     runs = [run_of(val=True, WARMUP_STEPS=steps, **knobs) for steps in (0, 3)]
     taken = []
+    monkeypatch.setattr(train_gpt.Runtime, "synchronize", lambda _: taken.append("waited"))
     for one in runs:
 
         def step(number, settings, real=one.train_step):
@@ -396,7 +409,7 @@ def test_warm_up_leaves_no_trace(run_of):
         one.train_step = step
         one.warm_up()
     kinds = [(8, False, False), (8, True, False), (32, True, False)]
-    assert taken == kinds + [(32, True, True)] * 3
+    assert taken == kinds + [(32, True, True)] * 3 + ["waited"]
     state = runs[1].optimizer.tensors()
     assert not any(tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
     for one in runs:
