@@ -156,7 +156,6 @@ count_gpus() {  # to train on, as gpus
 
 train() {  # this command: one run, or a sweep if SEEDS or GRID is set
     trap - INT
-    export RUN_SH=1  # next_steps says what comes next, and not each run
     if [ -n "${SEEDS:-}${GRID:-}" ]; then "$PYTHON" tools/sweep.py -- "$@"; else "$@"; fi
     trap interrupted INT
 }
@@ -245,15 +244,12 @@ check() {  # of the machine
 }
 
 case "${1:-}" in
-    "")
+    "" | check)
         set_up requirements.txt
         count_gpus
-        if [ "$gpus" -gt 0 ]; then record; else demonstration; fi
-        ;;
-    check)
-        set_up requirements.txt
-        count_gpus
-        check
+        # train_gpt.py refuses names that are nearly one of these, and leaves what comes next to next_steps.
+        export RUN_SH="NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"
+        if [ "${1:-}" = check ]; then check; elif [ "$gpus" -gt 0 ]; then record; else demonstration; fi
         ;;
     test)
         set_up requirements-dev.txt

@@ -307,7 +307,8 @@ class Hyperparameters:
     def from_env(cls, environ: dict[str, str]) -> Hyperparameters:
         """The knobs set in `environ`, all others at their defaults. Raises UserError naming the
         variable."""
-        refuse_misspelt(environ, [field.name.upper() for field in KNOBS])
+        names = environ.get("RUN_SH", "").split()  # variables of run.sh
+        refuse_misspelt(environ, names + [field.name.upper() for field in KNOBS])
         return cls(**{field.name: parse(field, environ) for field in KNOBS})
 
     def __post_init__(self) -> None:
@@ -2283,10 +2284,10 @@ class Quantiser:
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
-        # A finer step has no code for the largest weight. A wider one costs much in odd states,
-        # which have no code for 0.
+        # A finer step, rounded down by a sixteenth, has no code for the largest weight. A wider
+        # one costs much in odd states, which have no code for 0.
         largest = self.rows.abs().amax(dim=-1, keepdim=True)
-        return round_steps(wanted.clamp(largest / 2000, 2 * self.deviation), 20)
+        return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
 
     def entropy(self, loss: float) -> float:
         """The bytes of all codes, if rows were Gaussian."""

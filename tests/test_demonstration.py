@@ -278,7 +278,8 @@ def test_own_data_bring_their_tokenizer(tmp_path):
     ],
 )
 def test_a_mistake_is_named_before_anything_is_measured(variable, value, sentence, monkeypatch):
-    environ = {"PATH": "/bin", "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
+    names = re.search(r'RUN_SH="(.*)"', (ROOT / "run.sh").read_text())[1]
+    environ = {"RUN_SH": names, "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
     monkeypatch.setattr(demo.os, "environ", environ)
     monkeypatch.setattr(demo, "measure", None)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])

@@ -259,8 +259,9 @@ def test_steps_follow_from_the_cost_of_a_row(states, divisor):
     assert (together[0, :2] > 1.2 * steps()[0, :2]).all()
     # A step is at most twice the deviation of the row, and finer ones have no codes.
     deviation = torch.tensor([0.395, 0.707, 0])
-    for loss, expected in (1e9, 2 * deviation), (1e-12, torch.tensor([0.5, 1, 0]) / 2000):
+    for loss, expected in (1e9, 2 * deviation), (1e-12, torch.tensor([0.5, 1, 0]) / 1875):
         assert ((steps(loss)[0, :, 0] - expected).abs() <= expected / 16 + 1e-9).all()
+    assert (rows.abs().amax(dim=2)[0, :2] / steps(1e-12)[0, :2, 0] <= 2000).all()
     # Without calibration they follow the deviation.
     plain = train_gpt.Quantiser([kind], rows, hp, {}).steps(0.04 / divisor)[0, :2, 0]
     assert ((plain / deviation[:2] / 0.2 - 1).abs() < 1 / 16).all()

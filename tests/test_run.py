@@ -151,7 +151,7 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     log = train_gpt.Log(hyperparameters(RUN_ID="t"), train_gpt.Comm(0, 1))
-    for variables, last in (({}, "next: sleep\n"), ({"RUN_SH": "1"}, "logs/t.jsonl\n")):
+    for variables, last in (({}, "next: sleep\n"), ({"RUN_SH": "GRID"}, "logs/t.jsonl\n")):
         monkeypatch.setattr(train_gpt.os, "environ", variables)
         log.finish("a score", 1, "sleep")
         assert capsys.readouterr().out.endswith(last)

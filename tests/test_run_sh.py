@@ -393,7 +393,8 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
     ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
-    assert ranks == ["rank 0 2 a b 1", "rank 1 2 a b 1"], result.stderr
+    names = "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"
+    assert ranks == [f"rank {rank} 2 a b {names}" for rank in range(2)], result.stderr
 
 
 def test_the_end_says_how_to_go_on(machine):

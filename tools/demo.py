@@ -66,8 +66,6 @@ MEASURED = {  # for the steps that are timed
 # FLOP/s of products for the large model. Up to 2.8e12, on 2 idle cores with AMX, were too few; this
 # is four times as much, not tried.
 ENOUGH = 1.1e13
-# Variables of run.sh that are not knobs
-OWN = ("NPROC", "SEEDS", "GRID", "DEMO_SECONDS", "DEMO_SIZE")
 
 
 def positive(environ: Mapping[str, str], name: str, kind: Callable, example: str):
@@ -294,8 +292,6 @@ def main() -> None:
     )
     parser.parse_args()
     environ = dict(os.environ)
-    known = [*OWN, *(knob.name.upper() for knob in train_gpt.KNOBS)]
-    train_gpt.refuse_misspelt(environ, known)
     for size in SIZES:
         # Before the seconds that the choice takes
         Hyperparameters.from_env(environ | knobs(environ, size))
