@@ -78,7 +78,8 @@ except ImportError:
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # One rank of a node has 0. LOCAL_RANK is 0 for all of them with torchrun --virtual-local-rank.
-PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+RANKS_OF_NODE = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
+PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(RANKS_OF_NODE)
 
 
 def print_error(sentence: str) -> None:
@@ -2284,8 +2285,8 @@ class Quantiser:
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
-        # A finer step, rounded down by a sixteenth, has no code for the largest weight. A wider
-        # one costs much in odd states, which have no code for 0.
+        # Below largest / 2000 a step has no code for the largest weight, and `round_steps` lowers
+        # it by up to a sixteenth. A wider one costs much in odd states, which have no code for 0.
         largest = self.rows.abs().amax(dim=-1, keepdim=True)
         return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
 
@@ -4304,7 +4305,8 @@ def main() -> None:
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
         if PLACE_IN_NODE:
-            # Another rank prints it. If that has failed, its launcher sent this SIGTERM.
+            # Another rank of the node prints it, or it has failed and its launcher sent this
+            # SIGTERM.
             os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends

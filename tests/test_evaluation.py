@@ -475,16 +475,17 @@ def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkey
     """What was scored until then stays, and the rest is scored once. In SGD rank 0's clock decides."""
     monkeypatch.setattr(train_gpt, "LORA_ROWS", (16, 16))  # so each step is one forward
     learnt, asked = [], itertools.count()
-    over = lambda *_: next(asked) >= steps  # noqa: E731
+    own = lambda _: "of this rank" if mode == "sgd" else next(asked) >= steps  # noqa: E731
+    decided = lambda _, late: late == "of this rank" and next(asked) >= steps  # noqa: E731
     update = {"sgd": "sgd_gradients", "lora": "lora_update"}[mode]
-    clock = {"sgd": (Comm, "broadcast"), "lora": (train_gpt, "out_of_time")}[mode]
     scores = []
     for limited in (False, True):
         knobs = {"TTT_CHUNK_TOKENS": 64, "TTT_LR": 0.1, "TTT_LORA_LR": 0.02}
         model, scorer, lines = learner(setting, mode, 500, EVAL_MAX_SECONDS=1e9, **knobs)
         with monkeypatch.context() as patch:
             if limited:
-                patch.setattr(*clock, over)
+                patch.setattr(train_gpt, "out_of_time", own)
+                patch.setattr(Comm, "broadcast", decided)
                 real = getattr(train_gpt, update)
                 counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
                 patch.setattr(train_gpt, update, counted)

@@ -152,11 +152,14 @@ ORDINARY = """
     MLFLOW_RUN_ID GITHUB_RUN_ID MODEL_DIR MODEL_NAME MODEL_PATH MODEL_ID DATA_DIR DATA_ROOT DATASET_PATH DATASET
     SEED_FILE RUN_NAME RUN_DIR LOG_DIR CHECKPOINT_DIR CHECKPOINT_PATH TOKENIZER TOKENIZER_NAME VOCAB_FILE BATCH_SIZE
     SEQ_LEN LEARNING_RATE LR EPOCHS STEPS DEVICES DEVICE_ID PROFILES PROFILER MODE DEBUG SEEDS GRID NPROC
-    DEMO_SECONDS DEMO_SIZE http_proxy https_proxy no_proxy"""
+    NPROC_PER_NODE NPROCS SLURM_NPROCS DEMO_SECONDS DEMO_SIZE http_proxy https_proxy no_proxy"""
 
 
 def test_ordinary_variables_are_not_misspelt_knobs():
-    assert Hyperparameters.from_env(dict.fromkeys(ORDINARY.split(), "9")) == Hyperparameters()
+    names = {"RUN_SH": "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"}
+    assert (
+        Hyperparameters.from_env(dict.fromkeys(ORDINARY.split(), "9") | names) == Hyperparameters()
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from conftest import ROOT, run, start
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
 
 
-def started(folder, code, ranks=2):
+def started(folder, code, ranks=2, **environment):
     """The launcher of ranks that run this Python code."""
     code = "import os, pathlib, signal, sys, time\nrank = os.environ['RANK']\n" + code
     command = [launch.__file__, sys.executable, "-IS", "-c", code]
-    return start(command, {"NPROC": str(ranks)}, folder, fresh=True, start_new_session=True)
+    environment["NPROC"] = str(ranks)
+    return start(command, environment, folder, fresh=True, start_new_session=True)
 
 
 def test_ranks_have_the_variables_of_torchrun(tmp_path):
@@ -29,6 +30,16 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path):
     assert process.returncode == 0 and error == ""
     assert lines == [[rank, rank, "3", "3", "127.0.0.1", lines[0][-1]] for rank in "012"]
     assert int(lines[0][-1]) > 0
+
+
+@pytest.mark.parametrize(
+    "gpus, seen", [({}, "01"), ({"CUDA_VISIBLE_DEVICES": "4,GPU-5"}, ["4", "GPU-5"])]
+)
+def test_a_rank_can_see_only_its_gpu(gpus, seen, tmp_path):
+    """As torchrun does it with the same variable."""
+    show = 'os.write(1, f\'{os.environ["LOCAL_RANK"]} {os.environ["CUDA_VISIBLE_DEVICES"]}\\n\'.encode())'
+    out, _ = started(tmp_path, show, PET_VIRTUAL_LOCAL_RANK="1", **gpus).communicate()
+    assert sorted(out.splitlines()) == [f"0 {gpu}" for gpu in seen]
 
 
 KILLED = "error: rank 1 was killed by SIGKILL: is the memory full?"

@@ -355,10 +355,10 @@ def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_
     undisturbed, knobs, tmp_path, monkeypatch
 ):
     """They would count as the newest. Those of other runs stay."""
-    for name in ("r", "another"):
-        shutil.copytree(undisturbed / "checkpoints" / "r", tmp_path / "checkpoints" / name)
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     damage(tmp_path, 12)
+    shutil.copytree("checkpoints/r", "checkpoints/another")
     (note,) = resume(knobs)
     damaged = f"checkpoint {step_file(12)} is truncated, altered or of another version"
     assert note == f"skipped: {damaged}: its checksum is wrong; copy or delete it"

@@ -292,6 +292,8 @@ def main() -> None:
     )
     parser.parse_args()
     environ = dict(os.environ)
+    own = environ.get("RUN_SH", "NPROC DEMO_SIZE").split()
+    train_gpt.refuse_misspelt(environ, own + [knob.name.upper() for knob in train_gpt.KNOBS])
     for size in SIZES:
         # Before the seconds that the choice takes
         Hyperparameters.from_env(environ | knobs(environ, size))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Start the ranks of one run on this machine's CPU, and end them together.
+"""Start the ranks of one run on this machine, and end them together.
 
     NPROC=2 python tools/launch.py python train_gpt.py
 
 Runs the command NPROC times, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT as torchrun sets them. When a rank fails, the others are terminated, wherever they wait
-for it. Ctrl-C goes to rank 0, and it ends with one sentence; torchrun would add a traceback. Needs
-no package.
+MASTER_PORT as torchrun sets them. With PET_VIRTUAL_LOCAL_RANK=1 each rank sees one GPU, as number 0.
+When a rank fails, the others are terminated, wherever they wait for it. Ctrl-C goes to rank 0, and
+it ends with one sentence; torchrun would add a traceback. Needs no package.
 """
 
 import argparse
@@ -57,6 +57,9 @@ def launch(command: list[str], ranks: int) -> int:
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in map(str, range(ranks)):
         environ = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
+        if os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1":  # torchrun --virtual-local-rank
+            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks))))
+            environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus.split(",")[int(rank)]}
         # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
         # a sentence.
         processes.append(subprocess.Popen(command, env=environ, process_group=0))
