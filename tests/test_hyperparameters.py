@@ -172,6 +172,7 @@ def test_ordinary_variables_are_not_misspelt_knobs():
         ("num_layers", "NUM_LAYERS"),  # in lower case
         ("MUON_MOMENTUN", "MUON_MOMENTUM"),  # another letter
         ("QK_GAIN", "QK_GAIN_INIT"),  # a word is missing
+        ("GIRD", "GRID"),  # of run.sh
     ],
 )
 def test_a_misspelt_knob_is_an_error(wrong, right):
@@ -179,7 +180,7 @@ def test_a_misspelt_knob_is_an_error(wrong, right):
     expected = f"{wrong} is set but is not a knob; did you mean {right}? If it is not for"
     for others in ({}, {right: "9"}):
         with pytest.raises(UserError) as error:
-            Hyperparameters.from_env({"PATH": "/bin", wrong: "secret", **others})
+            Hyperparameters.from_env({"RUN_SH": "SEEDS GRID", wrong: "secret", **others})
         assert str(error.value).startswith(expected) and "secret" not in str(error.value)
 
 

@@ -358,11 +358,11 @@ def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_
     shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     damage(tmp_path, 12)
-    shutil.copytree("checkpoints/r", "checkpoints/another")
+    shutil.copytree("checkpoints/r", "checkpoints/s")
     (note,) = resume(knobs)
     damaged = f"checkpoint {step_file(12)} is truncated, altered or of another version"
     assert note == f"skipped: {damaged}: its checksum is wrong; copy or delete it"
-    assert kept(tmp_path) == [9] and len(list(Path("checkpoints/another").iterdir())) == 2
+    assert kept(tmp_path) == [9] and len(list(Path("checkpoints/s").iterdir())) == 2
     damage(tmp_path, 9)
     with user_error(f"{step_file(9)} .* delete checkpoints/r to start over"):
         resume(knobs)

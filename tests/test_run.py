@@ -561,13 +561,14 @@ def test_a_failed_import_is_one_sentence(content, status, expected, script, tmp_
     assert told.startswith(f"error: {expected}") and told.count("\n") == 1
 
 
-def test_other_ranks_wait_for_the_sentence_of_the_first(monkeypatch, capsys):
+@pytest.mark.parametrize("ranks", ["LOCAL_WORLD_SIZE", "WORLD_SIZE"])  # a launcher may set only one
+def test_other_ranks_wait_for_the_sentence_of_the_first(ranks, monkeypatch, capsys):
     """A launcher ends the others as soon as the first has printed."""
     waited = []
     sleep = lambda seconds: waited.append((seconds, capsys.readouterr().err))  # noqa: E731
     monkeypatch.setattr(train_gpt.time, "sleep", sleep)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv(ranks, "2")
     monkeypatch.setenv("LOCAL_RANK", "0")  # of all ranks, with torchrun --virtual-local-rank
     for rank, before in (("2", []), ("1", [(5, "")])):
         monkeypatch.setenv("RANK", rank)
