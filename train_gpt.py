@@ -77,14 +77,15 @@ except ImportError:
 
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# One rank of a node has 0. LOCAL_RANK is 0 for all of them with torchrun --virtual-local-rank.
-RANKS_OF_NODE = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
-PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(RANKS_OF_NODE)
+# PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
+# torchrun --virtual-local-rank.
+LOCAL_WORLD_SIZE = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
+PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(LOCAL_WORLD_SIZE)
 
 
 def print_error(sentence: str) -> None:
-    """Print an error. Usually all ranks fail: one of a node prints, and its launcher then ends the
-    others."""
+    """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
+    the others."""
     if PLACE_IN_NODE:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
@@ -4305,8 +4306,8 @@ def main() -> None:
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
         if PLACE_IN_NODE:
-            # Another rank of the node prints it, or it has failed and its launcher sent this
-            # SIGTERM.
+            # Another rank of the node prints it. Or that rank has failed, and its launcher sent
+            # this SIGTERM.
             os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends

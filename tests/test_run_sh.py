@@ -62,6 +62,7 @@ class cuda:
     device_count = lambda: int(os.environ.get("GPUS", 0))
 """
 LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.getenv('WARMDOWN_FRAC'))"
+OWN = "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"  # of run.sh, not knobs
 SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
 
 
@@ -78,7 +79,7 @@ class Machine:
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
         preflight = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
-        names = ("WORLD_SIZE", "COMPILE", "WARMDOWN_FRAC", "DATA_PATH")
+        names = ("WORLD_SIZE", "COMPILE", "WARMDOWN_FRAC", "DATA_PATH", "RUN_SH")
         (self.repository / "tools" / "preflight.py").write_text(preflight % (names,))
         settings = "\n".join([*SETTINGS.split(), "ran tools/demo.py"])
         (self.repository / "tools" / "demo.py").write_text(f"print({settings!r})")
@@ -364,18 +365,18 @@ def test_the_check_has_the_settings_of_the_run(complete):
     """On GPUs those of the record run, else the demonstration's, eager: compiling takes minutes."""
     on_cpu = complete.run("check", NPROC="1")
     settings = "ran tools/demo.py\nran data/demo_corpus.py\n"
-    assert on_cpu.stdout == f"{settings}checked 0 1 0 None demo_data\n"
+    assert on_cpu.stdout == f"{settings}checked 0 1 0 None demo_data {OWN}\n"
     demo = complete.repository / "tools" / "demo.py"
     demo.write_text(demo.read_text().replace("NUM_LAYERS", "COMPILE=auto\\nNUM_LAYERS"))
     compiled = complete.run("check", NPROC="1")
     hint = "the check does not compile; the demonstration does, so its steps are faster\n"
-    assert compiled.stdout == f"{settings}{hint}checked 0 1 0 None demo_data\n"
+    assert compiled.stdout == f"{settings}{hint}checked 0 1 0 None demo_data {OWN}\n"
     folder = complete.repository / "data" / "shards"
     folder.mkdir()
     (folder / "fineweb_train_000000.bin").touch()
     gpus = {"GPUS": "2", "USABLE": "1", "DATA_PATH": str(folder)}
     on_gpus = complete.run("check", **gpus)
-    ranks = [f"checked {rank} 2 None 0.41 {folder}" for rank in range(2)]
+    ranks = [f"checked {rank} 2 None 0.41 {folder} {OWN}" for rank in range(2)]
     assert sorted(on_gpus.stdout.splitlines()) == ranks and on_gpus.returncode == 0
     (complete.repository / "tools" / "preflight.py").write_text("import sys; sys.exit(1)")
     assert complete.run("check", **gpus).returncode == 1
@@ -393,8 +394,7 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
     ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
-    names = "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"
-    assert ranks == [f"rank {rank} 2 a b {names}" for rank in range(2)], result.stderr
+    assert ranks == [f"rank {rank} 2 a b {OWN}" for rank in range(2)], result.stderr
 
 
 def test_the_end_says_how_to_go_on(machine):

@@ -55,11 +55,15 @@ def launch(command: list[str], ranks: int) -> int:
         signal.signal(number, lambda *_: [process.terminate() for process in processes])
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gpus = []  # of torchrun --virtual-local-rank
+    if os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1":
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))).split(",")
+        if len(gpus) < ranks:
+            sys.exit(f"error: NPROC={ranks}, but CUDA_VISIBLE_DEVICES has {len(gpus)}: set fewer")
     for rank in map(str, range(ranks)):
         environ = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
-        if os.environ.get("PET_VIRTUAL_LOCAL_RANK") == "1":  # torchrun --virtual-local-rank
-            gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks))))
-            environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus.split(",")[int(rank)]}
+        if gpus:
+            environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[int(rank)]}
         # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
         # a sentence.
         processes.append(subprocess.Popen(command, env=environ, process_group=0))
