@@ -275,7 +275,7 @@ class Hyperparameters:
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
-    canonical_mask: bool = knob(False, "mask tokens that the tokenizer never emits after the previous one", "run")
+    canonical_mask: bool = knob(False, "lower tokens that the tokenizer never emits after the previous one", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
@@ -508,6 +508,7 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
+REFUSED_NATS = math.log(1e6)  # off the logits of refused tokens, so that all losses stay finite
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
 PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
@@ -708,7 +709,7 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
         loss in nats () or, with reduction "none", each loss (B, n).
 
-        `refused` (V, V) says which tokens have no probability after which. An `adapter` adds
+        `refused` (V, V) says whose odds are a millionth after which token. An `adapter` adds
         low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
         eager mode only."""
         hp = self.hp
@@ -734,7 +735,7 @@ class GPT(nn.Module):
         logits = base.adapt(base.linear(x, "tok_emb"), x, "head").float()
         logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
         if refused is not None:
-            logits = logits.masked_fill(refused[ids[:, -logits.size(1) :]], -math.inf)
+            logits = logits - REFUSED_NATS * refused[ids[:, -logits.size(1) :]]
         if targets is None:
             return logits
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -3039,24 +3040,24 @@ def sha256_of(path: str | Path) -> str:
     return hashlib.sha256(read_small(path)).hexdigest()
 
 
-def check_manifest(data_path: str, tokenizer_path: str) -> bool:
-    """Whether DATA_PATH/manifest.json says that tokenize_text.py wrote the text with CaseOps.
+def check_manifest(data_path: str, tokenizer_path: str) -> dict:
+    """What DATA_PATH/manifest.json says of the tokenizer (docs/formats.md); {} without the file.
     Raises UserError if it names another tokenizer. data/inspect_shards.py checks the files it
     lists."""
     path = Path(data_path, "manifest.json")
     if not path.is_file():
-        return False
+        return {}
     with as_user_error(
         f"{path} is not a valid manifest", Exception, advice="make or download the data again"
     ):
-        tokenizer = json.loads(read_small(path))["tokenizer"]
-        digest, caseops = tokenizer["sha256"], tokenizer.get("caseops")
+        tokenizer = dict(json.loads(read_small(path))["tokenizer"])
+        digest = tokenizer["sha256"]
     require(
         sha256_of(tokenizer_path) == digest,
         f"TOKENIZER_PATH={tokenizer_path} is not the tokenizer that made the shards, by its sha256 "
         f"in {path}",
     )
-    return caseops is True
+    return tokenizer
 
 
 def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
@@ -3081,7 +3082,7 @@ def count_bytes(
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
-    our_grammar = check_manifest(hp.data_path, hp.tokenizer_path)
+    our_grammar = check_manifest(hp.data_path, hp.tokenizer_path).get("caseops") is True
     exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
         log(
@@ -3132,15 +3133,16 @@ def read_validation(
     tokens = stream.read(0, len(stream))
     val = Validation(tokens, count_bytes(hp, tokens, log), device)
     if hp.canonical_mask:
-        refused = refused_pairs(hp.tokenizer_path)
-        count = refused[tokens[:-1], tokens[1:]].sum()
-        if count:
-            log(
-                f"note: CANONICAL_MASK is off: it would refuse {count} targets of the validation "
-                "text"
-            )
-        else:
+        # Never from the validation text itself: its end would change the losses before it (C1).
+        if check_manifest(hp.data_path, hp.tokenizer_path).get("canonical", True):
+            refused = refused_pairs(hp.tokenizer_path)
+            if count := refused[tokens[:-1], tokens[1:]].sum():
+                log(
+                    f"note: CANONICAL_MASK refuses {count} targets: {REFUSED_NATS:.1f} nats more for each"
+                )
             val.refused = torch.from_numpy(refused).to(device)
+        else:
+            log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     return val
 
 

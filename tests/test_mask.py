@@ -1,6 +1,9 @@
 """The canonical mask refuses exactly the pairs of pieces that the tokenizer never emits."""
 
 import dataclasses
+import json
+import math
+import shutil
 import unicodedata
 
 import numpy as np
@@ -10,7 +13,7 @@ import torch
 
 import legality
 import train_gpt
-from conftest import ROOT, evaluator, made, noise, train_pieces, user_error
+from conftest import ROOT, evaluator, made, noise, train_pieces, user_error, write_shard
 from train_gpt import BOS
 
 # The encoder then sees a text as it is.
@@ -89,8 +92,7 @@ def scored(one_rank):
 
 
 @pytest.mark.parametrize("changes", [{}, {"EVAL_MODE": "banded", "EVAL_SEQ_LEN": 8}])
-def test_refused_tokens_have_no_probability_and_targets_more(scored, changes):
-    """Each target's probability is divided by what the allowed tokens have together."""
+def test_the_odds_of_refused_tokens_are_a_millionth(scored, changes):
     plain, model = scored(**changes)
     masked, _ = scored(CANONICAL_MASK=1, **changes)
     assert plain.val.refused is None and masked.val.refused.any()
@@ -99,9 +101,9 @@ def test_refused_tokens_have_no_probability_and_targets_more(scored, changes):
     gain = plain.nats[:-1] - masked.nats[:-1]
     assert gain.min() > -1e-5 and gain.max() > 0.01
     ids = masked.val.tokens[None, :24].long()
-    allowed = model(ids).softmax(-1).masked_fill(masked.val.refused[ids], 0)
-    probabilities = model(ids, refused=masked.val.refused).softmax(-1)
-    torch.testing.assert_close(probabilities, allowed / allowed.sum(-1, keepdim=True))
+    odds = model(ids).double().softmax(-1) * (1 - (1 - 1e-6) * masked.val.refused[ids].double())
+    probabilities = model(ids, refused=masked.val.refused).double().softmax(-1)
+    torch.testing.assert_close(probabilities, odds / odds.sum(-1, keepdim=True), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("mode", ["sgd", "lora"])
@@ -117,29 +119,55 @@ def test_test_time_training_learns_with_the_mask(scored, mode, monkeypatch):
     assert len(masks) > 3 and all(mask is scorer.val.refused for mask in masks)
 
 
-def test_text_with_a_refused_pair_turns_the_mask_off(one_rank, data, tmp_path):
-    """As of a tokenizer that samples, or of shards whose tokens were changed."""
-    hp, runtime = one_rank(CANONICAL_MASK=1)
-    refused = train_gpt.refused_pairs(hp.tokenizer_path)
-    tokens = train_gpt.TokenStream(hp.data_path, "val", hp.vocab_size)
-    text = tokens.read(0, len(tokens)).copy()
-    text[5:7] = np.argwhere(refused)[0]
-    count = refused[text[:-1], text[1:]].sum()
-    lines = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt.TokenStream, "read", lambda *_: text)
-        val = train_gpt.read_validation(hp, runtime.device, lines.append)
-    assert val.refused is None and count
-    what = f"it would refuse {count} targets of the validation text"
-    assert lines == [f"note: CANONICAL_MASK is off: {what}"]
+def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
+    scored, one_rank, data, tmp_path
+):
+    """A refused pair at the end of the text turned the mask off for all targets (C1)."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    shard = sorted(folder.glob("fineweb_val_*.bin"))[-1]
+    tokens = train_gpt.read_shard(shard).copy()
+    refused = train_gpt.refused_pairs(str(folder / "tokenizer.model"))
+    tokens[-2:] = np.argwhere(refused)[0]
+    write_shard(shard, tokens)
+    losses, lines = [], []
+    for path in (data, folder):
+        scorer, model = scored(CANONICAL_MASK=1, DATA_PATH=path)
+        scorer.score(scorer.windows())
+        losses.append(scorer.nats[:-1])
+    assert torch.equal(losses[0][:-2], losses[1][:-2])
+    plain, _ = scored(DATA_PATH=folder)
+    plain.score(plain.windows())
+    assert 13 < losses[1][-1] - plain.nats[-2] <= math.log(1e6) + 1e-4
+    knobs = {"CANONICAL_MASK": 1, "DATA_PATH": folder}
+    train_gpt.read_validation(*one_rank(**knobs)[:1], torch.device("cpu"), lines.append)
+    digest = train_gpt.sha256_of(folder / "tokenizer.model")
+    for canonical in (True, False):
+        entry = {"tokenizer": {"sha256": digest, "canonical": canonical}}
+        (folder / "manifest.json").write_text(json.dumps(entry))
+        val = train_gpt.read_validation(one_rank(**knobs)[0], torch.device("cpu"), lines.append)
+        assert (val.refused is not None) == canonical
+    count = f"note: CANONICAL_MASK refuses {lines[0].split()[3]} targets: 13.8 nats more for each"
+    off = "note: CANONICAL_MASK is off: manifest.json says canonical: false"
+    assert lines == [count, count, off] and int(lines[0].split()[3]) in (1, 2)
 
 
 @pytest.mark.parametrize("way", [{}, {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24}])
-def test_the_masked_score_keeps_the_conditions(one_rank, way):
-    """C1 to C4."""
+def test_the_masked_score_keeps_the_conditions(one_rank, way, monkeypatch):
+    """C1 to C4. A script that decides from the validation text breaks C1."""
     hp, runtime = one_rank(CANONICAL_MASK=1, **way)
     hp = dataclasses.replace(hp, vocab_size=64)
     model = noise(made(hp, runtime.attend))
     evaluate = legality.evaluator_of(train_gpt, hp, runtime, model)
     assert legality.probe_all(train_gpt, hp, evaluate) == ""
     assert evaluate(legality.random_stream(legality.TARGETS, 64, BOS)).isfinite().all()
+    if not way:
+        read = train_gpt.read_validation
+
+        def deciding(hp, device, log=print):
+            val = read(hp, device, log)
+            if val.refused[val.tokens[:-1].long(), val.tokens[1:].long()].any():
+                val.refused = None
+            return val
+
+        monkeypatch.setattr(train_gpt, "read_validation", deciding)
+        assert "C1: " in legality.probe_all(train_gpt, hp, evaluate)

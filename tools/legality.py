@@ -64,11 +64,9 @@ def distribution(
     tokens: torch.Tensor,
     vocab_size: int,
     targets: Iterable[int],
-    zeros: bool = False,
     tolerance: float = 1e-4,
 ) -> str:
-    """C2: the probabilities of all tokens at a target's position are positive, or 0 if `zeros`, and
-    sum to 1."""
+    """C2: the probabilities of all tokens at a target's position are positive and sum to 1."""
     for target in targets:
         stream = tokens.clone()
         probabilities = []
@@ -77,7 +75,7 @@ def distribution(
             probabilities.append(math.exp(-evaluate(stream)[target].item()))
         total = math.fsum(probabilities)
         least = min(probabilities)
-        if (least <= 0 and not zeros) or abs(total - 1) > tolerance:
+        if least <= 0 or abs(total - 1) > tolerance:
             return f"C2: the probabilities of target {target} sum to {total:.4f}, the smallest is {least:.2g}"
     return ""
 
@@ -118,9 +116,23 @@ def order(events: list[tuple[str, list[int]]], targets: int) -> str:
     return f"C4: target {min(missing)} is never scored" if missing else ""
 
 
+class Text:
+    """Tokens (n,) in place of a script's TokenStream."""
+
+    def __init__(self, tokens: np.ndarray):
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        return self.tokens[start : start + count]
+
+
 def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False) -> Evaluate:
     """The script's evaluation with these hyperparameters, on a copy of the model each time, as
-    training changes it.
+    training changes it. The script reads the tokens as if they were those of its shards, so what it
+    decides from a text, such as whether a mask is on, is probed as well.
 
     Low-rank training takes one document after the other, each with what the one before learned, so
     that a short stream shows a leak between them. `together`: its documents share forwards, as in a
@@ -129,10 +141,14 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
     """
 
     def evaluate(tokens: torch.Tensor, leak: Callable | None = None) -> torch.Tensor:
-        nbytes = np.ones(len(tokens) - 1, dtype=np.int16)
-        stream = script.Validation(tokens.numpy(), nbytes, torch.device("cpu"))
-        if masked(hp):
-            stream.refused = random_mask(hp.vocab_size, script.BOS)
+        with mock.patch.multiple(
+            script,
+            TokenStream=lambda *_: Text(tokens.numpy()),
+            count_bytes=lambda hp, tokens, log: np.ones(len(tokens) - 1, dtype=np.int16),
+            check_manifest=lambda *_: {},
+            refused_pairs=lambda *_: random_mask(hp.vocab_size, script.BOS).numpy(),
+        ):
+            stream = script.read_validation(hp, torch.device("cpu"))
         own = copy.deepcopy(model)
         config, stride = list(script.final_passes(hp).values())[-1]
         evaluator = script.Evaluator(own, stream, hp, runtime, config, stride)
@@ -261,13 +277,9 @@ def random_stream(
     return tokens
 
 
-def masked(hp) -> bool:
-    """Whether the canonical mask is on; records may be older than its knob."""
-    return getattr(hp, "canonical_mask", False)
-
-
 def random_mask(vocab_size: int, bos: int) -> torch.Tensor:
-    """Pairs (V, V) of tokens that may not follow each other: a fifth, none of `random_stream`."""
+    """Pairs (V, V) of tokens that a tokenizer would not emit: a fifth, none of `random_stream`, so
+    that only what `future` writes behind a target is refused."""
     generator = torch.Generator().manual_seed(3)
     refused = torch.rand(vocab_size, vocab_size, generator=generator) < 0.2
     tokens = random_stream(TARGETS, vocab_size, bos)
@@ -283,7 +295,7 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
         lambda: future(evaluate, tokens, hp.vocab_size, CUTS, script.BOS),
         # The learning rate of test-time training depends on the length of the stream.
         lambda: "" if hp.ttt_enabled else truncation(evaluate, tokens, CUTS),
-        lambda: distribution(evaluate, few, hp.vocab_size, positions, masked(hp)),
+        lambda: distribution(evaluate, few, hp.vocab_size, positions),
         lambda: complete(evaluate, tokens),
         # Documents hand something on, so the whole stream is one pass.
         lambda: order(spied(script, evaluate, tokens), TARGETS),
