@@ -75,22 +75,35 @@ try:
 except ImportError:
     sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
+
+def launched(name: str, default: int) -> int:
+    """The number that a launcher, such as torchrun, has set in this variable."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < min(default, 1):
+        sys.exit(f"error: {name}={text!r} is impossible: unset it, or start with torchrun")
+    return int(text)
+
+
 # Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
 # torchrun --virtual-local-rank.
-LOCAL_WORLD_SIZE = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", 1))
-PLACE_IN_NODE = int(os.environ.get("RANK", 0)) % int(LOCAL_WORLD_SIZE)
+PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
+# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal (nohup ignores the last).
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    STOP_SIGNALS.remove(signal.SIGHUP)
 
 
 def print_error(sentence: str) -> None:
     """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
     the others."""
     if PLACE_IN_NODE:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)  # if this rank still runs then, it alone has failed
-    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is lost
+        print(f"error: {sentence}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -169,6 +182,7 @@ LIMITS = {
     "choices": ("one of", lambda value, choices: value in choices),
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
+MAX_NUMBER = 1 << 32  # of any knob
 # Attention kernels, in the order that ATTENTION=auto tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -236,7 +250,7 @@ class Hyperparameters:
     micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: as many as fit, at most 98,304", "run")
 
     iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of training and GPTQ; 0: ITERATIONS decides", "run")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: ITERATIONS decides", "run")
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run")
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", high=1)
@@ -291,7 +305,7 @@ class Hyperparameters:
     ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
-    run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt and .jsonl; empty: date and time", section="Run")
+    run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt; empty: date and time", "run", section="Run")
     seed: int = knob(1337, "initialisation and data order")
     train_log_every: int = knob(200, "steps between two lines of the log", "run", low=1)
     checkpoint_every: str = knob("", "checkpoint interval: `500` steps or `60s`; empty: none", "run")
@@ -316,7 +330,8 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         values = vars(self)
         for name, value in values.items():
-            require(value != math.inf, f"{name.upper()}={value} is not a finite number")
+            fits = not isinstance(value, int | float) or value < MAX_NUMBER
+            require(fits, f"{name.upper()}={value} is not below {MAX_NUMBER}")
         for limit, (relation, holds) in LIMITS.items():
             for field in KNOBS:
                 if limit in field.metadata:
@@ -360,8 +375,8 @@ class Hyperparameters:
             f"CHECKPOINT_EVERY={self.checkpoint_every!r} is neither steps (500) nor seconds (60s)",
         )
         require(
-            "/" not in self.run_id and not self.run_id.startswith("."),
-            f"RUN_ID={self.run_id} is no file name: it must not have a slash or begin with a dot",
+            not re.search("^[.]|[/,]", self.run_id),
+            f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
@@ -1323,29 +1338,28 @@ class Run:
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
-        with stop_signals() as self.signals:
-            while not self.stopping:
-                due = hp.val_loss_every and step % hp.val_loss_every == 0
-                if due or clock.begins(step) >= clock.end(step):
-                    # Decide from what a checkpoint holds, so that a resumed run decides the same.
-                    self.read_reports()
-                if step >= hp.iterations or clock.begins(step) >= clock.end(step):
-                    self.validate(step, looping=True)
-                    break
-                settings = schedule(hp, step, clock.begins(step), clock.end(step))
-                if due:
-                    self.validate(step, settings.looping)
-                clock.start()
-                report = self.train_step(step, settings).to("cpu", non_blocking=True)
-                copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
-                self.in_flight.append((step, settings, report, copied))
-                # Queue ahead once the time of a step is known.
-                self.read_reports(clock.in_flight if step > first + 1 else 0)
-                step += 1
-                if self.stopping or self.checkpoints.due(step, clock.begins(step)):
-                    self.save(step)
-            self.save(step)
-        self.raise_if_stopped(step)
+        while not self.stopping:
+            due = hp.val_loss_every and step % hp.val_loss_every == 0
+            if due or clock.begins(step) >= clock.end(step):
+                # Decide from what a checkpoint holds, so that a resumed run decides the same.
+                self.read_reports()
+            if step >= hp.iterations or clock.begins(step) >= clock.end(step):
+                self.validate(step, looping=True)
+                break
+            settings = schedule(hp, step, clock.begins(step), clock.end(step))
+            if due:
+                self.validate(step, settings.looping)
+            clock.start()
+            report = self.train_step(step, settings).to("cpu", non_blocking=True)
+            copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
+            self.in_flight.append((step, settings, report, copied))
+            # Queue ahead once the time of a step is known.
+            self.read_reports(clock.in_flight if step > first + 1 else 0)
+            step += 1
+            if self.stopping or self.checkpoints.due(step, clock.begins(step)):
+                self.save(step)
+        self.save(step)
+        self.raise_if_stopped()
         if step < hp.iterations:
             seconds = clock.elapsed()
             self.log(
@@ -1494,18 +1508,17 @@ class Run:
             path=str(path),
         )
 
-    def raise_if_stopped(self, step: int) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise UserError, on all ranks, if any has received a signal: also during the last
         validation, which no report follows."""
         received = set().union(*self.comm.gather(self.signals))
         if not received:
             return
-        number = min(received)  # SIGINT if there is one
-        newest = self.comm.broadcast(self.checkpoints.written.result())
-        advice = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        if newest:
-            advice = f"set RESUME=auto to continue from {newest}"
-        error = UserError(f"stopped by {number.name} after step {step}; {advice}")
+        number = min(received)  # SIGHUP or SIGINT, if a launcher has added SIGTERM
+        self.checkpoints.written.result()
+        advice = self.comm.broadcast(self.log.kept)
+        advice = advice or "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+        error = UserError(f"stopped by {number.name} after step {self.clock.step + 1}; {advice}")
         error.status = 128 + number
         raise error
 
@@ -1522,8 +1535,7 @@ class Run:
         if batches:
             seconds, took, used = self.clock.elapsed(), sum(times), len(times)
             self.log(
-                f"gptq: {used} of {batches} batches, within the time limit, took "
-                f"{1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
+                f"gptq: {used} of {batches} batches took {1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
                 event="gptq",
                 batches=used,
                 train_seconds=seconds,
@@ -1597,19 +1609,20 @@ class Run:
 
 
 @contextlib.contextmanager
-def stop_signals() -> Iterator[list[signal.Signals]]:
-    """The signals received so far. SIGTERM, which a launcher repeats, and the first Ctrl-C are only
-    noted; a second Ctrl-C ends the run at once."""
-    received = []
+def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Only note STOP_SIGNALS, which a launcher repeats, in `received`. A second Ctrl-C ends the run
+    at once."""
 
     def note(number, frame):
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+            with contextlib.suppress(OSError):
+                os.write(2, b"stopping after this step or the export; Ctrl-C ends it at once\n")
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        yield received
+        yield
     except UserError as error:
         # The same signal has ended a rank that did not note signals yet.
         if received and isinstance(error.__cause__, RuntimeError):
@@ -2555,6 +2568,24 @@ def train_and_score(hp: Hyperparameters) -> None:
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
+        blob, total, seconds = train_and_export(run, log)
+        run.model.load_state_dict(load_artifact(blob))
+        score = score_artifact(run.model, run.make_scorer, hp, log)
+        run.checkpoints.written.result()
+        command = (
+            f"DATA_PATH={shlex.quote(hp.data_path)} "
+            f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
+            f"EVAL_ONLY={shlex.quote(str(log.artifact))} python {sys.argv[0]}"
+        )
+        log.finish(score, total, command, made=f"{log.artifact} (copy: {ARTIFACT}), ")
+        check_limits(total, seconds, hp)
+
+
+def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
+    """(artifact, size of the submission, seconds of the training). A signal ends the training after
+    its step; once that is done, it ends the run after the export."""
+    hp, comm = run.hp, run.comm
+    with stop_signals(run.signals):
         run.train()
         averaged, calibration = run.finish()
         if run.on_gpu:  # in the challenge's words
@@ -2574,27 +2605,19 @@ def train_and_score(hp: Hyperparameters) -> None:
         scorer = run.make_scorer(*final_passes(hp)["roundtrip"], log, "averaged weights")
         before = scorer.score_all()
         before.log(log, "final_average_exact")
-        seconds = runtime.comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
+        seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
             "steps": run.clock.step + 1,
             "train_seconds": seconds,
             "tokens_per_step": hp.train_batch_tokens,
-            "ranks": runtime.comm.size,
+            "ranks": comm.size,
             "seed": hp.seed,
             "weights": averaged,
             "val_bpb": before.val_bpb,
         }
         blob, total = export(run, calibration, training)
-        run.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.model, run.make_scorer, hp, log)
-        run.checkpoints.written.result()
-        command = (
-            f"DATA_PATH={shlex.quote(hp.data_path)} "
-            f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
-            f"EVAL_ONLY={shlex.quote(str(log.artifact))} python train_gpt.py"
-        )
-        log.finish(score, total, command, made=f"{log.artifact} (copy: {ARTIFACT}), ")
-        check_limits(total, seconds, hp)
+        run.raise_if_stopped()
+    return blob, total, seconds
 
 
 def evaluate_only(environ: dict[str, str], path: str) -> None:
@@ -2720,6 +2743,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         code_bytes=CODE_BYTES,
         wall_seconds=time.perf_counter() - started,
     )
+    log.kept = f"EVAL_ONLY={path} scores the artifact"
     return blob, total
 
 
@@ -2778,6 +2802,7 @@ def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
 SHARD_MAGIC, SHARD_VERSION = 20240520, 1
 SHARD_HEADER = 1024  # bytes, int32: magic, version, number of tokens, zeros
 BOS = 1  # starts every document of the challenge's data
+RESTORE = "restore it, start again"
 MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 
 
@@ -2810,8 +2835,7 @@ def shard_paths(folder: str | Path, split: str) -> list[Path]:
 
 
 class TokenStream:
-    """All shards of a split, concatenated. All are opened at the start, so crossing a shard
-    boundary costs nothing."""
+    """All shards of a split, concatenated. None stays open, as there may be thousands."""
 
     def __init__(self, folder: str, split: str, vocab_size: int):
         self.vocab_size = vocab_size
@@ -2822,7 +2846,6 @@ class TokenStream:
             "or run data/download_fineweb.py",
         )
         self.starts = np.cumsum([0, *(len(read_shard(path)) for path in self.paths)])
-        self.files = [path.open("rb", buffering=0) for path in self.paths]
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -2837,12 +2860,9 @@ class TokenStream:
             path, (begin, end) = self.paths[shard], self.starts[shard : shard + 2].tolist()
             n = min(count, end - start)
             # Not a memory map: if the file is truncated, reading one kills the process.
-            raw = os.pread(self.files[shard].fileno(), 2 * n, SHARD_HEADER + 2 * (start - begin))
-            require(
-                len(raw) == 2 * n,
-                f"shard {path} was truncated during the run: restore it, start again",
-            )
-            tokens = np.frombuffer(raw, "<u2")
+            with as_user_error(f"cannot read shard {path}", OSError, advice=RESTORE):
+                tokens = np.fromfile(path, "<u2", n, offset=SHARD_HEADER + 2 * (start - begin))
+            require(len(tokens) == n, f"shard {path} was truncated during the run: {RESTORE}")
             largest = tokens.max()
             require(
                 largest < self.vocab_size,
@@ -3336,6 +3356,7 @@ class Log(contextlib.AbstractContextManager):
         self.artifact = folder / f"{self.name}.int6.xz"
         self.started = time.perf_counter()
         self.failure = ""  # the first failed write, and what to do
+        self.kept = ""  # how to go on from what is kept, if the run ends early
         self.begun = False  # the log is of this run, not of an earlier one
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
@@ -3358,8 +3379,13 @@ class Log(contextlib.AbstractContextManager):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
+            if self.kept and not isinstance(error, UserError):
+                self(f"note: {self.kept}")
             text = str(error) if isinstance(error, UserError) else repr(error)
             self(f"error: {text}", console=False)
+        for file in self.files if not self.begun else ():
+            if not os.path.getsize(file.name):  # the start was refused
+                os.remove(file.name)
 
     def __call__(
         self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
@@ -3373,7 +3399,7 @@ class Log(contextlib.AbstractContextManager):
             self.stage(*bar)
         elif console:
             self.show("")
-            print(line, flush=True)
+            self.print(line)
         text, events = self.files
         try:
             with writing(text.name):
@@ -3392,7 +3418,14 @@ class Log(contextlib.AbstractContextManager):
         """Replace the last line of a terminal."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            print(f"\r{text[:width]}\x1b[K\r", end="", flush=True)
+            self.print(f"\r{text[:width]}\x1b[K\r", end="")
+
+    def print(self, text: str, end: str = "\n") -> None:
+        """Print. Without a reader, as of `| head`, or on a full disk the run continues."""
+        try:
+            print(text, end=end, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def require_unused(self) -> None:
         """Collective. Raise UserError if the run would replace the log of a finished run or, with
@@ -3411,9 +3444,9 @@ class Log(contextlib.AbstractContextManager):
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
         """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
         run appends to its log."""
-        if not resumed:
-            for file in self.files:
-                file.truncate(0)
+        for file in self.files if not resumed else ():
+            file.truncate(0)
+        if self.files and not os.path.getsize(self.files[0].name):
             self(SOURCE.decode() + "\n" + "=" * 100, console=False)
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -3530,12 +3563,17 @@ class Checkpoints:
             )
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
-        return max(self.folder.glob(CHECKPOINT_FILES), default=None)
+        return self.keep(max(self.folder.glob(CHECKPOINT_FILES), default=None))
+
+    def keep(self, newest: Path | None) -> Path | None:
+        """In the writer's thread. Tell the log of the newest checkpoint, which is returned."""
+        self.log.kept = f"RESUME=auto continues from {newest}" if newest else ""
+        return newest
 
     def continue_from(self, path: Path, state: dict) -> None:
         """Delete later checkpoints: they are damaged."""
         self.last = state
-        self.written = self.writer.submit(lambda: path)
+        self.written = self.writer.submit(self.keep, path)
         if self.comm.rank == 0:
             for later in self.folder.glob(CHECKPOINT_FILES):
                 if later > path:
@@ -3791,7 +3829,7 @@ def package_versions() -> str:
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
     """All ranks that the launcher has started, as torchrun sets the environment. Blocks."""
-    comm = Comm(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    comm = Comm(launched("RANK", 0), launched("WORLD_SIZE", 1))
     if comm.size > 1:
         # A restart would share the store with dead ranks (pytorch #135712).
         require(
@@ -3800,8 +3838,13 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: set it",
         )
         backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
-    ranks = hp.shard_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
+        with as_user_error(
+            f"WORLD_SIZE={comm.size}: the ranks cannot meet",
+            Exception,
+            advice="start them with torchrun, or unset WORLD_SIZE",
+        ):
+            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
+    ranks = hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)
     comm.split(comm.broadcast(ranks), device)  # nodes may differ in size
     return comm
 
@@ -3821,7 +3864,7 @@ def choose_device(wanted: str) -> torch.device:
     require(
         available, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
     )
-    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
+    gpus, local_rank = torch.cuda.device_count(), launched("LOCAL_RANK", 0)
     require(
         local_rank < gpus,
         f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}",
@@ -4289,8 +4332,9 @@ def main() -> None:
     if words := parser.parse_known_args()[1]:
         knobs = re.sub(r"-+(\w+)[ =]", lambda found: f"{found[1].upper()}=", " ".join(words))
         parser.error(f"knobs are environment variables: write {knobs} python train_gpt.py")
-    # SIGTERM and Ctrl-C raise KeyboardInterrupt, except while `stop_signals` collects them.
-    signal.signal(signal.SIGTERM, interrupt)
+    # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
+    for number in STOP_SIGNALS - {signal.SIGINT}:
+        signal.signal(number, interrupt)
     try:
         if artifact := os.environ.get("EVAL_ONLY", "").strip():
             return evaluate_only(os.environ, artifact)
@@ -4304,12 +4348,12 @@ def main() -> None:
         )
     except KeyboardInterrupt as interrupted:
         number = (*interrupted.args, signal.SIGINT)[0]
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        name = "Ctrl-C" if number == signal.SIGINT else number.name
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
         if PLACE_IN_NODE:
             # Another rank of the node prints it. Or that rank has failed, and its launcher sent
-            # this SIGTERM.
+            # this signal.
             os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
@@ -4319,8 +4363,9 @@ def main() -> None:
 
 
 def interrupt(number, frame) -> None:
-    """Treat SIGTERM like Ctrl-C."""
-    signal.signal(number, signal.SIG_IGN)  # a launcher repeats it
+    """Treat a signal like Ctrl-C."""
+    for other in STOP_SIGNALS - {signal.SIGINT}:
+        signal.signal(other, signal.SIG_IGN)  # a launcher repeats it
     raise KeyboardInterrupt(signal.Signals(number))
 
 

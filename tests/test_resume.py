@@ -112,7 +112,7 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     """Fault B11: #399's state was empty after sharded steps."""
     first = faulty(fault, 7, knobs, tmp_path, status=status)
     if fault == "term":  # the run ends after its step, with a checkpoint
-        advice = f"set RESUME=auto to continue from {step_file(8)}"
+        advice = f"RESUME=auto continues from {step_file(8)}"
         assert sentence(first) == f"error: stopped by SIGTERM after step 8; {advice}"
     (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
@@ -127,29 +127,39 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
 
 
 LOST = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-SIGNALS = {  # (changed knobs, the sentence, in the log)
-    "term": (PLAIN, f"stopped by SIGTERM after step 8; {LOST}", LOST),
-    "int": (PLAIN, f"stopped by SIGINT after step 8; {LOST}", LOST),
-    "late": ({}, "stopped by SIGTERM after step 12; set RESUME=auto to continue", "00012.npz"),
-    "score": (PLAIN, "interrupted by SIGTERM; what", "KeyboardInterrupt(<Signals.SIGTERM: 15>)"),
+KEPT = "RESUME=auto continues from {}"
+SCORES = "EVAL_ONLY=logs/r.int6.xz scores the artifact"
+INTERRUPTED = "interrupted by {}; what was finished until then is in the log"
+SIGNALS = {  # (changed knobs, status, the sentence, in the log, a line of the output)
+    "term": (PLAIN, 143, f"stopped by SIGTERM after step 8; {LOST}", LOST, ""),
+    "int": (PLAIN, 130, f"stopped by SIGINT after step 8; {LOST}", LOST, ""),
+    "hup": ({}, 129, f"stopped by SIGHUP after step 8; {KEPT.format(step_file(8))}", "8.npz", ""),
+    "usr1": (PLAIN, 138, f"stopped by SIGUSR1 after step 8; {LOST}", LOST, ""),
+    "late": ({}, 143, f"stopped by SIGTERM after step 12; {KEPT[:11]}", "00012.npz", ""),
+    "export": (PLAIN, 130, f"stopped by SIGINT after step 12; {SCORES}", SCORES, ""),
+    "twice": ({}, 130, INTERRUPTED.format("Ctrl-C"), "Interrupt()", KEPT.format(step_file(12))),
+    "score": (PLAIN, 129, INTERRUPTED.format("SIGHUP"), "(<Signals.SIGHUP: 1>)", SCORES),
 }
+CASES = [*((fault, 1) for fault in SIGNALS), ("int", 2), ("late", 2), ("export", 2), ("score", 2)]
 
 
-@pytest.mark.parametrize(
-    "fault, ranks", [("term", 1), ("int", 2), ("late", 1), ("late", 2), ("score", 1), ("score", 2)]
-)
+@pytest.mark.parametrize("fault, ranks", CASES)
 def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
-    """Without checkpoints too, and outside the training. One during the last validation, which is
-    in no step's report, was forgotten: the run went on to export."""
-    changes, sentence, logged = SIGNALS[fault]
-    status = 143 if ranks == 1 else 1
+    """Without checkpoints too, and outside the training. SIGHUP and SIGUSR1 killed a run, Ctrl-C in
+    the export lost the finished training, and one during the last validation, which is in no
+    step's report, was forgotten."""
+    changes, status, sentence, logged, noted = SIGNALS[fault]
+    status = status if ranks == 1 else 1
     result = faulty(fault, 7, knobs | changes, tmp_path, ranks, ranks - 1, status)
     assert f"error: {sentence}" in result.stderr and 'train_gpt.py", line' not in result.stderr
     assert "lost a collective" not in result.stderr
-    last = (tmp_path / "logs" / "r.txt").read_text().splitlines()[-1]
+    *_, last = (tmp_path / "logs" / "r.txt").read_text().splitlines()
     assert last.startswith("error: ") and last.endswith(logged)
-    assert bool(exact(tmp_path)) == (fault == "score")
-    assert len(list(tmp_path.rglob("*.npz"))) == (2 if fault == "late" else 0)
+    assert not noted or f"note: {noted}\n" in result.stdout
+    names = {"export": ["final_average_exact"], "twice": ["final_average_exact"]}
+    assert [*exact(tmp_path)] == (names | {"score": ["final_average_exact"]}).get(fault, [])
+    assert (tmp_path / "logs" / "r.int6.xz").exists() == (fault in ("export", "score"))
+    assert len(list(tmp_path.rglob("*.npz"))) == (2 if changes == {} else 0)
 
 
 @pytest.mark.parametrize("late", [6, 7])
@@ -164,8 +174,8 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
         return step(number, settings)
 
     training.train_step = signalled
-    sentence = f"stopped by SIGTERM after step 8; set RESUME=auto to continue from {step_file(8)}"
-    with user_error(sentence) as stopped:
+    sentence = f"stopped by SIGTERM after step 8; RESUME=auto continues from {step_file(8)}"
+    with user_error(sentence) as stopped, train_gpt.stop_signals(training.signals):
         training.train()
     assert stopped.value.status == 143 and kept(tmp_path) == [8]
 
@@ -181,7 +191,8 @@ def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path)
 def test_the_second_interrupt_ends_a_run_at_once():
     """But a launcher repeats SIGTERM, and the first one's checkpoint must be written."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    with pytest.raises(KeyboardInterrupt), train_gpt.stop_signals() as received:
+    received = []
+    with pytest.raises(KeyboardInterrupt), train_gpt.stop_signals(received):
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
