@@ -250,7 +250,7 @@ class Hyperparameters:
     micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: as many as fit, at most 98,304", "run")
 
     iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
-    max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: ITERATIONS decides", "run")
+    max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: none", "run")
     warmup_steps: int = knob(20, "untimed warm-up steps; state is restored afterwards", "run")
     warmdown_iters: int = knob(3000, "length of the linear warmdown in steps; at most half of the run")
     warmdown_frac: float = knob(0.0, "the same as a fraction of the run; 0: WARMDOWN_ITERS", high=1)
@@ -2639,7 +2639,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(model, make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
-        log.finish(score, total, f"python tools/inspect_artifact.py {path}")
+        tool = Path(sys.argv[0]).with_name("tools") / "inspect_artifact.py"
+        log.finish(score, total, f"python {tool} {path}")
         check_limits(total, 0.0, hp)
 
 

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-
 SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "late": signal.SIGTERM}
 SIGNALS |= {"hup": signal.SIGHUP, "usr1": signal.SIGUSR1}
 

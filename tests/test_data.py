@@ -90,8 +90,8 @@ def test_batches_are_ready_ahead(one_rank):
     assert all(torch.equal(loader.read(5 + i), rows) for i, rows in enumerate(read))
 
 
-def test_byte_pieces_count_one_and_boundaries_nothing(data):
-    """Also fault B29: a leading space after BOS does not count."""
+def test_byte_pieces_count_one_and_boundaries_nothing(data, monkeypatch):
+    """Also fault B29: a leading space after BOS does not count, nor after an unused piece."""
     counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(data / "tokenizer.model"))
     for text in ("two  spaces", "caf\u00e9 \u4e2d\u6587 \U0001f600"):
@@ -102,6 +102,10 @@ def test_byte_pieces_count_one_and_boundaries_nothing(data):
     spaced = next(i for i in range(VOCAB) if names[i][0] == "\u2581" and len(names[i]) == 3)
     tokens = np.array([byte, byte, spaced, train_gpt.BOS, spaced])
     assert counter.count(tokens).tolist() == [1, 3, 0, 2]
+    unused = lambda _, ids: [i == byte for i in ids]  # noqa: E731
+    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "is_unused", unused)
+    counter = ByteCounter(str(data / "tokenizer.model"), VOCAB)
+    assert counter.count(tokens).tolist() == [0, 2, 0, 2]
 
 
 def test_a_last_token_is_only_a_target():
@@ -226,6 +230,19 @@ def test_a_shard_that_is_truncated_during_the_run_is_named(tmp_path, one_rank):
         loader.batch(600)
     with user_error("fineweb_train_000000.bin was truncated during the run"):
         loader.stream.read(400, 100)
+    path.unlink()
+    with user_error("cannot read shard .*000000.bin: No such file or directory; restore it"):
+        loader.stream.read(400, 100)
+
+
+def test_no_shard_stays_open(tmp_path):
+    """A thousand shards with the usual limit of 1,024 descriptors were a traceback."""
+    for number in range(20):
+        write_shard(tmp_path / f"fineweb_train_{number:06}.bin", np.full(9, number))
+    before = len(os.listdir("/proc/self/fd"))
+    stream = TokenStream(str(tmp_path), "train", VOCAB)
+    assert (stream.read(0, 180) == np.repeat(range(20), 9)).all()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 BROKEN = ("", "[]", "{}", '{"tokenizer": {"files": []}}', '{"tokenizer": 3}')

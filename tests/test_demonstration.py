@@ -273,7 +273,7 @@ def test_own_data_bring_their_tokenizer(tmp_path):
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
         ("NPROC", "two", "NPROC=two is not a positive number: set for example NPROC=2"),
         ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your"),
-        ("RUN_ID", "../x", "RUN_ID=../x is no file name"),
+        ("RUN_ID", "../x", "RUN_ID=../x must not have a slash"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),
     ],
 )

@@ -88,6 +88,18 @@ def test_only_large_gradients_are_clipped(hyperparameters, limit):
         assert not any(p.grad.any() for p in model.parameters()), "a step leaves zero gradients"
 
 
+def test_weight_decay_follows_the_learning_rate(hyperparameters):
+    """Without gradients a step only shrinks the weights, in proportion to `lr_scale`."""
+    hp, _, optimizer = prepared(hyperparameters)
+    rates = {"qo_bank": hp.matrix_lr * hp.muon_wd, "tok_emb": hp.tied_embed_lr * hp.adam_wd}
+    for scale in (0.5, 0.0, 1.0):
+        before = optimizer.weights()
+        advance(optimizer, scale, 0.9)
+        for name, rate in rates.items():
+            shrunk = before[name] * (1 - scale * rate)
+            torch.testing.assert_close(optimizer.weights()[name], shrunk, rtol=2e-7, atol=0)
+
+
 def test_every_parameter_has_one_owner(hyperparameters):
     """Fault B12: in #399 two parameters belonged to no optimizer."""
     hp, model, optimizer = prepared(hyperparameters)

@@ -277,6 +277,15 @@ def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs)
     assert exact(tmp_path / "r") == exact(undisturbed)
 
 
+def test_a_finished_run_is_lengthened_under_another_name(undisturbed, tmp_path, knobs):
+    shutil.copytree(undisturbed / "checkpoints" / "r", tmp_path / "checkpoints" / "longer")
+    longer = {**knobs, "RUN_ID": "longer", "ITERATIONS": "14"}
+    result = faulty("none", 0, longer, tmp_path)
+    assert "resumed: step:12 " in result.stdout and "step:14/14 train_loss" in result.stdout
+    log = (tmp_path / "logs" / "longer.txt").read_text()
+    assert log.startswith((ROOT / "train_gpt.py").read_text()), "it is complete"
+
+
 # 2 as on a GPU, where the last reports are read after the decision
 @pytest.mark.parametrize("in_flight", [0, 2])
 def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp_path, monkeypatch):
