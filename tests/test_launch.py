@@ -98,7 +98,7 @@ except KeyboardInterrupt:
     assert process.communicate()[1] == "error: interrupted\n" and process.returncode == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_ranks_do_not_outlive_the_launcher(number, tmp_path):
     process = started(tmp_path, "print('waits', flush=True)\ntime.sleep(600)")
     assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2

@@ -51,7 +51,7 @@ def launch(command: list[str], ranks: int) -> int:
     signal.signal(
         signal.SIGINT, lambda *_: [process.send_signal(signal.SIGINT) for process in processes[:1]]
     )
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: [process.terminate() for process in processes])
     common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
