@@ -1453,8 +1453,7 @@ class Run:
         self.read_reports()
         self.clock.pause()
         self.log.stage("validation")
-        passes = final_passes(self.hp, looping)
-        config, stride = passes.get("banded", passes["roundtrip"])
+        config, stride, *_ = validation_pass(self.hp, looping)
         score = self.make_scorer(config, stride, self.log, "validation").score_all()
         self.log_progress(
             "val",
@@ -1657,20 +1656,6 @@ class Score(NamedTuple):
         )
 
 
-def final_passes(hp: Hyperparameters, looping: bool = True) -> dict[str, tuple[ForwardConfig, int]]:
-    """(pass, stride) of the final scores, by name. A validation during training is the banded pass
-    or the round trip's."""
-    plain = ForwardConfig(hp.layer_order(looping))
-    passes = {"roundtrip": (plain, hp.eval_seq_len)}
-    if hp.eval_mode == "banded":
-        passes["banded"] = plain._replace(band=hp.eval_seq_len), band_block(hp)[1]
-    else:
-        passes["sliding_window"] = (plain, hp.eval_stride)
-    if hp.ttt_enabled:
-        passes[f"ttt_{hp.ttt_mode}"] = (plain, hp.eval_stride)
-    return passes
-
-
 def band_block(hp: Hyperparameters) -> tuple[int, int]:
     """Positions that a block of a banded pass only reads, and those that it scores.
 
@@ -1737,9 +1722,12 @@ class Evaluator:
         self.started = self.reported = time.perf_counter()
 
     def score_all(self) -> Score:
-        """Score every target of the stream once."""
-        self.score(self.windows())
+        """Score every target of the stream once, with the model as it is."""
+        self.score_windows()
         return self.result()
+
+    def score_windows(self) -> None:
+        self.score(self.windows())
 
     def windows(self) -> np.ndarray:
         """The windows (4, N) over the packed stream."""
@@ -1788,7 +1776,7 @@ class Evaluator:
         ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
         targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = self.forward(
-            ids, targets, "none", config=self.config, adapter=adapter, refused=self.val.refused
+            ids, targets, "none", self.config, adapter=adapter, refused=self.val.refused
         )
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
@@ -1835,18 +1823,6 @@ class Evaluator:
         return Score(total / targets, total / math.log(2) / nbytes, seconds, targets, nbytes)
 
 
-def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
-    """Compile all shapes of the final scores, and the gradients of test-time training."""
-    for name, (config, stride) in final_passes(hp).items():
-        scorer = make_scorer(config, stride)
-        if name != "ttt_lora" or hp.eval_max_seconds:  # it uses windows after the limit
-            scorer.warm_up()
-        if name == "ttt_lora":
-            warm_up_lora(scorer)
-        if name == "ttt_sgd":
-            sgd_gradients(scorer.forward, scorer, 0)
-
-
 # ---- Test-time training: score first, then train on what was scored ------------------------------
 # The challenge's conditions for it: a loss depends on the tokens before its target alone (C1), the
 # model gives a full distribution (C2), every target is scored before it trains anything (C3), and
@@ -1868,7 +1844,7 @@ def log_limit(scorer: Evaluator, scored: int) -> None:
     )
 
 
-def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
+def ttt_sgd(scorer: Evaluator) -> None:
     """Score the packed stream chunk by chunk with sliding windows. Train all weights of the model
     on each chunk but the last, after it is scored, by SGD with momentum (#461). Ranks share windows
     and sequences and take the same steps."""
@@ -1882,7 +1858,7 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
             f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
             "so SGD learns nothing: lower it"
         )
-    views = [p.detach().flatten() for p in model.parameters()]
+    views = [p.detach().flatten() for p in scorer.forward.parameters()]
     # In fp32, as bf16 would lose the steps.
     weights = torch.cat(views).float()
     momentum = torch.zeros_like(weights)
@@ -1895,17 +1871,17 @@ def ttt_sgd(model: GPT, scorer: Evaluator) -> None:
                 log_limit(scorer, scored=number * size)
                 scorer.score(windows[:, edges[number] :])
                 return
-            momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(model, scorer, number * size))
+            momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(scorer, number * size))
             weights.sub_(momentum, alpha=rate)
             torch._foreach_copy_(views, weights.split([len(view) for view in views]))
     scorer.score(last)
 
 
-def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
+def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     """The chunk's mean gradient over all ranks by all parameters, in fp32 as one vector, clipped to
     norm 1. A compiled forward meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
-    parameters = list(model.parameters())
+    parameters = list(scorer.forward.parameters())
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
     chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
     sequences = chunk.unfold(0, length + 1, length)
@@ -1923,6 +1899,12 @@ def sgd_gradients(model: nn.Module, scorer: Evaluator, begin: int) -> Tensor:
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
+def warm_up_sgd(scorer: Evaluator) -> None:
+    """Windows of each shape, and the gradients of a chunk."""
+    scorer.warm_up()
+    sgd_gradients(scorer, 0)
+
+
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
 LORA_CHUNKS = ((256, 8), (2000, 24))  # (until this position, targets of a chunk); as #2014
 LORA_BATCH = 128  # documents of a rank that begin with the same A
@@ -1932,7 +1914,7 @@ LORA_ROWS = (16, 4)
 LORA_PARTS = (8, 4, 2, 1)
 
 
-def ttt_lora(model: GPT, scorer: Evaluator) -> None:
+def ttt_lora(scorer: Evaluator) -> None:
     """Score documents, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014
     do. Documents are dealt to the ranks. B begins at 0; A begins as the mean of the rank's previous
     batch of documents, so the score depends on the number of ranks.
@@ -2071,13 +2053,64 @@ def lora_update(
 
 
 def warm_up_lora(scorer: Evaluator) -> None:
-    """A step of each shape, on one document as long as the longest."""
+    """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
+    if scorer.hp.eval_max_seconds:
+        scorer.warm_up()
     longest = np.ptp(scorer.val.spans(documents=True), axis=1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
     chunks = list(lora_chunks(scorer.hp, longest))
     # The first of each shape, as the last of all has no step.
     for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}.values():
         lora_step(scorer, state, *chunk)
+
+
+# ---- Final scores --------------------------------------------------------------------------------
+class Pass(NamedTuple):
+    """A way to score the validation stream."""
+
+    config: ForwardConfig
+    stride: int  # between windows
+    score: Callable = Evaluator.score_windows
+    warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
+
+
+def validation_pass(hp: Hyperparameters, looping: bool = True) -> Pass:
+    """The cheapest pass: the banded one if it is the final score, or windows without overlap."""
+    config = ForwardConfig(hp.layer_order(looping))
+    if hp.eval_mode == "banded":
+        return Pass(config._replace(band=hp.eval_seq_len), band_block(hp)[1])
+    return Pass(config, hp.eval_seq_len)
+
+
+def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
+    """The final scores by name. A new way to score is another entry."""
+    plain = ForwardConfig(hp.layer_order())
+    passes = {"roundtrip": Pass(plain, hp.eval_seq_len)}
+    if hp.eval_mode == "banded":
+        passes["banded"] = validation_pass(hp)
+    else:
+        passes["sliding_window"] = Pass(plain, hp.eval_stride)
+    if hp.ttt_enabled:
+        learner = {"sgd": (ttt_sgd, warm_up_sgd), "lora": (ttt_lora, warm_up_lora)}[hp.ttt_mode]
+        passes[f"ttt_{hp.ttt_mode}"] = Pass(plain, hp.eval_stride, *learner)
+    return passes
+
+
+def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
+    """Compile what the final scores run."""
+    for config, stride, _, warm_up in final_passes(hp).values():
+        warm_up(make_scorer(config, stride))
+
+
+def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
+    """Log the final scores. Returns the last one, for the end of the log."""
+    for name, (config, stride, score_all, _) in final_passes(hp).items():
+        log.stage(name)
+        scorer = make_scorer(config, stride, log, name)
+        score_all(scorer)
+        score = scorer.result()
+        score.log(log, f"final_int6_{name}_exact")
+    return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
@@ -2570,7 +2603,7 @@ def train_and_score(hp: Hyperparameters) -> None:
         run = prepare(hp, runtime, log)
         blob, total, seconds = train_and_export(run, log)
         run.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.model, run.make_scorer, hp, log)
+        score = score_artifact(run.make_scorer, hp, log)
         run.checkpoints.written.result()
         command = (
             f"DATA_PATH={shlex.quote(hp.data_path)} "
@@ -2602,7 +2635,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         if hp.ema_enabled and initial > 0.1:
             log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
         log.stage("averaged weights")
-        scorer = run.make_scorer(*final_passes(hp)["roundtrip"], log, "averaged weights")
+        scorer = run.make_scorer(*final_passes(hp)["roundtrip"][:2], log, "averaged weights")
         before = scorer.score_all()
         before.log(log, "final_average_exact")
         seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
@@ -2637,7 +2670,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
-        score = score_artifact(model, make_scorer, hp, log)
+        score = score_artifact(make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
         tool = Path(sys.argv[0]).with_name("tools") / "inspect_artifact.py"
         log.finish(score, total, f"python {tool} {path}")
@@ -2763,23 +2796,6 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
         log.failure = f"{error}; the artifact is {path}"
         log(f"note: {log.failure}")
     return path
-
-
-def score_artifact(model: GPT, make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
-    """Log the final scores: non-overlapping windows, sliding ones or a banded pass, test-time
-    training. Returns the last one, for the end of the log."""
-    for name, (config, stride) in final_passes(hp).items():
-        log.stage(name)
-        scorer = make_scorer(config, stride, log, name)
-        if name == "ttt_sgd":
-            ttt_sgd(model, scorer)
-        elif name == "ttt_lora":
-            ttt_lora(model, scorer)
-        else:
-            scorer.score(scorer.windows())
-        score = scorer.result()
-        score.log(log, f"final_int6_{name}_exact")
-    return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
 def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
@@ -3767,7 +3783,7 @@ class Runtime:
         compiled, notes = choose_compile("0" if eager else hp.compile, device)
         micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
         runtime = cls(comm, device, dtype, compiled, micro, notes)
-        yield choose_mlp(hp, choose_attention(hp, runtime))
+        yield choose_kernels(hp, runtime)
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             comm.call(dist.barrier)
@@ -3947,14 +3963,44 @@ def round_up(length: int) -> int:
     return -(-length // TILE) * TILE
 
 
-def trial_error(comm: Comm, trial: Callable, *arguments) -> str:
-    """Collective. The error of `trial` on the first rank where it fails; "" if it passes on all."""
-    try:
-        trial(*arguments)
-        message = ""
-    except Exception as error:  # a missing or unfit kernel can raise anything
-        message = error_message(error)
-    return next(filter(None, comm.gather(message)), "")
+def first_working(
+    kind: str, names: Iterable[str], trial: Callable, comm: Comm, advice: str
+) -> tuple[str, list[str]]:
+    """Collective. (name, notes about those before it) of the first kernel whose trial raises no
+    error on any rank. Raises UserError if there is none."""
+    notes = []
+    for name in names:
+        try:
+            trial(name)
+            message = ""
+        except Exception as error:  # a missing or unfit kernel can raise anything
+            message = error_message(error)
+        failed = next(filter(None, comm.gather(message)), "")
+        if not failed:
+            return name, notes
+        notes.append(f"{kind} {name} skipped: {failed}")
+    raise UserError(f"{'; '.join(notes)}: {advice}")
+
+
+def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
+    """The runtime with the kernels asked for, or with the first that work on all ranks. Raises
+    UserError if none does."""
+    comm, fused_mlp = runtime.comm, None
+    names = AUTO_KERNELS[runtime.device.type] if hp.attention == "auto" else (hp.attention,)
+    trial = lambda name: try_attention(name, hp, runtime)  # noqa: E731
+    advice = "install one; ATTENTION=math always works, slowly"
+    attention, notes = first_working("attention", names, trial, comm, advice)
+    if hp.fused_mlp:
+        trial = lambda name: try_fused_mlp(hp, runtime)  # noqa: E731
+        first_working("MLP", ["fused"], trial, comm, "set FUSED_MLP=0")
+        fused_mlp = load_fused_mlp(hp.mlp_slope, runtime.device)
+    return dataclasses.replace(
+        runtime,
+        attention=attention,
+        attend=load_attention(attention),
+        fused_mlp=fused_mlp,
+        notes=(*runtime.notes, *notes),
+    )
 
 
 def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **options) -> None:
@@ -4069,26 +4115,6 @@ def cu_seqlens(document: Tensor) -> Tensor:
     room = batch * (1 + time // DOCUMENT_POSITIONS)
     bounds = torch.full((room + 1,), batch * time, device=document.device)
     return bounds.scatter_reduce(0, number, positions, "amin").int()
-
-
-def choose_attention(hp: Hyperparameters, runtime: Runtime) -> Runtime:
-    """The runtime with the kernel asked for, or with the first that works on all ranks. Raises
-    UserError if none does."""
-    notes = []
-    for name in (hp.attention,) if hp.attention != "auto" else AUTO_KERNELS[runtime.device.type]:
-        failed = trial_error(runtime.comm, try_attention, name, hp, runtime)
-        if not failed:
-            return dataclasses.replace(
-                runtime,
-                attention=name,
-                attend=load_attention(name),
-                notes=(*runtime.notes, *notes),
-            )
-        notes.append(f"attention {name} skipped: {failed}")
-    raise UserError(
-        f"ATTENTION={hp.attention}: {'; '.join(notes)}: install one; ATTENTION=math always works, "
-        "slowly"
-    )
 
 
 def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
@@ -4284,15 +4310,6 @@ def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) 
     """The MLP of `FusedMLP`, for x (B, T, D) and scale (B, T, 1), as the model writes it."""
     hidden = F.leaky_relu(F.linear(x, up), slope).square() * scale
     return F.linear(hidden.to(x.dtype), down)
-
-
-def choose_mlp(hp: Hyperparameters, runtime: Runtime) -> Runtime:
-    """The runtime with the form of the MLP that FUSED_MLP asks for."""
-    if not hp.fused_mlp:
-        return runtime
-    failed = trial_error(runtime.comm, try_fused_mlp, hp, runtime)
-    require(not failed, f"FUSED_MLP=1: {failed}: set FUSED_MLP=0")
-    return dataclasses.replace(runtime, fused_mlp=load_fused_mlp(hp.mlp_slope, runtime.device))
 
 
 def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:

@@ -85,7 +85,7 @@ def main() -> None:
     script.AGREEMENT = float("inf")
     hp = script.Hyperparameters.from_env({"FUSED_MLP": "1"})
     runtime = script.Runtime(script.Comm(), device, torch.bfloat16, True, 98_304)
-    fused = script.compile_whole(script.choose_mlp(hp, runtime).fused_mlp, True)
+    fused = script.try_fused_mlp(hp, runtime)
     with torch.no_grad():
         fused(*script.mlp_inputs((48, 2048), hp, runtime))
 

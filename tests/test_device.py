@@ -116,7 +116,7 @@ def test_test_time_training(elsewhere):
     knobs = dict(TTT_ENABLED=1, TTT_CHUNK_TOKENS=64, TTT_LORA_CHUNK=24)
     run = elsewhere(**knobs, NUM_LAYERS=1, XSA_LAST_N=1)
     scorer = silent_evaluator(run)
-    assert on_device(train_gpt.sgd_gradients(run.model, scorer, 0))
+    assert on_device(train_gpt.sgd_gradients(scorer, 0))
     state = train_gpt.LoraState(run.val.spans(True)[:3], train_gpt.lora_adapter(run.hp, META))
     train_gpt.lora_step(scorer, state, 0, 24)
     tensors = (*state.factors.values(), *state.squares.values())

@@ -369,12 +369,8 @@ def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training,
         train_gpt.warm_up_evaluation(make_scorer, hp)
         warm = set(shapes)
         shapes.clear()
-        for name, (config, stride) in train_gpt.final_passes(hp).items():
-            scorer = train_gpt.Evaluator(model, val, hp, runtime, config, stride)
-            if name.startswith("ttt"):
-                TTT[training](model, scorer)
-            else:
-                scorer.score(scorer.windows())
+        for config, stride, score, _ in train_gpt.final_passes(hp).values():
+            score(train_gpt.Evaluator(model, val, hp, runtime, config, stride))
         assert shapes <= warm, "a graph compiles in a timed evaluation"
         assert shapes == warm or size > 1 or limit, "a graph that nothing uses"
         assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
@@ -402,7 +398,7 @@ def test_sgd_by_the_published_recipe(setting):
     hp, val = scorer.hp, scorer.val
     twin = made(hp, scorer.runtime.attend)
     twin.load_state_dict(weights_of(model))
-    train_gpt.ttt_sgd(model, scorer)
+    train_gpt.ttt_sgd(scorer)
     expected = evaluator(twin, val, hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
@@ -424,7 +420,7 @@ def test_sgd_by_the_published_recipe(setting):
 def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
     """Before it is clipped, by the compiled forward. Of three sequences, a fourth rank has none."""
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=96)
-    scorer.forward = mock.Mock(side_effect=model)
+    scorer.forward = mock.Mock(side_effect=model, parameters=model.parameters)
     x = scorer.val.tokens[64:161].long()
     model(x[:-1].view(3, 32), x[1:].view(3, 32)).backward()
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -432,7 +428,7 @@ def test_a_gradient_is_the_mean_over_all_ranks(setting, size):
     for rank in range(size):
         scorer.runtime = dataclasses.replace(scorer.runtime, comm=OneRank(rank, size))
         with pytest.raises(OneRank.Caught) as caught:
-            train_gpt.sgd_gradients(model, scorer, 64)
+            train_gpt.sgd_gradients(scorer, 64)
         total += caught.value.args[0]
     assert scorer.forward.call_count == min(size, 3)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-6)
@@ -445,13 +441,13 @@ def test_the_rate_of_sgd_is_a_cosine_over_the_chunks(setting, monkeypatch):
     model, scorer, _ = learner(setting, targets=200, TTT_CHUNK_TOKENS=64, TTT_LR=0.05)
     scales = []
 
-    def ones(model, *_):
+    def ones(*_):
         scales.append(model.bigram_scale.item())
         return torch.ones(sum(p.numel() for p in model.parameters()))
 
     monkeypatch.setattr(train_gpt, "sgd_gradients", ones)
     scorer.score = lambda windows: None
-    train_gpt.ttt_sgd(model, scorer)
+    train_gpt.ttt_sgd(scorer)
     changes = -np.diff([*scales, model.bigram_scale.item()])
     # Three of four chunks are trained on.
     assert changes == pytest.approx([0.05, 0.05 * 0.75, 0.05 * 0.25], abs=1e-6)
@@ -463,7 +459,7 @@ def test_chunks_are_slices_of_the_windows(setting, monkeypatch):
     model, scorer, _ = learner(setting, TTT_CHUNK_TOKENS=64)
     windows, parts = scorer.windows(), []
     scorer.windows, scorer.score = lambda: windows, parts.append
-    train_gpt.ttt_sgd(model, scorer)
+    train_gpt.ttt_sgd(scorer)
     assert len(parts) == -(-scorer.val.targets // 64)
     for number, part in enumerate(parts):
         assert np.array_equal(part, windows[:, windows[1] // 64 == number])
@@ -489,7 +485,7 @@ def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkey
                 real = getattr(train_gpt, update)
                 counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
                 patch.setattr(train_gpt, update, counted)
-            TTT[mode](model, scorer)
+            TTT[mode](scorer)
         assert scorer.result().val_tokens == scorer.val.targets
         scores.append(scorer.nats[:-1])
     assert len(learnt) == steps, "nothing is learned after the limit"
@@ -511,7 +507,7 @@ def test_sgd_does_not_depend_on_the_training_of_the_model(setting):
     for length in (32, 16):
         knobs = dict(TTT_CHUNK_TOKENS=64, TTT_LR=0.1, TRAIN_SEQ_LEN=length)
         model, scorer, _ = learner(setting, "sgd", 200, **knobs)
-        train_gpt.ttt_sgd(model, scorer)
+        train_gpt.ttt_sgd(scorer)
         scores.append(scorer.nats[:-1])
     assert torch.equal(*scores)
 
@@ -519,11 +515,11 @@ def test_sgd_does_not_depend_on_the_training_of_the_model(setting):
 def test_sgd_of_one_chunk_says_that_it_learns_nothing(setting):
     model, scorer, lines = learner(setting, targets=64, TTT_CHUNK_TOKENS=64)
     before = weights_of(model)
-    train_gpt.ttt_sgd(model, scorer)
+    train_gpt.ttt_sgd(scorer)
     assert "TTT_CHUNK_TOKENS=64 covers the whole text of 64 targets" in lines[0]
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     model, scorer, lines = learner(setting, targets=65, TTT_CHUNK_TOKENS=64)
-    train_gpt.ttt_sgd(model, scorer)
+    train_gpt.ttt_sgd(scorer)
     assert not lines
 
 
@@ -619,7 +615,7 @@ def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
     states, make = [], train_gpt.LoraState
     noted = lambda *arguments: states.append(make(*arguments)) or states[0]  # noqa: E731
     with mock.patch.multiple(train_gpt, LORA_ROWS=(rows, rows), LoraState=noted):
-        train_gpt.ttt_lora(scorer.forward, scorer)
+        train_gpt.ttt_lora(scorer)
     factors = {name: f for name, f in states[0].factors.items() if name.endswith(".a")}
     return {name: f[1 : len(spans) + 1].mean(dim=0, keepdim=True) for name, f in factors.items()}
 
@@ -677,7 +673,7 @@ def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
         return batches[-1][1]
 
     monkeypatch.setattr(train_gpt, "LoraState", noted)
-    train_gpt.ttt_lora(model, scorer)
+    train_gpt.ttt_lora(scorer)
     assert [state.spans[1:, 0].tolist() for _, state in batches] == [[0, 100], [200, 300], [400]]
     fresh = train_gpt.lora_adapter(scorer.hp, torch.device("cpu"))
     for number, (first, _) in enumerate(batches):
@@ -698,7 +694,7 @@ def test_documents_are_dealt_to_the_ranks(setting, monkeypatch):
             model, scorer, _ = learner(setting, "lora", 200, TTT_LORA_LR=0.02)
             scorer.val.documents = np.arange(0, 200, 40)
             scorer.runtime = dataclasses.replace(scorer.runtime, comm=Comm(rank, size))
-            train_gpt.ttt_lora(model, scorer)
+            train_gpt.ttt_lora(scorer)
             scored = ~scorer.nats[:-1].isnan()
             owner = torch.arange(200) // 40 % size
             assert torch.equal(scored, owner == rank) and scorer.count == scored.sum()
@@ -723,7 +719,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     train_gpt.warm_up_evaluation(functools.partial(train_gpt.Evaluator, *inputs), scorer.hp)
     compiled = counter.frame_count
     assert compiled > 5
-    train_gpt.ttt_lora(model, scorer)
+    train_gpt.ttt_lora(scorer)
     assert counter.frame_count == compiled
     assert all(torch.equal(w, before[name]) for name, w in weights_of(model).items())
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -133,8 +133,7 @@ def test_the_first_kernel_that_works_is_taken(compiled, gpu):
     """The order is fixed, so all seeds have the same kernels. It is tried as the run uses it,
     compiled if the run compiles, with the run's heads and sequences."""
     hp, runtime, tried = gpu()
-    chosen = train_gpt.choose_attention(hp, dataclasses.replace(runtime, compiled=compiled))
-    chosen = train_gpt.choose_mlp(hp, chosen)
+    chosen = train_gpt.choose_kernels(hp, dataclasses.replace(runtime, compiled=compiled))
     assert chosen.kernels() == {"attention": "fa3", "mlp": "plain"} and not chosen.notes
     assert tried == [("fa3", compiled, (2, 512, 4, 8), (2, 512, 2, 8))]
 
@@ -155,7 +154,7 @@ FAULTS = {
 def test_a_kernel_that_cannot_be_used_is_in_the_log(fault, gpu):
     """Wrong strides can leave either row right. A kernel with another signature costs a note."""
     hp, runtime, _ = gpu({"fa3": fault, "cudnn": "missing"})
-    chosen = train_gpt.choose_attention(hp, runtime)
+    chosen = train_gpt.choose_kernels(hp, runtime)
     assert chosen.attention == "flash"
     assert chosen.notes[0].startswith(f"attention fa3 skipped: {FAULTS[fault]}")
     assert chosen.notes[1:] == ("attention cudnn skipped: it does not work",)
@@ -171,34 +170,34 @@ def test_a_kernel_that_cannot_be_used_is_in_the_log(fault, gpu):
 )
 def test_documents_and_bands_are_compared_if_the_run_has_them(fault, changes, gpu):
     hp, runtime, _ = gpu({"fa3": fault})
-    assert train_gpt.choose_attention(hp, runtime).attention == "fa3"
+    assert train_gpt.choose_kernels(hp, runtime).attention == "fa3"
     hp, runtime, _ = gpu({"fa3": fault}, **changes)
-    chosen = train_gpt.choose_attention(hp, runtime)
+    chosen = train_gpt.choose_kernels(hp, runtime)
     assert chosen.attention == "cudnn" and "fa3 skipped: its results differ" in chosen.notes[0]
     hp, runtime, _ = gpu(**changes)
-    assert train_gpt.choose_attention(hp, runtime).attention == "fa3"
+    assert train_gpt.choose_kernels(hp, runtime).attention == "fa3"
 
 
 @pytest.mark.parametrize("fault", ["missing", "wrong", "first row", "last row", "nan", *range(4)])
 def test_a_fused_mlp_that_cannot_be_used_is_an_error(fault, gpu):
     """Its output and the gradients of all four inputs are compared."""
     hp, runtime, _ = gpu({"fused": fault}, FUSED_MLP=1)
-    with user_error(f"^FUSED_MLP=1: {FAULTS.get(fault, DIFFER)}.*: set FUSED_MLP=0$"):
-        train_gpt.choose_mlp(hp, runtime)
+    with user_error(f"^MLP fused skipped: {FAULTS.get(fault, DIFFER)}.*: set FUSED_MLP=0$"):
+        train_gpt.choose_kernels(hp, runtime)
     hp, runtime, _ = gpu(FUSED_MLP=1)
-    assert train_gpt.choose_mlp(hp, runtime).kernels()["mlp"] == "fused"
+    assert train_gpt.choose_kernels(hp, runtime).kernels()["mlp"] == "fused"
     with user_error("on a GPU it needs COMPUTE_DTYPE=bfloat16"):
-        train_gpt.choose_mlp(hp, dataclasses.replace(runtime, dtype=torch.float32))
+        train_gpt.choose_kernels(hp, dataclasses.replace(runtime, dtype=torch.float32))
 
 
 def test_a_kernel_must_work_on_all_ranks(gpu):
     hp, runtime, tried = gpu(ranks=2, FUSED_MLP=1)
     runtime.comm.gather = lambda mine: [mine, next(answers)]
-    answers = iter(["no fa3 here", "", "no Triton here"])
-    chosen = train_gpt.choose_attention(hp, runtime)
+    answers = iter(["no fa3 here", "", "", "no fa3 here", "", "no Triton here"])
+    chosen = train_gpt.choose_kernels(hp, runtime)
     assert chosen.attention == "cudnn" and chosen.notes == ("attention fa3 skipped: no fa3 here",)
-    with user_error("^FUSED_MLP=1: no Triton here: set FUSED_MLP=0$"):
-        train_gpt.choose_mlp(hp, runtime)
+    with user_error("^MLP fused skipped: no Triton here: set FUSED_MLP=0$"):
+        train_gpt.choose_kernels(hp, runtime)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +214,7 @@ def test_a_kernel_must_work_on_all_ranks(gpu):
 def test_cudnn_needs_multiples_of_its_tile(changes, refused, gpu):
     """Its gradients were wrong at other lengths (pytorch #196678)."""
     hp, runtime, _ = gpu({"fa3": "missing"}, **changes)
-    chosen = train_gpt.choose_attention(hp, runtime)
+    chosen = train_gpt.choose_kernels(hp, runtime)
     assert chosen.attention == ("flash" if refused else "cudnn")
     assert any("no multiple of 128" in note for note in chosen.notes) == refused
 
@@ -248,8 +247,8 @@ def test_windows_of_low_rank_training_and_chunks_of_a_band_are_whole_tiles(hyper
 @pytest.mark.parametrize(
     "wanted, works, sentence",
     [
-        ("auto", (), "ATTENTION=auto: attention fa3 .* mem_efficient skipped: .*ATTENTION=math"),
-        ("cudnn", ("flash",), "ATTENTION=cudnn: attention cudnn skipped: it does not work"),
+        ("auto", (), "^attention fa3 .* mem_efficient skipped: .*ATTENTION=math"),
+        ("cudnn", ("flash",), "^attention cudnn skipped: it does not work"),
     ],
 )
 def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu):
@@ -257,9 +256,9 @@ def test_a_gpu_does_not_fall_back_to_slow_attention(wanted, works, sentence, gpu
     faults = {name: "missing" for name in train_gpt.KERNELS[:-1] if name not in works}
     hp, runtime, _ = gpu(faults, ATTENTION=wanted)
     with user_error(sentence):
-        train_gpt.choose_attention(hp, runtime)
+        train_gpt.choose_kernels(hp, runtime)
     hp, runtime, _ = gpu(faults, ATTENTION="math")
-    assert train_gpt.choose_attention(hp, runtime).attention == "math"
+    assert train_gpt.choose_kernels(hp, runtime).attention == "math"
 
 
 # ---- FlashAttention 3's two packages -------------------------------------------------------------

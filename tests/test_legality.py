@@ -127,7 +127,7 @@ def test_learning_before_scoring_is_caught(setting):
         def train_first(windows, *rest):
             begin = int(windows[1].min()) // hp.ttt_chunk_tokens * hp.ttt_chunk_tokens
             if begin + hp.ttt_chunk_tokens < TARGETS:
-                gradients = train_gpt.sgd_gradients(model, evaluator, begin)
+                gradients = train_gpt.sgd_gradients(evaluator, begin)
                 parts = gradients.split([p.numel() for p in parameters])
                 for p, part in zip(parameters, parts, strict=True):
                     p.detach().sub_(part.view_as(p), alpha=0.05)
@@ -146,9 +146,9 @@ def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
     real, forwards = train_gpt.ttt_lora, train_gpt.Validation.spans
     reversed_spans = lambda val, documents: forwards(val, documents)[::-1]  # noqa: E731
 
-    def backwards(model, scorer):
+    def backwards(scorer):
         with mock.patch.object(train_gpt.Validation, "spans", reversed_spans):
-            real(model, scorer)
+            real(scorer)
 
     monkeypatch.setattr(train_gpt, "ttt_lora", backwards)
     assert legality.future(evaluate, tokens, hp.vocab_size, CUTS).startswith("C1")

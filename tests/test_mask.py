@@ -114,7 +114,8 @@ def test_test_time_training_learns_with_the_mask(scored, mode, monkeypatch):
     masks, forward = [], scorer.forward
     noted = lambda *a, **how: masks.append(how["refused"]) or forward(*a, **how)  # noqa: E731
     scorer.forward, noted.requires_grad_ = noted, forward.requires_grad_
-    {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}[mode](model, scorer)
+    noted.parameters = forward.parameters
+    {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}[mode](scorer)
     assert scorer.nats[:-1].isfinite().all()
     assert len(masks) > 3 and all(mask is scorer.val.refused for mask in masks)
 

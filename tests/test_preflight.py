@@ -80,7 +80,7 @@ BATCH = {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}
         ("none", {"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4}, "=0.001 is less than the"),
         ("none", BATCH, "TRAIN_BATCH_TOKENS=800 is not a multiple of"),
         ("packages", {"COMPRESSOR": "ans"}, "COMPRESSOR=ans needs constriction: pip install const"),
-        ("none", {"ATTENTION": "fa3"}, "ATTENTION=fa3: attention fa3 skipped: it needs a Hopper"),
+        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs a Hopper"),
     ],
 )
 def test_a_run_that_would_fail_is_an_error(fault, knobs, sentence, check):
@@ -499,7 +499,7 @@ def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
 
 def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, monkeypatch):
     monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 10.0)
-    monkeypatch.setattr(preflight, "scoring", lambda run, config, stride: 4.0)
+    monkeypatch.setattr(preflight, "scoring", lambda run, way: 4.0)
     knobs = {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 128}
     run = run_of(val=True, **knobs)
     whole = 10.0 * run.val.targets / (8 * 128) * 8 / 7

@@ -103,7 +103,7 @@ def limit(run: train_gpt.Run, folder: Path) -> None:
 
     scorer.started -= 1e9 * rank
     train_gpt.lora_step, train_gpt.LORA_BATCH = counted, 2
-    train_gpt.ttt_lora(run.model, scorer)
+    train_gpt.ttt_lora(scorer)
     complete = scorer.result().val_tokens == run.val.targets
     (folder / f"limit{rank}").write_text(f"{len(steps)} {complete}")
 

@@ -150,17 +150,12 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         ):
             stream = script.read_validation(hp, torch.device("cpu"))
         own = copy.deepcopy(model)
-        config, stride = list(script.final_passes(hp).values())[-1]
+        *_, (config, stride, score, _) = script.final_passes(hp).values()
         evaluator = script.Evaluator(own, stream, hp, runtime, config, stride)
         if leak:
             leak(own, evaluator)
-        if not hp.ttt_enabled:
-            evaluator.score(evaluator.windows())
-        elif hp.ttt_mode == "sgd":
-            script.ttt_sgd(own, evaluator)
-        else:
-            with mock.patch.object(script, "LORA_BATCH", script.LORA_BATCH if together else 1):
-                script.ttt_lora(own, evaluator)
+        with mock.patch.object(script, "LORA_BATCH", script.LORA_BATCH if together else 1):
+            score(evaluator)
         return evaluator.nats[:-1].double()
 
     return evaluate
@@ -168,7 +163,7 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
 
 def fits(script: ModuleType) -> bool:
     """Whether these probes know how the script evaluates. Records keep the script of their day."""
-    return all(hasattr(script, name) for name in ("final_passes", "sgd_gradients", "lora_update"))
+    return all(hasattr(script, name) for name in ("Pass", "sgd_gradients", "lora_update"))
 
 
 def spied(
@@ -185,10 +180,10 @@ def spied(
         events.append(("score", list(last)))
         return nats, counts
 
-    def learned(model, scorer, begin):
+    def learned(scorer, begin):
         stop = min(begin + scorer.hp.ttt_chunk_tokens, len(tokens) - 1)
         events.append(("learn", list(range(begin, stop))))
-        return gradients(model, scorer, begin)
+        return gradients(scorer, begin)
 
     def stepped(*arguments):
         events.append(("learn", list(last)))

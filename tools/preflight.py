@@ -343,17 +343,17 @@ def training(run: train_gpt.Run) -> dict:
 def evaluation(run: train_gpt.Run) -> dict[str, float]:
     """Expected seconds of each final score, from a part of the text."""
     found = {}
-    for name, (config, stride) in train_gpt.final_passes(run.hp).items():
+    for name, way in train_gpt.final_passes(run.hp).items():
         if name.startswith("ttt"):
-            found[name] = test_time_training(run, name, config, stride)
+            found[name] = test_time_training(run, name, way)
         else:
-            found[name] = scoring(run, config, stride)
+            found[name] = scoring(run, way)
     return found
 
 
-def scoring(run: train_gpt.Run, config: train_gpt.ForwardConfig, stride: int) -> float:
+def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
     """Expected seconds, from a few batches of each rank."""
-    scorer = run.make_scorer(config, stride)
+    scorer = run.make_scorer(way.config, way.stride)
     windows = scorer.windows()
     windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
     batch = run.runtime.comm.size * train_gpt.eval_rows(run.hp, run.runtime, scorer.window)
@@ -363,9 +363,7 @@ def scoring(run: train_gpt.Run, config: train_gpt.ForwardConfig, stride: int) ->
     return seconds * math.ceil(windows.shape[1] / batch) / math.ceil(some.shape[1] / batch)
 
 
-def test_time_training(
-    run: train_gpt.Run, name: str, config: train_gpt.ForwardConfig, stride: int
-) -> float:
+def test_time_training(run: train_gpt.Run, name: str, way: train_gpt.Pass) -> float:
     """Expected seconds, from the first documents or chunks. After EVAL_MAX_SECONDS the rest is
     scored with fixed weights."""
     hp, runtime, val = run.hp, run.runtime, run.val
@@ -378,8 +376,7 @@ def test_time_training(
     part.refused = val.refused
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
-    adapt = {"ttt_sgd": train_gpt.ttt_sgd, "ttt_lora": train_gpt.ttt_lora}[name]
-    work = functools.partial(adapt, run.model, make_scorer(config, stride))
+    work = functools.partial(way.score, make_scorer(way.config, way.stride))
     seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
     if name == "ttt_sgd" and val.targets > end:
@@ -387,7 +384,7 @@ def test_time_training(
     limit = hp.eval_max_seconds
     if not 0 < limit < whole:
         return whole
-    return limit + (1 - limit / whole) * scoring(run, config, stride)
+    return limit + (1 - limit / whole) * scoring(run, way)
 
 
 # ---- The verdict ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import collections
 import ctypes
 import dataclasses
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -405,6 +406,11 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     return work
 
 
+def learn(way: Callable, model, scorer) -> None:
+    """Test-time training; older scripts take the model as well."""
+    way(*(model, scorer)[-len(inspect.signature(way).parameters) :])
+
+
 def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One chunk that is scored and trained on, and one that is only scored."""
     model = build_model(script, hp, runtime)
@@ -432,11 +438,12 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
         return call
 
-    def counted(model, scorer, begin):
+    def counted(*arguments):
+        scorer = arguments[-2]
         scorer.forward = compiled(forward)
         with mock.patch.object(torch.autograd, "grad", compiled(torch.autograd.grad)), counting:
             note("part", "gradients")
-            found = gradients(model, scorer, begin)
+            found = gradients(*arguments)
         scorer.forward = forward
         note("part", "update")
         return found
@@ -446,7 +453,8 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
 
     def work():
         note("part", "other")
-        script.ttt_sgd(model, evaluator_of(script, forward, val, hp, runtime, hp.eval_stride))
+        scorer = evaluator_of(script, forward, val, hp, runtime, hp.eval_stride)
+        learn(script.ttt_sgd, model, scorer)
 
     return work
 
@@ -513,7 +521,8 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
 
     with mock.patch.multiple(script, lora_step=planned, lora_adapter=lambda *_: {}):
         data = Data(hp, runtime, CHALLENGE_TOKENS)
-        script.ttt_lora(model, evaluator_of(script, model, data, hp, runtime, hp.eval_stride))
+        scorer = evaluator_of(script, model, data, hp, runtime, hp.eval_stride)
+        learn(script.ttt_lora, model, scorer)
     return examples, repeats
 
 
