@@ -310,8 +310,9 @@ def same_script(folder: Folder) -> Verdict:
     shown = [run for run in folder.runs if run.source is not None]
     if not shown or folder.source is None:
         return Verdict("n/a", rule, "the logs do not begin with the script")
-    if other := [run.path.name for run in shown if run.source.strip() != folder.source.strip()]:
-        return Verdict("FAIL", rule, f"{', '.join(other)} begins with another one")
+    source = folder.source.strip()
+    if other := [run.path.name for run in folder.runs if (run.source or b"").strip() != source]:
+        return Verdict("FAIL", rule, f"{', '.join(other)} does not begin with it")
     size, counted = len(folder.code), {run.code_bytes for run in shown} - {None}
     if counted - {size}:
         return Verdict(
