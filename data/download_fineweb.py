@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -28,9 +29,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import UserError
 
 CASEOPS = "sp8192_lossless_caps_caseops_v1_reserved"
@@ -372,6 +373,12 @@ def download(
     return f"complete: {len(files)} files, {fetched} of them downloaded now, {size:,} bytes, in {folder}"
 
 
+def end(*_) -> None:
+    """The handler of Ctrl-C. The client's threads would first finish their files; it resumes these."""
+    print("error: interrupted by Ctrl-C; start again to go on", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -400,10 +407,11 @@ def main() -> None:
     if arguments.check:
         print(check(arguments.variant, arguments.target))
     else:
+        signal.signal(signal.SIGINT, end)
         remote = Remote.from_env(dict(os.environ), arguments.variant)
         wanted = (arguments.variant, arguments.train_shards, remote, arguments.target)
         print(download(*wanted, arguments.with_docs))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

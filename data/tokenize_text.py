@@ -33,6 +33,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,10 +43,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import program
 import caseops
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import UserError
 
 # isort: split
@@ -294,7 +295,9 @@ def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encod
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
     """`map(function, items)` in worker processes, in order, with a bounded number of pending
     items."""
-    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+    # Ctrl-C is this process's: a worker that it ends would print a traceback or hold a queue's lock.
+    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with concurrent.futures.ProcessPoolExecutor(workers, **ignore) as pool:
         pending = collections.deque()
         try:
             for item in items:
@@ -772,4 +775,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

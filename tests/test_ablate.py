@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -154,13 +155,16 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
     assert Path("work/base_seed1/checkpoints").is_dir()
 
 
-def test_sigterm_ends_the_training(sweep_knobs, tmp_path, nothing_is_left_running):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_trainings(number, sweep_knobs, tmp_path, nothing_is_left_running):
+    """A terminal sends Ctrl-C to all of them. They say nothing of their own."""
     command = [ABLATE, "--steps", 1_000_000, "--folder", tmp_path / "a", "x: SEED=2"]
-    process = start(command, sweep_knobs, tmp_path, fresh=True)
+    process = start(command, sweep_knobs, tmp_path, fresh=True, start_new_session=True)
     log = tmp_path / "a" / "work" / "base_seed1" / "logs" / "base_seed1.txt"
     while not (log.exists() and "step:1/" in log.read_text()):
         assert process.poll() is None
         time.sleep(0.2)
-    process.terminate()
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and said.endswith("interrupted: the same command continues\n")
+    assert said == "error: interrupted; the same command continues\n"
+    assert process.returncode == 130

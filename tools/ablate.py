@@ -50,6 +50,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 
+import program
 import compare
 import demo
 import demo_corpus
@@ -58,7 +59,6 @@ import runs
 import sweep
 import train_gpt
 from common import positive
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -427,19 +427,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
+    variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
+    check(variants, arguments)
+    choose_data()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(arguments.folder)
+    signal.signal(signal.SIGTERM, sweep.end_runs)
     try:
-        variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
-        check(variants, arguments)
-        choose_data()
-        arguments.folder.mkdir(parents=True, exist_ok=True)
-        os.chdir(arguments.folder)
-        signal.signal(signal.SIGTERM, sweep.end_runs)
         comparison(variants, arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues")
+        print("error: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import make_record
 import pack_code
 import runs
 from make_record import CAP, SECONDS
-from program import run_program
 from runs import Run
 from train_gpt import UserError
 
@@ -537,4 +537,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

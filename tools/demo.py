@@ -28,10 +28,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import launch
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -172,6 +172,7 @@ def forked(calls: list[Callable[[], float]]) -> float:
 
     def child(number: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which says that Ctrl-C has ended it
         os.dup2(2, 1)  # gloo of torch 2.9 prints what run.sh would take for a setting
         try:
             found = calls[number]()
@@ -181,7 +182,7 @@ def forked(calls: list[Callable[[], float]]) -> float:
             value.value = found
         os._exit(0)
 
-    processes = [context.Process(target=child, args=(number,)) for number in range(len(calls))]
+    processes = [context.Process(target=child, args=(n,), daemon=True) for n in range(len(calls))]
     for process in processes:
         process.start()
     running = {process.sentinel: process for process in processes}
@@ -310,4 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

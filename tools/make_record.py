@@ -25,10 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import program
 import pack_code
 import runs
 import train_gpt
-from program import run_program
 from runs import Run, UserError, mean_std
 
 CAP = train_gpt.SUBMISSION_CAP
@@ -335,4 +335,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

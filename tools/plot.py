@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+import program
 import runs
 import train_gpt
 from common import image_file
-from program import run_program
 from runs import Point, Run
 
 with train_gpt.importing("requirements-dev.txt"):
@@ -194,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -13,6 +13,7 @@ size is reported as failed until its log is deleted.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
@@ -23,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import pack_code
 import runs
 import train_gpt
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 LOGS = Path("logs")
@@ -110,8 +111,8 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
 def execute(
     command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()
 ) -> str:
-    """Run the command in a folder; `quiet` hides its standard output. Returns "" or the error
-    message of a failure."""
+    """Run the command in a folder; `quiet` hides its standard output and its error message. Returns
+    "" or that message."""
     streams = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         command, env=environ, cwd=folder, **streams, text=True, errors="replace"
@@ -120,9 +121,11 @@ def execute(
     RUNNING.add(process)
     try:
         for line in process.stderr:
-            sys.stderr.write(line)
             if line.startswith("error:"):
                 message = line.strip()
+            if not (quiet and line.startswith("error:")):
+                with contextlib.suppress(OSError):  # nobody reads it: the run goes on
+                    sys.stderr.write(line)
         status = process.wait()
     except KeyboardInterrupt:
         process.wait()  # it has received the same Ctrl-C and finishes its log
@@ -237,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)
