@@ -20,6 +20,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,9 +50,8 @@ def combinations(grid: str) -> list[dict[str, str]]:
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
 
-def plan(environ: dict[str, str]) -> list[dict[str, str]]:
-    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
-    could not start."""
+def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The values of the grid, RUN_ID and SEED of each run. Raises UserError for SEEDS or GRID."""
     seeds = environ.get("SEEDS", "").split() or [environ.get("SEED", "1337")]
     if len(set(seeds)) < len(seeds):
         raise UserError(
@@ -66,9 +66,17 @@ def plan(environ: dict[str, str]) -> list[dict[str, str]]:
         # Tools take a comma as the end of a log's name.
         run_id = name.replace("/", "-").replace(",", "+")
         planned.append({**values, "SEED": seed, "RUN_ID": run_id})
-        if {**environ, **values}.get("CHECKPOINT_EVERY"):
-            planned[-1]["RESUME"] = "auto"  # a run without checkpoints begins
-        Hyperparameters.from_env({**environ, **planned[-1]})
+    return planned
+
+
+def plan(environ: dict[str, str]) -> list[dict[str, str]]:
+    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
+    could not start."""
+    planned = members(environ)
+    for variables in planned:
+        if {**environ, **variables}.get("CHECKPOINT_EVERY"):
+            variables["RESUME"] = "auto"  # a run without checkpoints begins
+        Hyperparameters.from_env({**environ, **variables})
     return planned
 
 
