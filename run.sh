@@ -183,10 +183,11 @@ next_steps() {
 }
 
 record_settings() {  # of the record run on GPUs
-    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}" here=""
+    if [ "$caller" != "$PWD" ]; then here="cd $(printf %q "$PWD") && "; fi
     export NPROC="${NPROC:-$gpus}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
-        echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $PYTHON data/download_fineweb.py" >&2
+        echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $here$PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
     # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.

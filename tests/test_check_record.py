@@ -306,7 +306,8 @@ def test_make_warns_and_quotes(made, tmp_path, monkeypatch, capsys):
         made(change=fewer)
     printed = capsys.readouterr()
     assert "warning: these runs have 10 to 12 steps" in printed.err
-    assert Path(shlex.split(printed.out)[-1]).is_dir()
+    *_, tool, folder = shlex.split(printed.out)
+    assert Path(folder).is_dir() and tool == str(tmp_path / "two words/tools/check_record.py")
 
 
 def test_make_refuses(made, swept, tmp_path):

@@ -330,7 +330,9 @@ def main() -> None:
     folder = make(members, vars(arguments), arguments.track)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
-    check = f"python tools/check_record.py {shlex.quote(str(folder))}"
+    tool = ROOT / "tools" / "check_record.py"
+    tool = tool.relative_to(ROOT) if Path.cwd() == ROOT else tool
+    check = shlex.join(["python", str(tool), str(folder)])
     print(f"made: {folder}\nnow write what it marks with 'to fill', then run: {check}")
 
 
