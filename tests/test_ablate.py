@@ -19,6 +19,7 @@ import shards
 import sweep
 import train_gpt
 from conftest import ROOT, run, start, user_error
+from sample_logs import logs_of
 
 ABLATE = ROOT / "tools" / "ablate.py"
 
@@ -56,6 +57,26 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert still["before"] == pytest.approx(np.mean(early[1]) - np.mean(early[0]))
     assert still["before"] != still["difference"]
     assert all(12_250 < line["bytes"] <= 12_400 for line in (base, still)), (base, still)
+
+
+def test_the_p_of_several_variants_are_corrected(swept, tmp_path, monkeypatch, capsys):
+    """By Holm's method. A variant alone keeps its p."""
+    assert ablate.holm([0.01, None, 0.04, 0.03, 0.9]) == [0.04, None, 0.09, 0.09, 0.9]
+    assert ablate.holm([0.3]) == [0.3] and ablate.holm([0.6, 0.7]) == [1.0, 1.0]
+    monkeypatch.chdir(tmp_path)
+    slow, fast = ([runs.read_run(log) for log in logs_of(swept, r)] for r in ("0.005", "0.025"))
+    found = {}
+    for names in (["x"], ["x", "y", "z"]):
+        members = {"base": slow} | dict.fromkeys(names, fast)
+        monkeypatch.setattr(ablate, "measure", lambda *_, members=members: members)
+        ablate.comparison({}, small_arguments(tokens_per_weight=0))
+        printed = capsys.readouterr().out
+        base, found[len(names)], *_ = json.loads(printed.splitlines()[-1])["score"]
+        assert ("corrected for 3 variants (Holm)" in printed) == (len(names) == 3)
+        assert base["p"] == 0.5
+    for name in ("p", "p_paired"):
+        assert found[3][name] == pytest.approx(min(1, 3 * found[1][name])) != found[1][name]
+    assert found[3]["detectable"] > found[1]["detectable"]
 
 
 def small_arguments(**changes):
