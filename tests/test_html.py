@@ -251,7 +251,7 @@ def test_published_logs_are_read(tmp_path):
     )
     found = written_page(tmp_path, a, b, written(tmp_path, lower, "c.log"))
     assert found.row("c") == ["0.50000", "", "", "", "", ""] and gain in found.text
-    assert "1.0599 bits per byte" in found.text, "a tile"
+    assert "1.0599 bits per byte, seed 42" in found.text, "a tile"
     found = written_page(tmp_path, a, tmp_path / "c.log")
     assert "a: 1.1217 bits per byte. No other configuration that can be compared has" in found.text
 
