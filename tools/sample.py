@@ -226,7 +226,11 @@ def main() -> None:
         parser.error(
             f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt"
         )
-    talk(*load(arguments.artifact, dict(os.environ)), arguments)
+    try:
+        talk(*load(arguments.artifact, dict(os.environ)), arguments)
+    except KeyboardInterrupt:
+        print()  # ends the line of text
+        raise
 
 
 if __name__ == "__main__":
