@@ -77,6 +77,8 @@ def test_the_p_of_several_variants_are_corrected(swept, tmp_path, monkeypatch, c
     for name in ("p", "p_paired"):
         assert found[3][name] == pytest.approx(min(1, 3 * found[1][name])) != found[1][name]
     assert found[3]["detectable"] > found[1]["detectable"]
+    ratios = [b.step_ms / a.step_ms for a, b in zip(slow, fast, strict=True)]
+    assert found[1]["time_ratio"] == pytest.approx(np.median(ratios))
 
 
 def small_arguments(**changes):

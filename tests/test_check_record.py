@@ -225,6 +225,9 @@ BROKEN = {
     "a wrong std": (edit("submission.json", r'"val_bpb_std": [\d.e-]+', '"val_bpb_std": 0.5'), "val_bpb_std is 0.5"),
     "a seed invented": (edit("submission.json", r'"seeds": \[\n *1', '"seeds": [\n 9'), "seeds are"),
     "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, which has no log"),
+    "a seed's results left out": (
+        changed_json(lambda given: {"seed_results": {"1": given["seed_results"]["1"]}}), "seed_results lacks seed 2"
+    ),
     "a seed's figure": (
         edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"
     ),

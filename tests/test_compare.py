@@ -183,6 +183,10 @@ def test_how_many_more_seeds_would_be_needed():
 
     assert p_of(needed) < rule.level <= p_of(needed - 1)
     assert compare.seeds_needed(*reversed(sides), rule) is None, "B is worse"
+    several = sides[0], sides[1] * 4
+    fewer = compare.seeds_needed(*several, rule)
+    assert 3 < fewer < 12
+    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several, rule)
 
 
 def test_the_rule_of_the_later_board():

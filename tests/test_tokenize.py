@@ -108,8 +108,9 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
     path = tmp_path / "t.model"
     train_pieces(path, TEXT.splitlines(), 300, byte_fallback=False, **SPECIAL)
+    records = [Record("line 2", b"\xff"), Record("line 3", "\u4e2d")]  # the first is no text
     with user_error("line 3 has 3 bytes, but the evaluator would count 0"):
-        tokenize_text.Encoder(str(path), Reading()).encode([Record("line 3", "\u4e2d")])
+        tokenize_text.Encoder(str(path), Reading()).encode(records)
 
 
 @pytest.mark.parametrize("vocab_size", [262, 263, 2000])
