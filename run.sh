@@ -11,11 +11,11 @@ usage() {
 
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
 DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
-NPROC=2 ./run.sh     number of processes (default: the number of GPUs; on a CPU measured, with OMP_NUM_THREADS:
-                     set both for runs that you continue, as other numbers change the rounding)
+NPROC=2 ./run.sh     number of processes (default: the number of GPUs; on a CPU measured, with OMP_NUM_THREADS; a
+                     run or sweep that is continued keeps both, as other numbers change the rounding)
 DATA_PATH=folder     your own shards; a manifest.json there names tokenizer and vocabulary (data/README.md)
 DEMO_SECONDS=30      training seconds of the demonstration (default: 150 or 230, by its model)
-DEMO_SIZE=small      its model, small or large (default: by the speed of this machine)
+DEMO_SIZE=small      its model, small or large (default: by the speed of this machine; continued runs keep it)
 SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
 GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these values with every seed
 TEXT
@@ -183,10 +183,11 @@ next_steps() {
 }
 
 record_settings() {  # of the record run on GPUs
-    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}"
+    local data="${DATA_PATH:-./data/datasets/fineweb10B_sp1024}" here=""
+    if [ "$caller" != "$PWD" ]; then here="cd $(printf %q "$PWD") && "; fi
     export NPROC="${NPROC:-$gpus}"
     if ! compgen -G "$data/fineweb_train_*.bin" >/dev/null; then
-        echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $PYTHON data/download_fineweb.py" >&2
+        echo "error: DATA_PATH=$data has no fineweb_train_NNNNNN.bin; run: $here$PYTHON data/download_fineweb.py" >&2
         exit 1
     fi
     # The published warmdown of 3,000 steps was 0.41 of its 600 s on 8 x H100; other numbers of GPUs need the fraction.

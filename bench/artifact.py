@@ -39,10 +39,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import program
 import train_gpt
 from common import SMALL, image_file
 from inspect_artifact import order0_entropy
-from program import run_program
 
 # isort: split
 import numpy as np
@@ -350,4 +350,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import shards
 import train_gpt
 from common import SMALL, positive
-from program import run_program
 
 # isort: split
 import numpy as np
@@ -118,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

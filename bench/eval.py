@@ -41,10 +41,10 @@ from types import ModuleType, SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import train_gpt
 from common import SMALL, image_file, load_script, positive, report, score_of, take_turns
 from flops import peak_flops, window_flops
-from program import run_program
 
 # isort: split
 import numpy as np
@@ -332,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

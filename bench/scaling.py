@@ -35,9 +35,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import train_gpt
 from common import SMALL, image_file, positive
-from program import run_program
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -442,4 +442,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -40,11 +40,11 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import shards
 import train_gpt
 from common import SMALL, load_script, positive, report, run_of, take_turns
 from flops import flops_per_token, peak_flops
-from program import run_program
 
 # isort: split
 import numpy as np
@@ -276,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -9,9 +9,12 @@ It takes the challenge's arguments and hands them to download_fineweb.py, which 
 
 import argparse
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import program
 import download_fineweb
-from program import run_program
 
 
 def main() -> None:
@@ -37,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import shards
 import tokenize_text
-from program import run_program
 from train_gpt import UserError
 
 VOCAB_SIZE = 1024
@@ -116,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -20,17 +20,20 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import UserError
 
 CASEOPS = "sp8192_lossless_caps_caseops_v1_reserved"
@@ -42,6 +45,8 @@ REPOSITORIES = {
     CASEOPS: "romeerp/parameter-golf-caseops-v1",
 }
 DOCUMENTS = ("docs_selected.jsonl", "docs_selected.source_manifest.json")
+ATTEMPTS = 3  # while the hub limits requests
+LONGEST_WAIT = 300  # seconds, the window of its limits
 TARGET = Path(__file__).resolve().parent
 
 
@@ -145,6 +150,20 @@ def sidecars(files: list[Wanted]) -> list[Wanted]:
     return found
 
 
+def seconds_to_wait(error: BaseException | None) -> int | None:
+    """The seconds for which a limit on requests behind this exception lasts, by the hub's answer,
+    else a window of its limits; None if there is no such limit."""
+    while error:
+        response = getattr(error, "response", None)
+        if getattr(response, "status_code", None) == 429:
+            after = response.headers.get("Retry-After", "")
+            # "api";r=0;t=55, by the draft of the IETF
+            left = re.search(r";t=(\d+)", response.headers.get("RateLimit", ""))
+            return int(after) if after.isdecimal() else int(left[1]) if left else LONGEST_WAIT
+        error = error.__cause__ or error.__context__
+    return None
+
+
 class Hub:
     """The hub's client at one revision of the repository. Its failures become UserErrors."""
 
@@ -162,17 +181,29 @@ class Hub:
         self.here = dict(repo_id=remote.repository, repo_type="dataset", revision=info.sha)
 
     def _ask(self, function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except UserError:
-            raise
-        # The client's own, its HTTP library's and the operating system's exceptions
-        except Exception as error:
-            reason = (str(error).strip().splitlines() or [""])[0][:200]
-            raise UserError(
-                f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): check the "
-                "network, the disk and MATCHED_FINEWEB_REPO_ID, then start again; complete files are kept"
-            ) from error
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return function(*arguments, **options)
+            except UserError:
+                raise
+            # The client's own, its HTTP library's and the operating system's exceptions
+            except Exception as error:
+                seconds = seconds_to_wait(error)
+                if seconds is None:
+                    reason = (str(error).strip().splitlines() or [""])[0][:200]
+                    raise UserError(
+                        f"could not get {self.remote.repository} from the hub ({type(error).__name__}: {reason}): "
+                        "check the network, the disk and MATCHED_FINEWEB_REPO_ID, then start again; complete "
+                        "files are kept"
+                    ) from error
+                limit = f"the hub limits your requests (HTTP 429) and asks to wait {seconds} s"
+                if attempt == ATTEMPTS or seconds > LONGEST_WAIT:
+                    raise UserError(
+                        f"{limit}: start again then, or set HF_TOKEN, as an account may ask more; "
+                        "complete files are kept"
+                    ) from error
+                print(f"{limit}: waiting", file=sys.stderr, flush=True)
+                time.sleep(seconds)
 
     def manifest(self) -> dict:
         """The hub's current manifest."""
@@ -372,6 +403,12 @@ def download(
     return f"complete: {len(files)} files, {fetched} of them downloaded now, {size:,} bytes, in {folder}"
 
 
+def end(*_) -> None:
+    """The handler of Ctrl-C. The client's threads would first finish their files; it resumes these."""
+    print("error: interrupted by Ctrl-C; start again to go on", file=sys.stderr, flush=True)
+    os._exit(130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -400,10 +437,11 @@ def main() -> None:
     if arguments.check:
         print(check(arguments.variant, arguments.target))
     else:
+        signal.signal(signal.SIGINT, end)
         remote = Remote.from_env(dict(os.environ), arguments.variant)
         wanted = (arguments.variant, arguments.train_shards, remote, arguments.target)
         print(download(*wanted, arguments.with_docs))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import caseops
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import BOS, UserError
 
 # isort: split
@@ -224,4 +224,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

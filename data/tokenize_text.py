@@ -20,6 +20,7 @@ never in both splits.
 """
 
 import argparse
+import codecs
 import collections
 import concurrent.futures
 import contextlib
@@ -33,6 +34,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -42,10 +44,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import program
 import caseops
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import UserError
 
 # isort: split
@@ -77,6 +79,7 @@ class Record(NamedTuple):
     where: str
     raw: str | bytes
     is_json: bool = False
+    fault: str = ""  # a sentence on a document that is no text
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
@@ -109,6 +112,8 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
             yield from _parquet(path, reading.field)
             return
         with open(path, "rb") as file:
+            if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:  # else it is left out
+                file.seek(0)
             if path.suffix == ".jsonl":
                 yield from (
                     Record(f"{path}, line {number}", line, True)
@@ -147,43 +152,43 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
             for batch in table.iter_batches(columns=[field], batch_size=256):
                 for text in batch.column(0).to_pylist():
                     number += 1
+                    where, fault = f"{path}, row {number}", ""
                     if not isinstance(text, str):
-                        raise UserError(
-                            f"{path}, row {number}: column {field!r} holds {type(text).__name__}, not text: set --field"
-                        )
-                    yield Record(f"{path}, row {number}", text)
+                        kind = type(text).__name__
+                        fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
+                    yield Record(where, "" if fault else text, fault=fault)
     except ArrowException as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from error
 
 
 def text_of(record: Record, reading: Reading) -> str:
-    """The document's text. Raises UserError if it is not UTF-8."""
-    where, text, is_json = record
+    """The document's text. Raises UserError if it has none."""
+    where, text, is_json, fault = record
+    train_gpt.require(not fault, fault)
     try:
         if isinstance(text, bytes):
             text = text.decode()
-        if is_json:
-            entry = json.loads(text)
-            fields = (
-                {k: v for k, v in entry.items() if isinstance(v, str)}
-                if isinstance(entry, dict)
-                else {}
-            )
-            if reading.field not in fields:
-                advice = (
-                    f"set --field to one of {', '.join(list(fields)[:9])}, or"
-                    if fields
-                    else "fix or"
-                )
-                raise UserError(
-                    f"{where} has no text in a field {reading.field!r}: {advice} remove that line"
-                )
-            text = fields[reading.field]
-        text.encode()  # fails for a lone surrogate, which JSON can contain
+        entry = json.loads(text) if is_json else {}
     except UnicodeError as error:
         raise UserError(f"{where} is not UTF-8 text ({error.reason}): convert it") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON ({error}): fix or remove that line") from error
+    if is_json:
+        fields = entry.items() if isinstance(entry, dict) else ()
+        texts = {name: value for name, value in fields if isinstance(value, str)}
+        names = ", ".join(list(texts)[:9])
+        advice = f"set --field to one of {names}, or" if texts else "fix or"
+        train_gpt.require(
+            reading.field in texts,
+            f"{where} has no text in a field {reading.field!r}: {advice} remove that line",
+        )
+        text = texts[reading.field]
+    lone = re.search("[\ud800-\udfff]", text)
+    train_gpt.require(
+        not lone,
+        f"{where} has half of a character (the lone surrogate {lone and lone[0]!r}): "
+        "fix or remove that line",
+    )
     return text.strip() if reading.strip else text
 
 
@@ -216,10 +221,11 @@ def key_of(text: str) -> bytes:
 
 
 class Encoded(NamedTuple):
-    """A chunk as tokens (n,) uint16, and its documents in order."""
+    """A chunk as tokens (n,) uint16, its documents in order, and sentences on bad ones."""
 
     tokens: np.ndarray
     documents: list["Document"]
+    bad: list[str]
 
 
 class Document(NamedTuple):
@@ -242,9 +248,15 @@ class Encoder:
         self.prefixed = self.pieces.normalize("a").startswith(SPACE)
 
     def encode(self, chunk: list[Record]) -> Encoded:
-        """Tokenize a chunk. Raises UserError if a document is not text or the evaluator would count
-        wrong bytes."""
-        texts = [text_of(record, self.reading) for record in chunk]
+        """Tokenize a chunk. A document that is not text is left out. Raises UserError if the
+        evaluator would count wrong bytes."""
+        texts, good, bad = [], [], []
+        for record in chunk:
+            try:
+                texts.append(text_of(record, self.reading))
+                good.append(record)
+            except UserError as error:
+                bad.append(str(error))
         normalised = [self._plain(text) for text in texts]
         sources = [caseops.encode(text) for text in normalised] if self.counter.caseops else texts
         encoded = self.pieces.encode(sources, return_type="numpy")
@@ -257,7 +269,7 @@ class Encoder:
         charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
         documents = []
         for record, text, source, length, nbytes, raw in zip(
-            chunk, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
+            good, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
         ):
             size = len(text.encode())
             if nbytes != size:
@@ -272,7 +284,7 @@ class Encoder:
             documents.append(
                 Document(key_of(text), length, size, len(raw.encode()) - size, raw != text)
             )
-        return Encoded(tokens[:-1], documents)
+        return Encoded(tokens[:-1], documents, bad)
 
     def _plain(self, text: str) -> str:
         """The text after the tokenizer's normaliser."""
@@ -294,7 +306,9 @@ def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encod
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
     """`map(function, items)` in worker processes, in order, with a bounded number of pending
     items."""
-    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+    # Ctrl-C is this process's: a worker that it ends would print a traceback or hold a queue's lock.
+    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with concurrent.futures.ProcessPoolExecutor(workers, **ignore) as pool:
         pending = collections.deque()
         try:
             for item in items:
@@ -352,17 +366,21 @@ def normaliser_options(rule: str, prefix: bool = True) -> dict:
 
 
 def sample_texts(
-    files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int
+    files: list[Path], reading: Reading, rule: str, split: Split, sample_bytes: int, skip_bad=0
 ) -> list[str]:
     """About `sample_bytes` of training documents, chosen by their checksums, so order does not
-    matter."""
+    matter. Bad ones are left out if `skip_bad` allows any."""
     normaliser = sentencepiece.SentencePieceNormalizer(rule_name=rule, **normaliser_options(rule))
     share = min(1.0, sample_bytes / max(1, sum(path.stat().st_size for path in files))) * 2**32
     chosen = []
     for record in itertools.chain.from_iterable(records(path, reading) for path in files):
         raw = record.raw if isinstance(record.raw, bytes) else record.raw.encode()
         if zlib.crc32(raw) <= share or len(split.val_keys) < split.val_docs:
-            text = kept(normaliser.normalize(text_of(record, reading)))
+            try:
+                text = kept(normaliser.normalize(text_of(record, reading)))
+            except UserError as error:
+                require_allowed(str(error), 1, min(1, skip_bad))  # they are counted later
+                continue
             if text and split.side(key_of(text)) == "train":
                 chosen.append(text)
     if not chosen and share < 2**32:
@@ -373,6 +391,13 @@ def sample_texts(
     if not chosen:
         raise nothing_left("train", len(split.val_keys))
     return sorted(chosen)
+
+
+def require_allowed(sentence: str, bad: int, skip_bad: int) -> None:
+    """Raise UserError for the last of so many bad documents unless all may be skipped."""
+    train_gpt.require(
+        bad <= skip_bad, f"{sentence}; or skip up to N such documents with --skip-bad N"
+    )
 
 
 def nothing_left(split: str, documents: int) -> UserError:
@@ -471,7 +496,7 @@ class Tally:
         self.splits = {
             split: {"documents": 0, "tokens": 0, "bytes": 0} for split in ("train", "val")
         }
-        self.empty = self.repeated = self.changed = self.lost = 0
+        self.empty = self.repeated = self.bad = self.changed = self.lost = 0
 
     def lines(self) -> Iterator[str]:
         """The counts as text."""
@@ -480,19 +505,25 @@ class Tally:
                 f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes "
                 f"({counts['bytes'] / max(1, counts['tokens']):.3f} per token)"
             )
-        yield f"skipped documents: {self.repeated:,} also in validation, {self.empty:,} empty"
+        bad = f", {self.bad:,} bad" * bool(self.bad)
+        yield f"skipped documents: {self.repeated:,} also in validation, {self.empty:,} empty{bad}"
         yield f"changed by the tokenizer's normaliser: {self.changed:,} documents, {self.lost:,} bytes removed"
 
 
 def write_shards(
-    encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int
+    encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int, skip_bad: int
 ) -> tuple[Tally, dict[str, dict]]:
-    """Assign documents to splits and write them. Returns (counts, entries of the manifest)."""
+    """Assign documents to splits and write them. Returns (counts, entries of the manifest). Raises
+    UserError for more than `skip_bad` bad documents."""
     tally, writers = (
         Tally(),
         {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")},
     )
     for chunk in encoded:
+        for sentence in chunk.bad:
+            tally.bad += 1
+            require_allowed(sentence, tally.bad, skip_bad)
+            print(f"skipped: {sentence}", file=sys.stderr)
         start = 0
         for document in chunk.documents:
             tokens = chunk.tokens[start : start + document.length]
@@ -558,6 +589,7 @@ class Options(NamedTuple):
     val_fraction: float = 0.0
     shard_tokens: int = shards.SHARD_TOKENS
     workers: int = 1
+    skip_bad: int = 0  # most documents without text
 
 
 def build(
@@ -595,9 +627,8 @@ def build(
         if options.tokenizer:
             adopt_tokenizer(options.tokenizer, model)
         else:
-            texts = sample_texts(
-                files, reading, options.normalizer, Split(*side), options.sample_bytes
-            )
+            sampling = options.normalizer, Split(*side), options.sample_bytes, options.skip_bad
+            texts = sample_texts(files, reading, *sampling)
             operators = train_gpt.CASE_OPERATORS if options.caseops else ""
             texts = [caseops.encode(text) for text in texts] if options.caseops else texts
             shards.write_file(
@@ -605,7 +636,8 @@ def build(
             )
         work = functools.partial(encode_chunk, str(model), reading)
         encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
-        tally, entries = write_shards(encoded, folder, Split(*side), options.shard_tokens)
+        writing = Split(*side), options.shard_tokens, options.skip_bad
+        tally, entries = write_shards(encoded, folder, *writing)
         made_by = made_by or {
             "tool": "tokenize_text.py",
             "val_docs": side[0],
@@ -683,6 +715,12 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         help=r"separator of the documents in a text file; \n is a newline",
     )
+    parser.add_argument(
+        "--skip-bad",
+        type=int,
+        default=0,
+        help="skip up to so many documents that are not text, and name them (default: 0)",
+    )
     parser.add_argument("--strip", action="store_true", help="remove white space around documents")
     parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
     parser.add_argument(
@@ -723,6 +761,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         ("shard_tokens", 1, 1 << 30),
         ("workers", 1, 1024),
         ("sample_bytes", 1, 1 << 40),
+        ("skip_bad", 0, 1 << 40),
     ):
         value = getattr(arguments, name)
         if value is not None and not low <= value <= high:
@@ -772,4 +811,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -1,9 +1,11 @@
 """A stand-in for the Hugging Face hub: an HTTP server on loopback with its URLs for one data set."""
 
+import contextlib
 import hashlib
 import http.server
 import json
 import threading
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -19,6 +21,9 @@ class Hub:
         self.commit = COMMIT
         self.corrupt = set()  # paths that are served with a flipped bit
         self.requests: list[tuple[str, str]] = []  # method, path
+        self.limited: dict[str, int] = {}  # by method, requests to answer with HTTP 429
+        self.limit = {"Retry-After": "0"}  # what these answers say
+        self.delay = 0.0  # seconds before the content of a .bin
         hub = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -53,6 +58,10 @@ class Hub:
         self.requests.append((request.command, path))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         name = path.removeprefix(files).partition("/")[2]
+        if self.limited.get(request.command, 0):
+            self.limited[request.command] -= 1
+            self.json(request, {"error": "Too Many Requests"}, 429, **self.limit)
+            return
         if path.startswith(f"{api}/paths-info/"):
             names = self.asked(body, request.headers)
             self.json(request, [self.info(name) for name in names if (self.root / name).is_file()])
@@ -95,6 +104,8 @@ class Hub:
         info, data = self.info(name), (self.root / name).read_bytes()
         if name in self.corrupt:
             data = data[:-1] + bytes([data[-1] ^ 1])
+        if name.endswith(".bin") and request.command == "GET":
+            time.sleep(self.delay)
         digest = info.get("lfs", info)["oid"]
         self.send(request, data, 200, {"ETag": f'"{digest}"', "X-Repo-Commit": self.commit})
 
@@ -105,4 +116,5 @@ class Hub:
             request.send_header(name, value)
         request.end_headers()
         if request.command != "HEAD":
-            request.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # the client has ended
+                request.wfile.write(data)

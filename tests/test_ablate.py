@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import shards
 import sweep
 import train_gpt
 from conftest import ROOT, run, start, user_error
+from sample_logs import logs_of
 
 ABLATE = ROOT / "tools" / "ablate.py"
 
@@ -55,6 +57,28 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     assert still["before"] == pytest.approx(np.mean(early[1]) - np.mean(early[0]))
     assert still["before"] != still["difference"]
     assert all(12_250 < line["bytes"] <= 12_400 for line in (base, still)), (base, still)
+
+
+def test_the_p_of_several_variants_are_corrected(swept, tmp_path, monkeypatch, capsys):
+    """By Holm's method. A variant alone keeps its p."""
+    assert ablate.holm([0.01, None, 0.04, 0.03, 0.9]) == [0.04, None, 0.09, 0.09, 0.9]
+    assert ablate.holm([0.3]) == [0.3] and ablate.holm([0.6, 0.7]) == [1.0, 1.0]
+    monkeypatch.chdir(tmp_path)
+    slow, fast = ([runs.read_run(log) for log in logs_of(swept, r)] for r in ("0.005", "0.025"))
+    found = {}
+    for names in (["x"], ["x", "y", "z"]):
+        members = {"base": slow} | dict.fromkeys(names, fast)
+        monkeypatch.setattr(ablate, "measure", lambda *_, members=members: members)
+        ablate.comparison({}, small_arguments(tokens_per_weight=0))
+        printed = capsys.readouterr().out
+        base, found[len(names)], *_ = json.loads(printed.splitlines()[-1])["score"]
+        assert ("corrected for 3 variants (Holm)" in printed) == (len(names) == 3)
+        assert base["p"] == 0.5
+    for name in ("p", "p_paired"):
+        assert found[3][name] == pytest.approx(min(1, 3 * found[1][name])) != found[1][name]
+    assert found[3]["detectable"] > found[1]["detectable"]
+    ratios = [b.step_ms / a.step_ms for a, b in zip(slow, fast, strict=True)]
+    assert found[1]["time_ratio"] == pytest.approx(np.median(ratios))
 
 
 def small_arguments(**changes):
@@ -154,13 +178,16 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
     assert Path("work/base_seed1/checkpoints").is_dir()
 
 
-def test_sigterm_ends_the_training(sweep_knobs, tmp_path, nothing_is_left_running):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_trainings(number, sweep_knobs, tmp_path, nothing_is_left_running):
+    """A terminal sends Ctrl-C to all of them. They say nothing of their own."""
     command = [ABLATE, "--steps", 1_000_000, "--folder", tmp_path / "a", "x: SEED=2"]
-    process = start(command, sweep_knobs, tmp_path, fresh=True)
+    process = start(command, sweep_knobs, tmp_path, fresh=True, start_new_session=True)
     log = tmp_path / "a" / "work" / "base_seed1" / "logs" / "base_seed1.txt"
     while not (log.exists() and "step:1/" in log.read_text()):
         assert process.poll() is None
         time.sleep(0.2)
-    process.terminate()
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 1 and said.endswith("interrupted: the same command continues\n")
+    assert said == "error: interrupted; the same command continues\n"
+    assert process.returncode == 130

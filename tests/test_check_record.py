@@ -1,5 +1,6 @@
 """tools/make_record.py and tools/check_record.py: submission folders and their check."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -117,7 +118,7 @@ def test_the_packed_script_that_ran_is_submitted(made, monkeypatch):
     for name, content, part in (
         ("train_gpt.readable.py", source + b"x", "train_gpt.readable.py is not its source"),
         ("train_gpt.py", source, f"it has {len(source)} bytes, the code that ran {len(packed)}"),
-        ("train_gpt.py", other, "begins with another one"),
+        ("train_gpt.py", other, "does not begin with it"),
     ):
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(content)
@@ -128,6 +129,29 @@ def test_the_packed_script_that_ran_is_submitted(made, monkeypatch):
     shutil.rmtree(folder)
     with user_error("the script was not packed with tools/pack_code.py"):
         made(change=counted(len(packed) + 1, source))
+
+
+def test_a_claim_is_about_every_seed(swept):
+    """Not about the first one alone."""
+    members = [runs.read_run(path) for path in logs_of(swept)]
+    machine = {"ranks": 8, "device": "NVIDIA H100"}
+    members = [dataclasses.replace(run, **machine) for run in members]
+    slow = {members[1].score_name: members[1].score._replace(seconds=600.1)}
+    for claim, worse in {
+        "artifact_under_16mb": {"model_bytes": make_record.CAP},
+        "train_under_600s": {"train_seconds": 600.1},
+        "eval_under_600s": {"scores": slow},
+        "hardware_8xh100": {"ranks": 4},
+    }.items():
+        pair = [members[0], dataclasses.replace(members[1], **worse)]
+        for given, holds in ((members, True), (pair, False), (pair[::-1], False)):
+            assert make_record.summary(given, 1)["compliance"][claim] is holds, claim
+    assert (
+        make_record.summary([members[0], dataclasses.replace(members[1], model_bytes=9**9)], 1)[
+            "bytes_total"
+        ]
+        == 9**9 + 1
+    )
 
 
 def as_record(text: str) -> str:
@@ -201,6 +225,9 @@ BROKEN = {
     "a wrong std": (edit("submission.json", r'"val_bpb_std": [\d.e-]+', '"val_bpb_std": 0.5'), "val_bpb_std is 0.5"),
     "a seed invented": (edit("submission.json", r'"seeds": \[\n *1', '"seeds": [\n 9'), "seeds are"),
     "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, which has no log"),
+    "a seed's results left out": (
+        changed_json(lambda given: {"seed_results": {"1": given["seed_results"]["1"]}}), "seed_results lacks seed 2"
+    ),
     "a seed's figure": (
         edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"
     ),
@@ -213,10 +240,18 @@ BROKEN = {
     "other text": (
         edit("train_seed2.log", r"(final_int6_sl.*)val_tokens:\d+", r"\1val_tokens:99"), "tokens and bytes are"
     ),
-    "another script": (edit_import("import argparse  # changed"), "begins with another one"),
+    "another script": (edit_import("import argparse  # changed"), "does not begin with it"),
+    "one seed of another script": (edit("train_seed2.log", r"^Code size: \d+", "Code size: 5"), "that ran 5 or"),
+    "one seed without the script": (
+        lambda at: (at / "train_seed2.log").write_text((at / "train_seed2.log").read_text().partition(runs.RULER)[2]),
+        "train_seed2.log does not begin with it",
+    ),
     "too large": (fatten, "too many"),
+    "one artifact too large": (
+        edit("train_seed2.log", r"^(Serialized model int6.*:) \d+", r"\1 16000000"), "(seed 2), "
+    ),
     "trained too long": (
-        edit("train_seed1.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 1: 600.00 s"
+        edit("train_seed2.log", r"^gptq: (.*)train_time:\d+ms", r"gptq: \1train_time:600001ms"), "seed 2: 600.00 s"
     ),
     "evaluated too long": (
         edit("train_seed1.log", r"(final_int6_sl.*)eval_time:\d+ms", r"\1eval_time:700000ms"), "seed 1: 700.00 s"
@@ -230,7 +265,7 @@ BROKEN = {
     "an import": (edit_import("import argparse\nimport pytest"), "pytest is not in requirements.txt"),
     "a network module": (edit_import("import argparse\nimport urllib.request"), "it imports urllib"),
     "a secret": (
-        edit("train_seed1.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"),
+        edit("train_seed2.log", r"^changed from", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz0123456789\nchanged from"),
         "key or password",
     ),
 }
@@ -274,7 +309,8 @@ def test_make_warns_and_quotes(made, tmp_path, monkeypatch, capsys):
         made(change=fewer)
     printed = capsys.readouterr()
     assert "warning: these runs have 10 to 12 steps" in printed.err
-    assert Path(shlex.split(printed.out)[-1]).is_dir()
+    *_, tool, folder = shlex.split(printed.out)
+    assert Path(folder).is_dir() and tool == str(tmp_path / "two words/tools/check_record.py")
 
 
 def test_make_refuses(made, swept, tmp_path):

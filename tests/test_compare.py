@@ -60,6 +60,20 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
     assert ("paired by seed (1 2 3)" in result.stdout) == (len(losses) == 3)
 
 
+def test_pairs_are_of_equal_seeds_in_any_order_of_the_logs():
+    """seed10 comes before seed2, and a seed of one side alone is left out."""
+    a, b = made([1.9, 1.95, 1.97, 1.8]), made([1.85, 1.93, 1.91])
+
+    def paired(*sides) -> list[str]:
+        losses = [[run.score.loss for run in side] for side in sides]
+        lines = compare.tests_of(*sides, *losses, compare.RECORD)
+        return [line for line in lines if "paired" in line]
+
+    test = compare.paired([1.9, 1.95, 1.97], [1.85, 1.93, 1.91])
+    assert f"(0 1 2): t = {test.t:.2f}, df = 2, p = {test.p:.4g}" in paired(a, b)[0]
+    assert paired(a, b[::-1]) == paired(a[::-1], b) == paired(a, b)
+
+
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
     a = group(tmp_path / "a", {1: 1.9, 2: 1.91}, rate=1.7)
     b = group(tmp_path / "b", {1: 2.4, 2: 2.41}, rate=2.2)
@@ -133,6 +147,8 @@ def test_logs_are_found_by_folder_pattern_and_list(tmp_path):
         (f"{tmp_path}/c.log,{tmp_path}/a?.txt", [names[4], *names[:2]]),
         (f"{tmp_path}/a[1].txt", [names[2]]),
         (f"{tmp_path}/b,1.txt", [names[3]]),
+        (f"{tmp_path}/b,*.txt", [names[3]]),
+        (f"{tmp_path}/c.log,{tmp_path}/b,1.txt,{tmp_path}/a1.txt", [names[4], names[3], names[0]]),
         ("nothing.txt", [Path("nothing.txt")]),
     ):
         assert runs.find_logs(text) == expected
@@ -167,6 +183,10 @@ def test_how_many_more_seeds_would_be_needed():
 
     assert p_of(needed) < rule.level <= p_of(needed - 1)
     assert compare.seeds_needed(*reversed(sides), rule) is None, "B is worse"
+    several = sides[0], sides[1] * 4
+    fewer = compare.seeds_needed(*several, rule)
+    assert 3 < fewer < 12
+    assert f"{fewer - 3} more of A and 0 more of B" in compare.more_seeds(*several, rule)
 
 
 def test_the_rule_of_the_later_board():

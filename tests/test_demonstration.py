@@ -1,7 +1,9 @@
 """The demonstration: its settings (tools/demo.py) on imitated machines, its data and its report."""
 
 import ast
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,6 +211,53 @@ def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch)
     assert "2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0; NPROC=2 OMP_NUM_THREADS=2" in sentence
     chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
     assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
+
+
+def log_of(size: str, path: Path) -> None:
+    """The first line of a run's log, and one that was cut off."""
+    knobs = {name.lower(): value for name, value in demo.SIZES[size].items()}
+    if "NUM_LAYERS=5" in path.name:
+        knobs["num_layers"] = 5
+    runtime = "runtime: ranks:4 mesh:4x1 device:CPU model, 3 threads compute_dtype:bfloat16"
+    start = json.dumps({"event": "start", "runtime": runtime, "hyperparameters": knobs})
+    path.write_text(start + '\n{"event"')
+
+
+@pytest.mark.parametrize("size", demo.SIZES)
+@pytest.mark.parametrize(
+    "given, name, kept",
+    [
+        ({"RESUME": "auto"}, "demo", "4 3"),
+        ({"RESUME": "auto", "RUN_ID": "mine", "NPROC": "2"}, "mine", "2 3"),
+        ({"SEEDS": "1 2"}, "demo_seed2", "4 3"),
+        ({"GRID": "NUM_LAYERS=3,5", "SEED": "9"}, "demo_NUM_LAYERS=5_seed9", "4 3"),
+        ({}, "demo", "1 1"),
+        ({"SEEDS": "1 2"}, "demo_seed3", "1 1"),
+        ({"RESUME": "auto", "DEMO_SIZE": "small"}, "nothing", "1 1"),
+    ],
+)
+def test_what_is_continued_keeps_what_it_began_with(
+    size, given, name, kept, tmp_path, monkeypatch, capsys
+):
+    """Nothing is measured again, except what the log does not say."""
+    (tmp_path / "logs").mkdir()
+    log_of(size, tmp_path / "logs" / f"{name}.jsonl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo.os, "environ", given)
+    measured = []
+    monkeypatch.setattr(demo, "forked", lambda calls: measured.append("size") or 0.0)
+    speeds = lambda _, pairs: measured.append("ranks") or {p: -sum(p) for p in pairs}  # noqa: E731
+    monkeypatch.setattr(demo, "measure", speeds)
+    monkeypatch.setattr(demo, "physical_cores", lambda _: 2)
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
+    demo.main()
+    *settings, sentence = capsys.readouterr().out.splitlines()
+    found = dict(line.split("=", 1) for line in settings) | given
+    new = kept == "1 1"
+    assert f"{found['NPROC']} {found['OMP_NUM_THREADS']}" == (kept if not new else "1 2")
+    assert found["MODEL_DIM"] == str(demo.SIZES["small" if new else size]["MODEL_DIM"])
+    assert sentence.endswith(f" as logs/{name}.jsonl began") is not new
+    assert bool(measured) is new
 
 
 def test_real_steps_are_timed_by_several_ranks(env):

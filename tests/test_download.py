@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +14,7 @@ import pytest
 import download_fineweb
 import shards
 import train_gpt
-from conftest import ROOT, run, sentence, user_error, variables
+from conftest import ROOT, run, sentence, start, user_error, variables
 from hub import Hub
 
 REPOSITORY, NAME = "somebody/some-data", "fineweb10B_sp1024"
@@ -146,6 +148,56 @@ def test_no_network(download, hub):
 )
 def test_errors_are_one_sentence(download, arguments, changes, part):
     assert part in sentence(download("--train-shards", 1, *arguments, status=1, **changes))
+
+
+LIMIT = "the hub limits your requests (HTTP 429) and asks to wait"
+
+
+@pytest.mark.parametrize("method, said", [("GET", LIMIT), ("POST", LIMIT), ("HEAD", "Error 429 ")])
+def test_a_limit_of_the_hub_is_waited_for(download, hub, method, said):
+    """The client itself waits before it asks for a file a second time."""
+    hub.limited = {method: 2}
+    result = download("--train-shards", 1)
+    assert "complete: 3 files" in result.stdout and said in result.stderr
+
+
+@pytest.mark.parametrize(
+    "answer, seconds",
+    [
+        ({"Retry-After": "0"}, 0),
+        ({"Retry-After": "301"}, 301),
+        ({"RateLimit": '"api";r=0;t=777'}, 777),
+    ],
+)
+def test_a_limit_that_lasts_is_named(download, hub, answer, seconds):
+    hub.limited, hub.limit = {"GET": 99}, answer
+    result = download("--train-shards", 1, status=1)
+    assert sentence(result).startswith(f"error: {LIMIT} {seconds} s: start again then, or set HF_T")
+    asked = [path for _, path in hub.requests if path.endswith(REPOSITORY)]
+    assert len(asked) == (3 if seconds == 0 else 1)
+
+
+def test_a_limit_behind_another_error_is_found():
+    """As when the client finds no file in its cache. A window of the limits is 300 s."""
+    limit, error, other = OSError(), OSError("not in the cache"), OSError()
+    limit.response = mock.Mock(status_code=429, headers={})
+    other.response = mock.Mock(status_code=503, headers={"Retry-After": "9"})
+    error.__cause__ = limit
+    assert list(map(download_fineweb.seconds_to_wait, (error, other))) == [300, None]
+
+
+def test_ctrl_c_does_not_wait_for_the_files(hub, tmp_path):
+    hub.delay = 40
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "cache")}
+    command = [ROOT / "data" / "download_fineweb.py", "--target", tmp_path, "--train-shards", 1]
+    process = start(command, environment | {"MATCHED_FINEWEB_REPO_ID": REPOSITORY}, tmp_path)
+    while not any(path.endswith(".bin") for path in hub.fetched()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert said.endswith("error: interrupted by Ctrl-C; start again to go on\n"), said
+    assert process.returncode == 130 and "Traceback" not in said
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """tools/report.py --html: the page, read with a parser. No browser runs here."""
 
+import base64
+import gzip
 import json
 import re
 from html.parser import HTMLParser
@@ -80,11 +82,14 @@ def test_the_page_is_one_file(sweep):
     assert not tags & {"link", "img", "iframe", "object", "embed", "base", "form"}
     for _, attributes in sweep.elements:
         assert not {"src", "href", "srcset", "data", "action"} & attributes.keys()
-    library, own = sweep.scripts
-    assert "plotly.js v" in library[:500] and len(library) > 1e6
-    rest = sweep.source.replace(library, "")
+    packed, own = sweep.scripts
+    library = gzip.decompress(base64.b64decode(packed)).decode()
+    assert "plotly.js v" in library[:500] and len(library) > 2 * len(sweep.source)
+    rest = sweep.source.replace(packed, "")
     assert not re.search(r"https?:|//[\w-]+\.|@import|url\(|\bfetch|XMLHttp|import\(", rest)
     assert 'modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]]' in own
+    # Buttons would cover the label of the longest bar
+    assert "Plotly.react(id, data, layout, {...config, displayModeBar: false})" in own
     viewport = {"name": "viewport", "content": "width=device-width, initial-scale=1"}
     assert ("meta", viewport) in sweep.elements and "prefers-color-scheme: dark" in sweep.source
 
@@ -182,6 +187,16 @@ def test_a_run_without_artifact_and_events(swept, tmp_path):
     assert "p is Welch" not in found.text
 
 
+def test_seeds_with_unequal_steps_are_warned_about(swept, tmp_path):
+    """In the words of tools/compare.py. A run alone has nothing to differ from."""
+    first, second = logs_of(swept)
+    cut = re.sub(r"(?m)^step:1[12]/12 .*\n", "", second.read_text())
+    logs = first, written(tmp_path, cut, second.name)
+    warning = runs.uneven_steps([runs.read_run(log) for log in logs])
+    assert f"(2 seeds): {warning}." in written_page(tmp_path, *logs).text and "10 to 12" in warning
+    assert "warning" not in written_page(tmp_path, logs[1]).text
+
+
 def test_evaluations_are_no_configurations_beside_trainings(swept, tmp_path):
     """The dated log of an evaluation comes first, and the page compared every training with it."""
     first, second = logs_of(swept)
@@ -230,6 +245,15 @@ def test_published_logs_are_read(tmp_path):
     assert "No p is corrected" in found.text
     gain = f"{-float(nats):.5f} nats per token better than a (untested). The gain reac"
     assert gain in found.text
+    # One that is not comparable is no result, however low its score
+    lower = (
+        texts["c"].replace("val_bpb:1.12165091", "val_bpb:0.5").replace("1.89385556", "0.84422657")
+    )
+    found = written_page(tmp_path, a, b, written(tmp_path, lower, "c.log"))
+    assert found.row("c") == ["0.50000", "", "", "", "", ""] and gain in found.text
+    assert "1.0599 bits per byte, seed 42" in found.text, "a tile"
+    found = written_page(tmp_path, a, tmp_path / "c.log")
+    assert "a: 1.1217 bits per byte. No other configuration that can be compared has" in found.text
 
 
 def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):

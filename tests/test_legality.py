@@ -106,6 +106,37 @@ def test_a_look_ahead_is_caught(setting, way, cheat):
     assert legality.truncation(peeks, tokens, CUTS).startswith("C1")
 
 
+def test_a_look_at_the_next_token_alone_is_caught():
+    """The loss of target t may depend on tokens[: t + 2], so on itself, and not on tokens[t + 2]."""
+    tokens = legality.random_stream(TARGETS, 64, BOS)
+    honest = lambda t: t.cumsum(0)[1:].double()  # noqa: E731
+    ahead = lambda t: torch.cat((t[2:], t[-1:])).double()  # noqa: E731
+    for probe in (
+        lambda f: legality.future(f, tokens, 64, CUTS),
+        lambda f: legality.truncation(f, tokens, CUTS),
+    ):
+        assert probe(honest) == ""
+        assert probe(ahead).startswith(f"C1: the loss of target {CUTS[0]} changes")
+
+
+@pytest.mark.parametrize(
+    "chances, faults, with_zeros",
+    [
+        ((0.1, 0.2, 0.3, 0.4), 0, 0),
+        ((0.1, 0.2, 0.3, 0.3), 1, 1),
+        ((0.1, 0.2, 0.3, 0.5), 1, 1),
+        ((0.0, 0.3, 0.3, 0.4), 1, 0),
+    ],
+)
+def test_probabilities_are_positive_and_sum_to_one(chances, faults, with_zeros):
+    """Zeros are those of the canonical mask."""
+    evaluate = lambda t: -torch.tensor(chances).double().log()[t[1:]]  # noqa: E731
+    stream = torch.zeros(5, dtype=torch.int64)
+    for zeros, expected in ((False, faults), (True, with_zeros)):
+        fault = legality.distribution(evaluate, stream, 4, (2,), zeros)
+        assert fault.startswith("C2: the probabilities of target 2 sum") == bool(expected), fault
+
+
 def test_false_probabilities_and_losses_are_caught(setting):
     """That do not add up to one, or belong to a target twice or not at all."""
     evaluate, tokens, hp = setting("sliding")

@@ -60,12 +60,31 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     log = written(tmp_path, "\n".join(lines))
     plot.draw_runs([runs.read_run(log)], tmp_path / "x.png")
+    assert [text.get_text() for text in figures[0].legends[0].texts] == [
+        "train_seed42: not finished"
+    ]
     for axis, points in zip(figures[0].axes, (96, 96, *[min(validations, 20)] * 2), strict=False):
         (line,) = axis.lines
         x, y = line.get_data()
         assert len(x) == points
         for values, (low, high) in ((x, axis.get_xlim()), (y, axis.get_ylim())):
             assert low <= values.min() and values.max() <= high
+
+
+def test_the_picture_has_the_scores(swept, monkeypatch):
+    """Means over the seeds that have one."""
+    figures = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    members = [runs.read_run(path) for path in logs_of(swept)]
+    for group, name in (
+        (members, "t_MATRIX_LR=0.025 (2 seeds)"),
+        (members[:1], members[0].path.stem),
+    ):
+        plot.draw_runs(group, "x.png")
+        (text,) = figures[-1].legends[0].texts
+        values = np.array([run.score.bpb for run in group])
+        spread = f" ± {values.std(ddof=1):.4f}" if len(group) > 1 else ""
+        assert text.get_text() == f"{name}: {values.mean():.4f}{spread} bits per byte"
 
 
 def test_logs_without_steps_are_left_out_in_one_line(swept, tmp_path):

@@ -1,18 +1,22 @@
 """How the programs of tools/, data/ and bench/ start, answer --help, name mistakes and end."""
 
 import ast
+import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import check_record
 import program
+import check_record
 import train_gpt
-from conftest import ROOT, assert_mistake, run
+from conftest import ROOT, assert_mistake, run, start
 
 FILES = [path for folder in ("tools", "data", "bench") for path in (ROOT / folder).glob("*.py")]
 PROGRAMS = [path for path in sorted(FILES) if "__main__" in path.read_text()]
@@ -21,8 +25,12 @@ SCRIPTS = [ROOT / "train_gpt.py", *(path for path in PROGRAMS if path != LAUNCHE
 
 
 def test_every_program_ends_in_one_way():
-    own = [path.name for path in PROGRAMS if not path.read_text().endswith("run_program(main)\n")]
-    assert own == ["launch.py"], "it needs no package, so it cannot import train_gpt"
+    """It is imported before other modules, so that Ctrl-C during their import is a sentence, too."""
+    texts = {path.name: path.read_text() for path in PROGRAMS}
+    first = {name: re.search(r"(?m)^sys\.path.*\n\n(.+)", text) for name, text in texts.items()}
+    own = [name for name in texts if not first[name] or first[name][1] != "import program"]
+    own += [name for name in texts if not texts[name].endswith("program.run_program(main)\n")]
+    assert set(own) == {"launch.py"}, "it needs no package, so it cannot import train_gpt"
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
@@ -36,7 +44,11 @@ def test_every_program_answers_help(path, tmp_path):
     "mistake, status, sentence",
     [
         ("UserError('X=1 is wrong: unset it')", 1, "error: X=1 is wrong: unset it"),
-        ("FileNotFoundError(2, 'No', 'a/b')", 1, "error: cannot use a/b: No; check the path"),
+        (
+            "FileNotFoundError(2, 'No', 'a/b')",
+            1,
+            "error: cannot use a/b: No; check the path and the disk",
+        ),
         ("KeyboardInterrupt", 130, "error: interrupted by Ctrl-C"),
     ],
 )
@@ -46,6 +58,54 @@ def test_a_mistake_is_one_sentence(mistake, status, sentence, capsys):
     printed = capsys.readouterr().err.strip()
     # sys.exit(sentence) exits with 1
     assert (ended.value.code, printed) in ((status, sentence), (sentence, ""))
+
+
+OUTPUTS = {
+    "full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+    "unread": "read, write = os.pipe(); os.close(read); os.dup2(write, 1)",
+}
+FULL = "error: cannot use standard output or a file: No space left on device; check the path and th"
+
+
+@pytest.mark.parametrize("output, status, part", [("full", 1, FULL), ("unread", 141, "")])
+@pytest.mark.parametrize("end", ["", "flush=True", "), sys.exit(3"])
+def test_an_output_that_cannot_be_written(output, status, part, end):
+    """As in `| head`. What was printed is written at the end, or at once, or by sys.exit."""
+    code = f"import os, sys; {OUTPUTS[output]}; sys.path.insert(0, {str(ROOT)!r}); import program; "
+    code += f"program.run_program(lambda: (print('x', {end})))"
+    result = run(["-c", code], {}, ROOT, status=status)
+    assert result.stderr.startswith(part) and result.stderr.count("\n") == bool(part), result
+
+
+def test_ctrl_c_between_the_modules():
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import program; raise "
+    result = run(["-c", f"{code}KeyboardInterrupt"], {}, ROOT, status=130)
+    assert result.stderr == "error: interrupted by Ctrl-C\n"
+    result = run(["-c", f"{code}ValueError('x')"], {}, ROOT, status=1)
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith("ValueError: x\n")
+
+
+WITH_CHILDREN = {
+    "demo": "demo.forked([lambda: print('waits', file=sys.stderr, flush=True) or time.sleep(60)])",
+    # The workers wait for more
+    "tokenize_text": "list(tokenize_text.in_workers(abs, (print('waits', file=sys.stderr, flush=True) or "
+    "time.sleep(60) if i else 1 for i in range(2)), 2))",
+}
+
+
+@pytest.mark.parametrize("module", WITH_CHILDREN)
+def test_ctrl_c_of_a_program_with_children_is_one_sentence(module, tmp_path):
+    """A terminal sends it to all processes of the group."""
+    code = (
+        f"import sys, time; sys.path[:0] = {[str(ROOT / name) for name in ('', 'tools', 'data')]}; "
+    )
+    code += f"import program, {module}; program.run_program(lambda: {WITH_CHILDREN[module]})"
+    process = start(["-c", code], {}, tmp_path, fresh=True, start_new_session=True)
+    assert process.stderr.readline() == "waits\n"
+    time.sleep(0.3)  # until the children of tokenize_text.py wait
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (130, "error: interrupted by Ctrl-C\n")
 
 
 MISTAKES = [  # (command, exit status, part of the sentence); argparse exits with 2

@@ -422,6 +422,9 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     lines = complete.run(**given).stdout.partition("\nnext:\n")[2].splitlines()
     assert lines[0] == f"    cd {complete.repository}"
     assert lines[-1] == f"    DATA_PATH={data} SEEDS='1337 42 2025' ./run.sh"
+    result = complete.run(GPUS="8", USABLE="1", **given)
+    command = f"run: cd {complete.repository} && python3 data/download_fineweb.py\n"
+    assert result.stderr.endswith(command)
     result = complete.run(GPUS="8", USABLE="1", RUN_ID="own text")
     sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
     assert "logs/own text.int6.xz" in shlex.split(sample)

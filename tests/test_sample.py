@@ -9,6 +9,7 @@ import pytest
 import sentencepiece
 import torch
 
+import program
 import caseops
 import sample
 import tokenize_text
@@ -153,6 +154,22 @@ def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, cap
         monkeypatch.setattr(sys, "stdin", latin)
         with pytest.raises(train_gpt.UserError, match="the prompt is not UTF-8 text"):
             sample.main()
+
+
+def test_ctrl_c_within_a_text_is_one_sentence(artifact, data, monkeypatch, capsys):
+    def interrupted(reader, *_):
+        reader.ids.append(reader.ids[-1])
+        yield reader.ids[-1]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample.Reader, "continued", interrupted)
+    monkeypatch.setenv("TOKENIZER_PATH", str(data / "tokenizer.model"))
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(artifact), "--prompt", "x"])
+    with pytest.raises(SystemExit) as ended:
+        program.run_program(sample.main)
+    printed = capsys.readouterr()
+    assert ended.value.code == 130 and printed.err == "error: interrupted by Ctrl-C\n"
+    assert printed.out.startswith("x") and printed.out.endswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """tools/sweep.py: a run per seed and combination."""
 
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -129,6 +132,16 @@ def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
     assert "failed: t_VOCAB_SIZE=500_seed7: error: TOKENIZER_PATH=" in result.stdout
     table = r"VOCAB_SIZE=500\nno run finished\n\nVOCAB_SIZE=400\n.*\nseed 7 +12 "
     assert re.search(table, result.stdout)
+
+
+def test_a_run_goes_on_if_nobody_reads_its_messages(tmp_path, monkeypatch):
+    code = (
+        "import pathlib, sys; print('x', file=sys.stderr, flush=True); pathlib.Path('end').touch()"
+    )
+    broken = SimpleNamespace(write=mock.Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stderr", broken)
+    assert sweep.execute([sys.executable, "-c", code], dict(os.environ), folder=tmp_path) == ""
+    assert broken.write.called and (tmp_path / "end").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
         with user_error("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
-    tokens, (document,) = encoder.encode([Record(name, text)])
+    tokens, (document,), _ = encoder.encode([Record(name, text)])
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
     counter = train_gpt.ByteCounter(str(model), pieces.vocab_size())
     decoded = inspect_shards.text_of(pieces, counter, tokens[1:])
@@ -107,8 +108,9 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
 def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
     path = tmp_path / "t.model"
     train_pieces(path, TEXT.splitlines(), 300, byte_fallback=False, **SPECIAL)
+    records = [Record("line 2", b"\xff"), Record("line 3", "\u4e2d")]  # the first is no text
     with user_error("line 3 has 3 bytes, but the evaluator would count 0"):
-        tokenize_text.Encoder(str(path), Reading()).encode([Record("line 3", "\u4e2d")])
+        tokenize_text.Encoder(str(path), Reading()).encode(records)
 
 
 @pytest.mark.parametrize("vocab_size", [262, 263, 2000])
@@ -397,9 +399,13 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def run_tool(*arguments, stdin: str = "") -> subprocess.CompletedProcess:
+SMALL = ["--vocab-size", 280]
+TOKENIZER = ["--tokenizer", "t.model"]
+
+
+def run_tool(*arguments, stdin: str = "", cwd=None) -> subprocess.CompletedProcess:
     command = [warm_python.python(), ROOT / "data" / "tokenize_text.py", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd)
 
 
 def test_standard_input_and_what_is_printed(tmp_path):
@@ -426,8 +432,17 @@ def test_standard_input_and_what_is_printed(tmp_path):
         ("a.jsonl", b"[1]\n", "line 1 has no text"),
         ("a.jsonl", b'{"text": "x"\n', "line 1 is not JSON"),
         ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not UTF-8 text .surrogates"),
-        ("a.txt", b"caf\xe9", "a.txt is not UTF-8"),
+        (
+            "a.jsonl",
+            b'{"text": "\\ud800"}\n',
+            "line 1 has half of a character .the lone surrogate '.ud",
+        ),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 10**5, "line 2 is not JSON .maximum recursion"),
+        (
+            "a.txt",
+            b"caf\xe9",
+            "a.txt is not UTF-8.*; or skip up to N such documents with --skip-bad N$",
+        ),
         ("a.parquet", b"PAR1nonsense", "not a readable parquet file"),
         ("a.pdf", b"x", "does not end in"),
         ("a.txt", b"", "no document was left"),
@@ -436,11 +451,47 @@ def test_standard_input_and_what_is_printed(tmp_path):
 def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
-    with user_error(part):
-        files = tokenize_text.find_files([tmp_path / name])
+    path = tmp_path / name
+    start = f"^{re.escape(str(path))}(, )?" if part[:5] in ("line ", "is not") else ""
+    with user_error(start + part):
+        files = tokenize_text.find_files([path])
         options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
         tokenize_text.build(files, tmp_path / "out", options, Reading())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("model", [SMALL, TOKENIZER], ids=["trained", "given"])
+def test_bad_documents_are_skipped_on_demand(tmp_path, model):
+    """Each is named, and one more than allowed ends the job."""
+    (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
+    bad = ['{"text": "\\ud83d"}', "{", '{"txt": "x"}', '{"text": null}']
+    lines = [json.dumps({"text": text}) for text in DOCUMENTS]
+    (tmp_path / "docs.jsonl").write_text("\n".join([bad[0], *lines[:9], *bad[1:], *lines[9:]]))
+
+    def tokenize(skipped):
+        options = ["--val-docs", 5, "--workers", 2, "--skip-bad", skipped, "--force"]
+        result = run_tool("docs.jsonl", "--out", "out", *model, *options, cwd=tmp_path)
+        return result.returncode, result.stdout, result.stderr.splitlines()
+
+    status, told, named = tokenize(4)
+    assert status == 0 and "also in validation, 0 empty, 4 bad\n" in told
+    places = [line.split(" has ")[0].split(" is ")[0] for line in named]
+    assert places == [f"skipped: docs.jsonl, line {n}" for n in (1, 11, 12, 13)]
+    assert decoded(tmp_path / "out", "val") + decoded(tmp_path / "out", "train") == DOCUMENTS
+    status, _, (*_, last) = tokenize(3)
+    assert status == 1 and last.startswith("error: docs.jsonl, line 13 has no text in a field 'te")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.txt", "a.jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path, name):
+    """Only at the start of a file."""
+    texts = ["caf\u00e9", "\ufeffy"]
+    lines = map(json.dumps, texts) if name == "a.jsonl" else texts
+    lines = [f'{{"text": {line}}}' if name == "a.jsonl" else line for line in lines]
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8-sig")
+    reading = Reading(separator="\n" if name == "b.txt" else "")
+    found = documents_of([tmp_path / name], reading)
+    assert found == (["\n".join(texts)] if name == "a.txt" else texts)
 
 
 @pytest.mark.parametrize(
@@ -461,8 +512,6 @@ def test_wrong_files_and_vocabularies_are_named(sources, tmp_path, call, part):
         call(tmp_path)
 
 
-SMALL = ["--vocab-size", 280]
-TOKENIZER = ["--tokenizer", "t.model"]
 NO_TRAIN = "left for train, as all 3 are in the other split: set --val-docs below 3 or a lower"
 NO_VAL = "left for val, as all 3 are in the other split: set --val-docs or a higher"
 

@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import track
-from conftest import ROOT, run, start
 from program import run_program
+from conftest import ROOT, run, start
 
 tensorboard = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator",

@@ -25,8 +25,9 @@ has 205 in 7,000 steps). The artifact has as many bits per weight as the record'
 price of a variant: its step takes 1.03 times as long in the record, so it gets 1/1.03 of the steps.
 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
-per byte, p that it is better at all (Welch's test and paired by seed, one-sided), the difference
-before the export, steps, ratio of step times, and bytes. "Before the export" is the averaged
+per byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
+number of variants by Holm's method), the difference before the export, steps, ratio of step times,
+and bytes. "Before the export" is the averaged
 weights, with non-overlapping windows. Below the table is the smallest gain that these seeds would
 have shown (p 0.05, power 0.8): a smaller one, or none, looks the same. The last line is JSON, which
 --folder keeps as ablation.json.
@@ -50,6 +51,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 
+import program
 import compare
 import demo
 import demo_corpus
@@ -58,7 +60,6 @@ import runs
 import sweep
 import train_gpt
 from common import positive
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -260,15 +261,25 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
     return found
 
 
-def detectable(test: compare.Test) -> float:
-    """The gain that this test would show at p LEVEL with a probability of POWER: the power formula
-    of a t-test, with the deviations of its runs."""
+def detectable(test: compare.Test, tests: int) -> float:
+    """The gain that this test, one of so many, would show at p LEVEL with a probability of POWER:
+    the power formula of a t-test, with the deviations of its runs."""
     quantile = compare.scipy_stats().t.ppf
-    return float(quantile(1 - LEVEL, test.df) + quantile(POWER, test.df)) * test.error
+    return float(quantile(1 - LEVEL / tests, test.df) + quantile(POWER, test.df)) * test.error
 
 
-def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
-    """One variant's row of the table."""
+def holm(values: list[float | None]) -> list[float | None]:
+    """The p of several tests, corrected: if nothing has an effect, one of them is below a level as
+    rarely as the p of a single test (S. Holm, Scand. J. Statist. 6, 1979)."""
+    order = sorted((i for i, p in enumerate(values) if p is not None), key=values.__getitem__)
+    found, least = list(values), 0.0
+    for rank, i in enumerate(order):
+        least = found[i] = max(least, min(1.0, (len(order) - rank) * values[i]))
+    return found
+
+
+def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) -> dict:
+    """One variant's row of the table. Its p are those of this test alone."""
     bpb = [run.score.bpb for run in members]
     base_bpb = [run.score.bpb for run in base]
     mean, std = runs.mean_std(bpb)
@@ -292,7 +303,7 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run]) -> dict:
         "difference": mean - statistics.fmean(base_bpb),
         "p": welch and welch.p,
         "p_paired": paired and paired.p,
-        "detectable": welch and detectable(welch),
+        "detectable": welch and detectable(welch, tests),
         "before": before,
         "steps": statistics.fmean(run.steps or 0 for run in members),
         "bytes": max(run.model_bytes or 0 for run in members),
@@ -372,10 +383,18 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     for name, members in found.items():
         if warning := runs.uneven_steps(members):
             print(f"{name}: {warning}")
-    report = {"score": [row(name, members, found["base"]) for name, members in found.items()]}
+    tests = max(1, len(found) - 1)
+    rows = [row(name, members, found["base"], tests) for name, members in found.items()]
+    for name in ("p", "p_paired"):
+        corrected = holm([line[name] for line in rows[1:]])
+        for line, value in zip(rows[1:], corrected, strict=True):
+            line[name] = value
+    report = {"score": rows}
     print(f"\n{first.score_name}, bits per byte; {first.device}")
-    print(table(report["score"]))
-    for line in report["score"][1:]:
+    print(table(rows))
+    if tests > 1:
+        print(f"p and p_paired are corrected for {tests} variants (Holm)")
+    for line in rows[1:]:
         if line["detectable"]:
             print(
                 f"{line['variant']}: {line['n']} seeds show a gain of {line['detectable']:.4f} or more "
@@ -427,19 +446,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
     parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
     arguments = parser.parse_args()
+    variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
+    check(variants, arguments)
+    choose_data()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(arguments.folder)
+    signal.signal(signal.SIGTERM, sweep.end_runs)
     try:
-        variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
-        check(variants, arguments)
-        choose_data()
-        arguments.folder.mkdir(parents=True, exist_ok=True)
-        os.chdir(arguments.folder)
-        signal.signal(signal.SIGTERM, sweep.end_runs)
         comparison(variants, arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: the same command continues")
+        print("error: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import make_record
 import pack_code
 import runs
 from make_record import CAP, SECONDS
-from program import run_program
 from runs import Run
 from train_gpt import UserError
 
@@ -310,8 +310,9 @@ def same_script(folder: Folder) -> Verdict:
     shown = [run for run in folder.runs if run.source is not None]
     if not shown or folder.source is None:
         return Verdict("n/a", rule, "the logs do not begin with the script")
-    if other := [run.path.name for run in shown if run.source.strip() != folder.source.strip()]:
-        return Verdict("FAIL", rule, f"{', '.join(other)} begins with another one")
+    source = folder.source.strip()
+    if other := [run.path.name for run in folder.runs if (run.source or b"").strip() != source]:
+        return Verdict("FAIL", rule, f"{', '.join(other)} does not begin with it")
     size, counted = len(folder.code), {run.code_bytes for run in shown} - {None}
     if counted - {size}:
         return Verdict(
@@ -536,4 +537,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -20,9 +20,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import program
 import published
 import runs
-from program import run_program
 from runs import Run, UserError
 
 
@@ -257,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

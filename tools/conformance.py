@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from program import run_program
+import program
 from train_gpt import importing, require
 
 with importing("requirements.txt"):
@@ -406,4 +406,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -5,14 +5,16 @@ for this machine.
     python tools/demo.py          # DEMO_SIZE, NPROC and OMP_NUM_THREADS fix a choice
 
 Prints NAME=VALUE lines of what the environment does not set, then a sentence that says what was
-chosen and why. The model follows from the speed of a matrix product of the large one, in the data
-type that a run would use, on all cores. Processes and threads follow from the speed of real
-training steps, on random tokens and not compiled.
+chosen and why. A run or sweep that is continued keeps what its log says. Else the model follows
+from the speed of a matrix product of the large one, in the data type that a run would use, on all
+cores; processes and threads from the speed of real training steps, on random tokens and not
+compiled.
 """
 
 import argparse
 import contextlib
 import ctypes
+import json
 import math
 import multiprocessing.connection
 import os
@@ -28,10 +30,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import launch
 import shards
+import sweep
 import train_gpt
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
@@ -63,6 +66,7 @@ MEASURED = {  # for the steps that are timed
     "COMPILE": "0", "CHECKPOINT_EVERY": "", "RESUME": "", "GPTQ_BATCHES": "0",
 }
 # fmt: on
+SHAPE = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_SEQ_LEN", "TRAIN_BATCH_TOKENS")  # tell sizes apart
 # FLOP/s of products for the large model. Up to 2.8e12, on 2 idle cores with AMX, were too few; this
 # is four times as much, not tried.
 ENOUGH = 1.1e13
@@ -172,6 +176,7 @@ def forked(calls: list[Callable[[], float]]) -> float:
 
     def child(number: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which says that Ctrl-C has ended it
         os.dup2(2, 1)  # gloo of torch 2.9 prints what run.sh would take for a setting
         try:
             found = calls[number]()
@@ -181,7 +186,7 @@ def forked(calls: list[Callable[[], float]]) -> float:
             value.value = found
         os._exit(0)
 
-    processes = [context.Process(target=child, args=(number,)) for number in range(len(calls))]
+    processes = [context.Process(target=child, args=(n,), daemon=True) for n in range(len(calls))]
     for process in processes:
         process.start()
     running = {process.sentinel: process for process in processes}
@@ -249,6 +254,29 @@ def measure(
 
 
 # ---- Choices -------------------------------------------------------------------------------------
+def begun(environ: Mapping[str, str], logs: Path = Path("logs")) -> tuple[Path, dict[str, str]]:
+    """(log of the run or sweep that this one continues, the DEMO_SIZE, NPROC and OMP_NUM_THREADS
+    that it began with and the environment does not set). Without such a log they are empty."""
+    name = {"RUN_ID": environ.get("RUN_ID") or "demo"}
+    ids = [name["RUN_ID"]] if environ.get("RESUME") else []
+    grid = environ.get("GRID", "")
+    if environ.get("SEEDS") or grid:
+        ids = [one["RUN_ID"] for one in sweep.members({**environ, **name})]
+    for path in (logs / f"{run_id}.jsonl" for run_id in ids):
+        with contextlib.suppress(OSError, ValueError, LookupError):  # no log, or without its start
+            with open(path, encoding="utf-8") as file:
+                event = json.loads(file.readline())
+            found, knobs = {}, event["hyperparameters"]
+            for size, values in SIZES.items():
+                own = [n for n in SHAPE if not environ.get(n) and not re.search(rf"\b{n}=", grid)]
+                if own and all(knobs[n.lower()] == values[n] for n in own):
+                    found["DEMO_SIZE"] = size
+            if on_cpu := re.search(r"ranks:(\d+) .*, (\d+) threads ", event["runtime"]):
+                found |= zip(("NPROC", "OMP_NUM_THREADS"), on_cpu.groups(), strict=True)
+            return path, {n: value for n, value in found.items() if not environ.get(n)}
+    return Path(), {}
+
+
 def choose_size(environ: Mapping[str, str], cores: int) -> tuple[str, str]:
     """(name of the size, sentence). Raises UserError for an unknown name."""
     wanted = environ.get("DEMO_SIZE")
@@ -297,17 +325,19 @@ def main() -> None:
     for size in SIZES:
         # Before the seconds that the choice takes
         Hyperparameters.from_env(environ | knobs(environ, size))
+    log, kept = begun(environ)
+    environ |= kept
     linux = sys.platform == "linux"
     cores = physical_cores(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
     size, about_size = choose_size(environ, cores)
     settings = knobs(environ, size)
     ranks, about_ranks = choose_ranks(environ | settings, cores)
-    for name, value in (
-        settings | {name: value for name, value in ranks.items() if not environ.get(name)}
-    ).items():
+    settings |= {name: value for name, value in ranks.items() if not os.environ.get(name)}
+    for name, value in settings.items():
         print(f"{name}={value}")
-    print(f"{about_size}; {about_ranks}")
+    words = " ".join(f"{name}={value}" for name, value in kept.items())
+    print(f"{about_size}; {about_ranks}" + f"; {words} as {log} began" * bool(kept))
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

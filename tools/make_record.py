@@ -25,10 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import program
 import pack_code
 import runs
 import train_gpt
-from program import run_program
 from runs import Run, UserError, mean_std
 
 CAP = train_gpt.SUBMISSION_CAP
@@ -330,9 +330,11 @@ def main() -> None:
     folder = make(members, vars(arguments), arguments.track)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
-    check = f"python tools/check_record.py {shlex.quote(str(folder))}"
+    tool = ROOT / "tools" / "check_record.py"
+    tool = tool.relative_to(ROOT) if Path.cwd() == ROOT else tool
+    check = shlex.join(["python", str(tool), str(folder)])
     print(f"made: {folder}\nnow write what it marks with 'to fill', then run: {check}")
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import program
 import train_gpt
-from program import run_program
 from train_gpt import UserError, require
 
 # The compressed source is one large number. Its digits, to base 251, are the Latin-1 characters
@@ -226,4 +226,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

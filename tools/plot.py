@@ -8,6 +8,7 @@ highest. A loss or score with more than 20 points is drawn without its first 5 %
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+import program
 import runs
 import train_gpt
 from common import image_file
-from program import run_program
 from runs import Point, Run
 
 with train_gpt.importing("requirements-dev.txt"):
@@ -66,6 +67,21 @@ def name_of(group: list[Run], all_groups: list[list[Run]]) -> str:
     if any(other is not group and other[0].path.stem == names[0] for other in all_groups):
         title = f"{group[0].path.parent.name}/{title}"
     return title if len(group) == 1 else f"{title} ({len(group)} seeds)"
+
+
+def mean_std(values: list[float], form: str) -> str:
+    """The mean, with the standard deviation of several values."""
+    mean, std = runs.mean_std(values)
+    return format(mean, form) + (f" ± {std:{form}}" if std is not None else "")
+
+
+def score_of(group: list[Run]) -> str:
+    """The score of a group's finished runs."""
+    found = []
+    for run in group:
+        with contextlib.suppress(runs.UserError):
+            found.append(run.score.bpb)
+    return f"{mean_std(found, '.4f')} bits per byte" if found else "not finished"
 
 
 def curve(points: list[Point], x: str, field: str) -> Curve:
@@ -141,8 +157,8 @@ def panel(
 
 def draw_runs(members: list[Run], output: Path) -> None:
     """Training loss and validation bits per byte against steps and seconds; learning rate and time
-    per step."""
-    found = groups(members)
+    per step. The legend has the scores."""
+    found = {f"{name}: {score_of(group)}": group for name, group in groups(members).items()}
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
         panel(axes[0][column], found, lambda run, x=x: late(curve(run.train, x, "train_loss")))
@@ -157,9 +173,8 @@ def draw_runs(members: list[Run], output: Path) -> None:
     axes[2][1].set(xlabel="step", ylabel="time per step (ms)")
     axes[2][1].set_ylim(bottom=0)
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside upper center", ncols=min(3, len(labels)), frameon=False
-    )
+    columns = max(1, min(3, len(labels), 110 // max(map(len, labels), default=1)))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns, frameon=False)
     figure.savefig(output, dpi=120)
 
 
@@ -194,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

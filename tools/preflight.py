@@ -31,10 +31,10 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
 
+import program
 import flops
 import shards
 import train_gpt
-from program import run_program
 from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
@@ -884,4 +884,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

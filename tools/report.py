@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import caseops
 import published
 import train_gpt
-from program import run_program
 from runs import read_events
 from sample import load
 from train_gpt import UserError
@@ -179,4 +179,4 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

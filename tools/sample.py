@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
+import program
 import caseops
 import train_gpt
-from program import run_program
 from train_gpt import BOS, UserError
 
 # isort: split
@@ -226,8 +226,12 @@ def main() -> None:
         parser.error(
             f"--tokens {arguments.tokens} is below 1: set how many tokens to add to the prompt"
         )
-    talk(*load(arguments.artifact, dict(os.environ)), arguments)
+    try:
+        talk(*load(arguments.artifact, dict(os.environ)), arguments)
+    except KeyboardInterrupt:
+        print()  # ends the line of text
+        raise
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)

@@ -13,20 +13,22 @@ size is reported as failed until its log is deleted.
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import program
 import pack_code
 import runs
 import train_gpt
-from program import run_program
 from train_gpt import Hyperparameters, UserError
 
 LOGS = Path("logs")
@@ -48,9 +50,8 @@ def combinations(grid: str) -> list[dict[str, str]]:
     return [dict(chosen) for chosen in itertools.product(*axes)]
 
 
-def plan(environ: dict[str, str]) -> list[dict[str, str]]:
-    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
-    could not start."""
+def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The values of the grid, RUN_ID and SEED of each run. Raises UserError for SEEDS or GRID."""
     seeds = environ.get("SEEDS", "").split() or [environ.get("SEED", "1337")]
     if len(set(seeds)) < len(seeds):
         raise UserError(
@@ -65,9 +66,17 @@ def plan(environ: dict[str, str]) -> list[dict[str, str]]:
         # Tools take a comma as the end of a log's name.
         run_id = name.replace("/", "-").replace(",", "+")
         planned.append({**values, "SEED": seed, "RUN_ID": run_id})
-        if {**environ, **values}.get("CHECKPOINT_EVERY"):
-            planned[-1]["RESUME"] = "auto"  # a run without checkpoints begins
-        Hyperparameters.from_env({**environ, **planned[-1]})
+    return planned
+
+
+def plan(environ: dict[str, str]) -> list[dict[str, str]]:
+    """The variables of each run, including RUN_ID and SEED. Raises UserError if one of the runs
+    could not start."""
+    planned = members(environ)
+    for variables in planned:
+        if {**environ, **variables}.get("CHECKPOINT_EVERY"):
+            variables["RESUME"] = "auto"  # a run without checkpoints begins
+        Hyperparameters.from_env({**environ, **variables})
     return planned
 
 
@@ -110,8 +119,8 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
 def execute(
     command: list[str], environ: dict[str, str], quiet: bool = False, folder: Path = Path()
 ) -> str:
-    """Run the command in a folder; `quiet` hides its standard output. Returns "" or the error
-    message of a failure."""
+    """Run the command in a folder; `quiet` hides its standard output and its error message. Returns
+    "" or that message."""
     streams = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE}
     process = subprocess.Popen(
         command, env=environ, cwd=folder, **streams, text=True, errors="replace"
@@ -120,9 +129,11 @@ def execute(
     RUNNING.add(process)
     try:
         for line in process.stderr:
-            sys.stderr.write(line)
             if line.startswith("error:"):
                 message = line.strip()
+            if not (quiet and line.startswith("error:")):
+                with contextlib.suppress(OSError):  # nobody reads it: the run goes on
+                    sys.stderr.write(line)
         status = process.wait()
     except KeyboardInterrupt:
         process.wait()  # it has received the same Ctrl-C and finishes its log
@@ -237,4 +248,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(main)
+    program.run_program(main)
