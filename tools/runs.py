@@ -391,20 +391,12 @@ def read_group(text: str) -> list[Run]:
 
 
 def find_logs(text: str) -> list[Path]:
-    """The logs of a folder, a log, a pattern, or several of these separated by commas; a name that
-    has one is found, too. Raises UserError if a folder or a pattern has none."""
-    parts = text.split(",")
-    for count in range(len(parts), 0, -1):
-        first, rest = ",".join(parts[:count]), ",".join(parts[count:])
-        if count == 1 or Path(first).exists() or glob.glob(first):
-            break
-    return logs_of(first) + (find_logs(rest) if rest else [])
-
-
-def logs_of(text: str) -> list[Path]:
-    """The logs of one folder, log or pattern. Raises UserError if a folder or a pattern has none."""
+    """The logs of a folder, a log, a pattern, or several of these separated by commas. Raises
+    UserError if a folder or a pattern has none."""
     if Path(text).is_file():
         return [Path(text)]
+    if "," in text:
+        return [path for part in text.split(",") for path in find_logs(part)]
     if Path(text).is_dir():
         files = [path for path in sorted(Path(text).iterdir()) if path.name != "requirements.txt"]
     elif any(char in text for char in "*?["):
