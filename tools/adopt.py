@@ -192,8 +192,8 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
     return tensors, notes
 
 
-def adopt(path: str) -> Adopted:
-    """The weights of a file in our names. Raises UserError for a tensor that is not known."""
+def rename(path: str) -> Adopted:
+    """The tensors of a file in our names. Raises UserError for a tensor that is not known."""
     tensors, notes = read_tensors(path)
     found, names, layers = {}, {}, collections.defaultdict(dict)
 
@@ -364,11 +364,11 @@ def table(
         rows.append(("after it, predicted", before + expected, size))
     for name, score in found.items():
         if form := re.fullmatch("final_int6_(.*)_exact", name):
-            kind = "found" if form[1] == "roundtrip" else form[1]
+            kind = "found" if form[1] == "roundtrip" else form[1].replace("_", " ")
             rows.append((f"after it, {kind}", score["val_loss"], size))
     if their_bpb or their_bytes:
         rows.append(("theirs", their_bpb and their_bpb * per_bpb, their_bytes))
-    lines = [f"{'':20} {'nats':>9} {'bpb':>9} {'change':>9} {'bytes':>12} {'bits/weight':>11}"]
+    lines = [f"{'':25} {'nats':>9} {'bpb':>9} {'change':>9} {'bytes':>12} {'bits/weight':>11}"]
     for label, nats, size in rows:
         cells = (
             (nats, 9, ".5f"),
@@ -379,7 +379,7 @@ def table(
         )
         texts = ("" if value is None else format(value, form) for value, _, form in cells)
         padded = (f"{text:>{width}}" for text, (_, width, _) in zip(texts, cells, strict=True))
-        lines.append(f"{label:20} {' '.join(padded)}".rstrip())
+        lines.append(f"{label:25} {' '.join(padded)}".rstrip())
     return "\n".join(lines)
 
 
@@ -400,7 +400,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path = arguments.checkpoint
     ranks = launch.wanted_ranks(max(1, torch.cuda.device_count()))
-    adopted = adopt(path)
+    adopted = rename(path)
     shown = sizes(path, adopted)
     print(f"{path}: {' '.join(f'{name}={value}' for name, value in shown.items())}")
     hp, environ = configure(path, shown, arguments.as_file, dict(os.environ))
