@@ -145,6 +145,15 @@ def test_a_wrong_configuration_that_fits_has_another_loss(tmp_path, record, wron
     assert abs(loss(imported(tmp_path / "a.pt", record, **found)) - right) > 1e-3
 
 
+def test_a_width_that_no_quotient_gives():
+    """15 / 11 * 11 is below 15."""
+    shapes = {"tok_emb": (5, 11), "q_gain": (2, 1), "up": (2, 15, 11), "q": (2, 11, 11)}
+    shapes |= {"k": (2, 11, 11)}
+    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
+    shown = adopt.sizes("a.pt", adopt.Adopted(tensors, {}, []))
+    assert int(float(shown["MLP_MULT"]) * 11) == 15
+
+
 class Code:
     def __init__(self, function, *arguments):
         self.call = function, arguments
