@@ -1,9 +1,10 @@
-"""How the programs of tools/, data/ and bench/ end. They import it before all other modules, so
-that Ctrl-C while those are imported is one sentence, too."""
+"""How the programs of tools/, data/ and bench/ end, and the files of variables that they read. They
+import it before all other modules, so that Ctrl-C while those are imported is one sentence, too."""
 
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 
 def interrupted(kind: type, *error: object) -> None:
@@ -17,7 +18,18 @@ def interrupted(kind: type, *error: object) -> None:
 
 sys.excepthook = interrupted
 
-from train_gpt import UserError, error_message, importing  # noqa: E402
+from train_gpt import KNOBS, UserError, error_message, importing, require  # noqa: E402
+
+
+def read_env(path: str | Path) -> dict[str, str]:
+    """The variables of a file like records/published.env. Raises UserError for a word that sets no
+    knob."""
+    known, found = {knob.name.upper() for knob in KNOBS}, {}
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    for word in " ".join(line for line in lines if not line.startswith("#")).split():
+        name, _, found[name] = word.partition("=")
+        require(name in known, f"{path}: {word[:40]!r} sets no knob of train_gpt.py")
+    return found
 
 
 def run_program(main: Callable[[], object]) -> None:

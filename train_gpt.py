@@ -2558,6 +2558,11 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     )
     with reading_artifact(path):
         blob = read_small(path)
+    require(
+        b"/data.pkl" not in blob and blob[:1] != b"\x80",
+        f"{path} is of torch.save: python tools/adopt.py {path} --as records/published.env scores it",
+    )
+    with reading_artifact(path):
         header, made, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
     environ = {name.upper(): str(getattr(made, name)) for name in roles} | environ

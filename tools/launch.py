@@ -79,6 +79,14 @@ def launch(command: list[str], ranks: int) -> int:
     return status
 
 
+def wanted_ranks(default: int = 1) -> int:
+    """NPROC. Ends the program if it is no number."""
+    ranks = os.environ.get("NPROC", str(default))
+    if not ranks.isdecimal() or int(ranks) < 1:
+        sys.exit(f"error: NPROC={ranks} is not a number of processes: set for example NPROC=2")
+    return int(ranks)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -89,10 +97,7 @@ def main() -> None:
         parser.error(
             f"{' '.join(command[:1]) or 'an empty command'} cannot be run; give for example: python train_gpt.py"
         )
-    ranks = os.environ.get("NPROC", "1")
-    if not ranks.isdecimal() or int(ranks) < 1:
-        sys.exit(f"error: NPROC={ranks} is not a number of processes: set for example NPROC=2")
-    sys.exit(launch(command, int(ranks)))
+    sys.exit(launch(command, wanted_ranks()))
 
 
 if __name__ == "__main__":

@@ -457,10 +457,8 @@ def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
         return None
     roles = [name for name in train_gpt.knobs_with("model", "training") if "seed" not in name]
     for name, times in BOUNDS.items():
-        path = ROOT / "records" / f"{name}.env"
-        lines = path.read_text().splitlines() if name != "defaults" else []
-        words = [word for line in lines if not line.startswith("#") for word in line.split()]
-        ours = Hyperparameters.from_env(dict(word.split("=") for word in words))
+        variables = program.read_env(ROOT / "records" / f"{name}.env") if name != "defaults" else {}
+        ours = Hyperparameters.from_env(variables)
         if all(getattr(hp, role) == getattr(ours, role) for role in roles):
             return name, times[report["chosen"]["mlp"] == "fused"]
     return None
