@@ -341,6 +341,33 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **sizes, **training))
 
 
+def test_the_program_rounds_a_model_of_transformers(tmp_path):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    sizes = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, bos_token_id=1, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    words = ["model", "--text", ROOT / "README.md", "--width", "31", "-o", "a.npz"]
+    result = run([ROOT / "tools" / "quantise.py", *words, "--bits", "3"], {}, tmp_path)
+    count = train_gpt.count_numbers(model.parameters())
+    size = (tmp_path / "a.npz").stat().st_size
+    assert 2.98 < 8 * size / count <= 3
+    *_, found, last = result.stdout.splitlines()
+    assert last == f"a.npz: {size} bytes, {8 * size / count:.2f} bits per parameter"
+    assert re.fullmatch(r"found on \d+ tokens: 5\.\d{4} -> 5\.\d{4} nats per token", found)
+    twin = LlamaForCausalLM(model.config)
+    quantise.load(twin, tmp_path / "a.npz")
+    for name in ("model.layers.0.mlp.down_proj", "lm_head"):
+        weight, other = (one.get_submodule(name).weight for one in (model, twin))
+        assert 0 < (weight - other).std() < 0.9 * weight.std(), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_models_of_transformers_lose_what_was_expected(make, tmp_path):
