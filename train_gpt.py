@@ -854,9 +854,9 @@ class GPT(nn.Module):
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
                 rows = bank.detach().float()
-                limit = code_limit(kind, self.hp)
-                steps = row_steps(rows, self.hp, limit)
-                bank = bank + (to_codes(rows, steps, limit) * steps - bank).detach()
+                rule = RULES[self.hp.row_range][0]
+                steps = rule.steps(rows)
+                bank = bank + (to_codes(rows, steps, rule.limit) * steps - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
@@ -2118,21 +2118,6 @@ FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
 SEGMENT = 64  # rows of a column that share a path through the trellis
 
 
-def code_limit(kind: Matrix, hp: Hyperparameters) -> int:
-    """The largest code. #399 has int6 for the blocks and int8 for the rest."""
-    if hp.row_range == "published":
-        return 31 if kind.bank else 127
-    return 2047
-
-
-def row_steps(rows: Tensor, hp: Hyperparameters, limit: int) -> Tensor:
-    """The steps (..., out, 1) of fp32 rows (..., out, in) in late QAT: a sixth of their deviation,
-    or #399's, which reach the largest weight, at least 1."""
-    if hp.row_range == "published":
-        return round_steps(rows.abs().amax(dim=-1, keepdim=True).clamp(min=1.0) / limit, 13)
-    return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
-
-
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
     """Positive, and without the last bits of fp32. Rounded as integers, as a compiler could drop two
     casts."""
@@ -2143,6 +2128,32 @@ def round_steps(steps: Tensor, dropped: int) -> Tensor:
 def to_codes(rows: Tensor, steps: Tensor, limit: int) -> Tensor:
     """The nearest integers within +-limit, as fp32."""
     return (rows / steps).round().clamp(-limit, limit)
+
+
+class Rule(NamedTuple):
+    """How matrices are rounded."""
+
+    damping: float  # of the Hessian, see `damped`
+    limit: int = 2047  # the largest code
+    step_type: torch.dtype = torch.bfloat16  # holds the steps exactly
+    fixed: bool = False  # `steps` (#399) and no trellis; else they are those of late QAT only
+
+    def steps(self, rows: Tensor) -> Tensor:
+        """The steps (..., out, 1) of fp32 rows (..., out, in) whatever they cost: a sixth of their
+        deviation, or #399's, which reach the largest weight, at least 1."""
+        if self.fixed:
+            largest = rows.abs().amax(dim=-1, keepdim=True)
+            return round_steps(largest.clamp(min=1.0) / self.limit, 13)
+        return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
+
+
+# By ROW_RANGE: for the matrices of banks, for the other tensors. With a damping of 0.01 the errors
+# that GPTQ leaves in weak inputs cost more on other text. An embedding is also looked up, and then
+# each of its columns counts equally.
+RULES = {
+    "sdclip": (Rule(0.1), Rule(1.0)),
+    "published": (Rule(0.01, 31, torch.float16, True), Rule(0.01, 127, torch.float16, True)),
+}
 
 
 class Calibration:
@@ -2156,13 +2167,10 @@ class Calibration:
         self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
         self.weight = (count_numbers(model.parameters()) / (2 * tokens)) ** 0.5
         self.random = torch.Generator().manual_seed(0)
-        self.sums: Tensors = {}
+        self.sums: Tensors = collections.defaultdict(float)
         for kind, name, view in artifact_tensors(self.parameters):
-            if kind:
-                self.sums[f"{name}.cost"] = torch.zeros(view.shape[:2], device=view.device)
             if kind and kind.reads == name:
-                shape = len(view), view.size(2), view.size(2)
-                self.sums[name] = torch.zeros(shape, device=view.device)
+                self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
 
     def add(self, batch: Tensor) -> None:
         """Observe a micro-batch (B, T + 1).
@@ -2173,9 +2181,7 @@ class Calibration:
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, hook=self)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
             loss = (nats * weights).sum() * self.weight
-            grads = torch.autograd.grad(
-                loss, list(self.parameters.values()), materialize_grads=True
-            )
+            grads = torch.autograd.grad(loss, self.parameters.values(), materialize_grads=True)
             for kind, name, grad in artifact_tensors(
                 dict(zip(self.parameters, grads, strict=True))
             ):
@@ -2200,8 +2206,9 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     """The Hessian (L, in, in) with its diagonal raised by this part of its mean, which is then
     scaled to 1."""
     mean = hessian.diagonal(0, 1, 2).mean(dim=-1)[:, None, None]
-    eye = torch.eye(hessian.size(-1), device=hessian.device)
-    return (hessian / mean.clamp(min=1e-30) + damping * eye) / (1 + damping)
+    hessian = hessian / mean.clamp(min=1e-30)
+    hessian.diagonal(0, 1, 2).add_(damping)
+    return hessian / (1 + damping)
 
 
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
@@ -2236,8 +2243,7 @@ def gptq(
         for i, column in enumerate(inner.split(1, dim=2)):
             integers.append(to_integers(column))
             errors.append((column - integers[-1] * steps) / rows[:, i, i, None, None])
-            along = rows[:, i : i + 1, i + 1 : block]
-            inner[:, :, i + 1 :].baddbmm_(errors[-1], along, alpha=-1)
+            inner[:, :, i + 1 :].baddbmm_(errors[-1], rows[:, i : i + 1, i + 1 : block], alpha=-1)
         remaining = outer.baddbmm_(torch.cat(errors, dim=2), rows[:, :, block:], alpha=-1)
     return torch.take_along_dim(torch.cat(integers, dim=2), order.argsort()[:, None], 2)
 
@@ -2252,26 +2258,27 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
     state 0, with the least sum of squared errors times weights (T, B). A state and a code's lowest
     bit decide the remainder of the integer, divided by 4."""
-    edges = [(state, odd) for state in range(states) for odd in (0, 1)]
-    edges.sort(key=lambda edge: next_state(*edge, states))  # two end in each state
-    previous, odd = torch.tensor(edges[::2] + edges[1::2], device=targets.device).unbind(1)
+    pairs = itertools.product(range(states), (0, 1))  # of a state and the lowest bit of a code
+    pairs = sorted(pairs, key=lambda pair: next_state(*pair, states))
+    # Two edges end in each state: those with the numbers s and s + states in state s.
+    previous, odd = torch.tensor(pairs[::2] + pairs[1::2], device=targets.device).unbind(1)
     remainder = (previous & 1) + 2 * odd
-    rest = torch.arange(4, device=targets.device)[:, None]
-    integers = 4 * ((targets[:, None] - rest) / 4).round() + rest  # (T, 4, B)
-    costs = weights[:, None] * (targets[:, None] - integers).square()
-    total = costs.new_full((states, costs.size(2)), math.inf)
-    total[0] = 0
-    taken, path = [], []
+    number = torch.arange(states, device=targets.device)[:, None]
+    rest, targets = number[:4], targets[:, None]
+    integers = 4 * ((targets - rest) / 4).round() + rest  # (T, 4, B)
+    costs = weights[:, None] * (targets - integers).square()
+    total = torch.where(number > 0, math.inf, 0.0)  # of the best path to each state (states, B)
+    taken, edges = [], []
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
-        first, second = total.index_select(0, previous).add_(cost).split(states)
+        first, second = total.index_select(0, previous).add(cost).split(states)
         taken.append(second < first)
         total = torch.minimum(first, second)
     state = total.argmin(dim=0, keepdim=True)
-    for choice in taken[::-1]:
-        path.append(state.add(choice.gather(0, state), alpha=states))
-        state = previous.take(path[-1])
-    return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
+    for second in taken[::-1]:
+        edges.append(state.add(second.gather(0, state), alpha=states))  # state + states * second
+        state = previous.take(edges[-1])
+    return integers.gather(1, remainder[torch.cat(edges[::-1])][:, None])[:, 0]
 
 
 def to_segments(columns: Tensor) -> Tensor:
@@ -2284,51 +2291,43 @@ def to_segments(columns: Tensor) -> Tensor:
 def trellis_bits(codes: Tensor, states: int) -> Tensor:
     """The lowest bit of the trellis' state before each code (L, out, n)."""
     odd = to_segments(codes) & 1
-    state, bits = torch.zeros_like(odd[0]), []
+    state, bits = 0 * odd[0], []
     for row in odd:
         bits.append(state & 1)
         state = next_state(state, row, states)
     return torch.stack(bits).transpose(0, 2).flatten(1, 2)[:, : codes.size(1)]
 
 
+@dataclasses.dataclass
 class Quantiser:
-    """Rounds matrices of one shape to codes times the step of a row.
+    """Rounds rows to codes, integers of at most 12 bits, times the step of the row.
 
-    Rounding a weight costs step^2 / 12 times its sensitivity, and twice the step saves one bit. So
-    at given bytes the total loss is lowest when each weight adds the same loss.
+    Multiples of a step have a mean squared error of step^2 / 12, and twice the step saves one bit
+    per weight. So at given bytes the total loss is lowest when each weight adds the same `loss`:
+    cost x step^2 / 12.
 
-    Trellis-coded quantisation (Marcellin and Fischer 1990) has whole numbers of half steps. In each
+    Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. In each
     state every second one is open: twice the code, plus the lowest bit of the state. A code takes
-    as many bits as before, and the choice of the path makes the squared error a fifth smaller."""
+    as many bits as before, and the choice of the path makes the squared error a fifth smaller
+    (1 dB): step^2 / 15."""
 
-    def __init__(
-        self, kinds: list[Matrix], rows: Tensor, hp: Hyperparameters, calibration: Tensors
-    ):
-        """`rows` are (N, out, in), with L matrices of each of the kinds; `calibration` is empty or
-        what `Calibration` sums."""
-        self.rows, self.hp, self.limit = rows, hp, code_limit(kinds[0], hp)
-        self.kinds, self.calibrated = len(kinds), bool(calibration)
-        self.published = hp.row_range == "published"
-        self.states = 0 if self.published or hp.trellis_states == 1 else hp.trellis_states
-        self.deviation = (rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()  # (N, out, 1)
-        # Nats per token that a squared error of 1 costs, if all weights were like those of the row
-        self.cost = self.deviation**-2.0
-        if calibration:
-            cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])[..., None]
-            # Rows that the calibration has hardly seen are not free of cost.
-            self.cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-        eye = torch.eye(rows.size(2), device=rows.device).expand(len(rows) // self.kinds, -1, -1)
-        # With 1 % the errors that GPTQ leaves in weak inputs cost more on other text. An
-        # embedding is also looked up, and then each of its columns counts equally.
-        damping = 0.01 if self.published else 0.1 if kinds[0].bank else 1.0
-        hessians = [calibration.get(kind.reads, eye) for kind in kinds]
-        self.hessian = damped(torch.cat(hessians), damping)
+    rows: Tensor  # (N, out, in)
+    hessian: Tensor  # (N, in, in) of their inputs, in any unit
+    cost: Tensor | None  # (N, out) of a squared error of 1; None: 1 / mean square of the row
+    states: int  # of the trellis; 0: none
+    rule: Rule
+
+    def __post_init__(self):
+        self.deviation = (self.rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()
+        self.calibrated = self.cost is not None
+        self.cost = self.cost[..., None] if self.calibrated else self.deviation**-2.0  # (N, out, 1)
+        self.hessian = damped(self.hessian, self.rule.damping)
         self.factor = inverse_factor(self.hessian)
 
     def steps(self, loss: float) -> Tensor:
-        """(N, out, 1), where rounding all matrices of the model so costs `loss` nats per token."""
-        if self.published:
-            return row_steps(self.rows, self.hp, self.limit)
+        """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
+        if self.rule.fixed:
+            return self.rule.steps(self.rows)
         # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
@@ -2345,16 +2344,16 @@ class Quantiser:
         return float(bits.sum()) * self.rows.size(2) / 8
 
     def round(self, loss: float) -> Iterator[tuple[Tensor, ...]]:
-        """Of each kind (codes, steps, nats per token (L,) that the errors are expected to cost,
-        times the number of the model's weights). The last is half the product of errors and
-        Kronecker factors of the Fisher matrix (K-FAC)."""
+        """Of each matrix (codes (out, in), steps (out, 1), what its weights are expected to cost
+        together: the product of their errors and the Kronecker factors of the Fisher matrix)."""
         steps = self.steps(loss)
-        unit = steps / 2 if self.states else steps
+        parts = 2 if self.states else 1
+        unit = steps / parts
         weights = to_segments(self.cost * steps.square()).flatten(1)
 
         def to_integers(column):
             if not self.states:
-                return to_codes(column, steps, self.limit)
+                return to_codes(column, steps, self.rule.limit)
             targets = to_segments((column / unit).clamp(-4000, 4000))  # codes have 12 bits
             found = viterbi(targets.flatten(1), weights, self.states)
             return found.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
@@ -2362,18 +2361,26 @@ class Quantiser:
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
         expected = (self.cost * errors * (errors @ self.hessian)).sum(dim=(1, 2))
-        codes = (integers / 2).floor() if self.states else integers
-        return zip(*(part.chunk(self.kinds) for part in (codes, steps, expected)), strict=True)
+        return zip((integers / parts).floor(), steps, expected, strict=True)
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> list[Quantiser]:
-    """Quantisers of all matrices, in file order. Kinds of one bank and shape, such as k and v, are
-    rounded together, as a GPU takes no longer for both."""
+    """Quantisers of all matrices, in file order, by what `Calibration` sums or nothing. Kinds of one
+    bank and shape, such as k and v, are rounded together, as a GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = []
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
         kinds, views = zip(*group, strict=True)
-        quantisers.append(Quantiser(kinds, torch.cat(views), hp, calibration))
+        rows, cost = torch.cat(views), None
+        eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (L, in, in)
+        hessian = torch.cat([calibration.get(kind.reads, eye) for kind in kinds])
+        if calibration:
+            cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
+            # Rows that the calibration has hardly seen are not free of cost.
+            cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
+        rule = RULES[hp.row_range][not kinds[0].bank]
+        states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
+        quantisers.append(Quantiser(rows, hessian, cost, states, rule))
     return quantisers
 
 
@@ -2383,8 +2390,6 @@ ARTIFACT_VERSION = 13
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
-# These hold the steps of ROW_RANGE exactly.
-STEP_TYPES = {"sdclip": torch.bfloat16, "published": torch.float16}
 
 
 def meta_parameters(hp: Hyperparameters) -> Tensors:
@@ -2422,26 +2427,32 @@ def pack_artifact(
 ) -> bytes:
     """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
     encode, _ = CODERS[hp.compressor]
-    rounded = (parts for quantiser in quantisers for parts in quantiser.round(loss))
+    rounded = (matrix for quantiser in quantisers for matrix in quantiser.round(loss))
     streams, plain, expected = [], [], {}
-    count = count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
         if kind:
-            codes, steps, cost = next(rounded)
-            expected[name] = float(cost.sum()) / count
+            matrices = itertools.islice(rounded, len(tensor))
+            codes, steps, cost = map(torch.stack, zip(*matrices, strict=True))
+            expected[name] = float(cost.sum()) / count_numbers(weights.values())
             streams.append(encode(codes.to(torch.int16).cpu().numpy()))
-        values = steps.to(STEP_TYPES[hp.row_range]) if kind else tensor.half()
+        values = steps.to(RULES[hp.row_range][0].step_type) if kind else tensor.half()
+        require(
+            values.isfinite().all(),
+            f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
+        )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    roles = ("model", "evaluation")
     header = {
         "version": ARTIFACT_VERSION,
-        **{role: {name: getattr(hp, name) for name in knobs_with(role)} for role in roles},
+        **{
+            role: {name: getattr(hp, name) for name in knobs_with(role)}
+            for role in ("model", "evaluation")
+        },
         "row_range": hp.row_range,
         "trellis_states": quantisers[0].states,
         "expected_loss": expected if quantisers[0].calibrated else {},
         "coder": hp.compressor,
         **metadata,
-        "code_bytes": [len(stream) for stream in streams],
+        "code_bytes": list(map(len, streams)),
     }
     parts = {
         "header": json.dumps(header).encode(),
@@ -2479,8 +2490,7 @@ def fit_artifact(
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
         wanted = entropy(loss) + 0.9995 * max_bytes - len(blob)
-    fitting = [blob for blob in blobs.values() if len(blob) <= max_bytes]
-    return max(fitting, key=len) if fitting else min(blobs.values(), key=len)
+    return min(blobs.values(), key=lambda blob: (len(blob) > max_bytes, abs(len(blob) - max_bytes)))
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
@@ -2488,8 +2498,10 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     file. Raises an error if the file is invalid.
 
     Sizes are checked before memory is filled, and nothing is executed."""
-    ours = blob.startswith(b"PK\3\4") and blob.count(b"PK\1\2") < MAX_ENTRIES
-    require(ours, "it is not an artifact, or one before version 11: use the script that made it")
+    require(
+        blob.startswith(b"PK\3\4") and blob.count(b"PK\1\2") < MAX_ENTRIES,
+        "it is not an artifact, or one before version 11: use the script that made it",
+    )
     with np.load(io.BytesIO(blob)) as archive:
         # A compressed array could be a thousand times as large as the file.
         methods = {member.compress_type for member in archive.zip.infolist()}
@@ -2509,9 +2521,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         not unknown,
         f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
     )
-    knobs = {name.upper(): str(value) for name, value in stored.items()}
-    knobs |= {key.upper(): str(header[key]) for key in ("row_range", "trellis_states")}
-    hp = Hyperparameters.from_env(knobs)
+    stored |= {name: header[name] for name in ("row_range", "trellis_states")}
+    hp = Hyperparameters.from_env({name.upper(): str(value) for name, value in stored.items()})
     require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
     sizes, stream = header["code_bytes"], io.BytesIO(codes)
@@ -2535,7 +2546,7 @@ def load_artifact(blob: bytes) -> Tensors:
             codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
                 codes = codes + trellis_bits(codes, hp.trellis_states) / 2
-            steps = part.view(STEP_TYPES[hp.row_range]).view_as(view[..., :1])
+            steps = part.view(RULES[hp.row_range][0].step_type).view_as(view[..., :1])
             view.copy_(codes * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))

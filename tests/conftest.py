@@ -177,10 +177,10 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantised(rows, hp, limit=2047) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(rows, rule=train_gpt.RULES["sdclip"][0]) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, steps) of rows by plain rounding."""
-    steps = train_gpt.row_steps(rows, hp, limit)
-    return train_gpt.to_codes(rows, steps, limit), steps
+    steps = rule.steps(rows)
+    return train_gpt.to_codes(rows, steps, rule.limit), steps
 
 
 def noise(model, seed=1, size=0.2) -> train_gpt.GPT:

@@ -287,7 +287,7 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
     weights = weights_of(model)
     for kind in train_gpt.MATRICES:
         matrices = train_gpt.bank_part(weights[kind.bank], kind)
-        codes, steps = quantised(matrices, model.hp)
+        codes, steps = quantised(matrices)
         matrices.copy_(codes * steps)
     model.load_state_dict(weights)
     exported = model(ids[:, :-1], ids[:, 1:], "none")

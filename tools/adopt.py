@@ -23,15 +23,6 @@ of the artifact, both with non-overlapping windows. "bytes" are without code. --
 --their-bytes put the other script's export beside it, scored on the same text with such windows.
 """
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import program
-
-# isort: split
 import argparse
 import collections
 import dataclasses
@@ -40,10 +31,16 @@ import os
 import pickletools
 import re
 import shutil
+import sys
 import time
 import zipfile
+from pathlib import Path
 from typing import NamedTuple
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import program
 import launch
 import runs
 import train_gpt

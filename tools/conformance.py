@@ -226,7 +226,8 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         values = normal(case["seed"], case["shape"]).astype(np.float32)
         rows = float32(values * np.float32(case["std"]))
         limit_of_codes = 2 ** (bits - 1) - 1
-        steps = script.row_steps(rows, golden.knobs(), limit_of_codes)[:, 0].tolist()
+        rule = script.RULES[golden.knobs().row_range][0]._replace(limit=limit_of_codes)
+        steps = rule.steps(rows)[:, 0].tolist()
         for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
             what, why = f"step of row {row}", case.get("why", "")
             yield finding(name, what, want, got, gap(got, want), limits["steps"], why)
@@ -247,7 +248,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
     """Steps of the kinds of matrices in deviations of a row, in QAT."""
-    got = script.row_steps(float32(np.ones((1, 1))), golden.knobs(), 0).item()
+    got = script.RULES[golden.knobs().row_range][0].steps(float32(np.ones((1, 1)))).item()
     for case in golden.facts.get("steps", []):
         for name in case["matrices"]:
             want, limit = case["step_in_row_deviations"], golden.limits["steps"]
