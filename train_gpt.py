@@ -1558,7 +1558,7 @@ class Run:
         for total in collected.sums.values():
             self.comm.all_reduce(total.mul_(len(steps) / len(times)))()
         self.runtime.synchronize()
-        return collected.sums, times
+        return dict(collected.sums), times
 
     def warm_up(self) -> None:
         """Run the graphs and collectives of the run before its clock starts, then restore all
@@ -1615,8 +1615,6 @@ def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
     def note(number, frame):
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
-            with contextlib.suppress(OSError):
-                os.write(2, b"stopping after this step or the export; Ctrl-C ends it at once\n")
         received.append(signal.Signals(number))
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
@@ -2364,11 +2362,14 @@ class Quantiser:
         return zip((integers / parts).floor(), steps, expected, strict=True)
 
 
-def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> list[Quantiser]:
+Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that each one rounds
+
+
+def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
     """Quantisers of all matrices, in file order, by what `Calibration` sums or nothing. Kinds of one
     bank and shape, such as k and v, are rounded together, as a GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
-    quantisers = []
+    quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
         kinds, views = zip(*group, strict=True)
         rows, cost = torch.cat(views), None
@@ -2380,7 +2381,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
             cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
         rule = RULES[hp.row_range][not kinds[0].bank]
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
-        quantisers.append(Quantiser(rows, hessian, cost, states, rule))
+        names = tuple(kind.name for kind in kinds)
+        quantisers[names] = Quantiser(rows, hessian, cost, states, rule)
     return quantisers
 
 
@@ -2418,29 +2420,49 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Ten
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
+def round_matrices(
+    quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
+) -> dict[str, tuple[bytes, Tensor, float]]:
+    """Collective. By name (coded codes, steps, what rounding is expected to cost). Each quantiser
+    runs on one rank, the next one on that with the fewest weights so far."""
+    encode, _ = CODERS[hp.compressor]
+    loads, found = [0] * comm.size, {}
+    for names, quantiser in quantisers.items():
+        rank = loads.index(min(loads))
+        loads[rank] += quantiser.rows.numel()
+        if rank == comm.rank:
+            codes, steps, cost = map(torch.stack, zip(*quantiser.round(loss), strict=True))
+            parts = codes.short(), steps.to(RULES[hp.row_range][0].step_type), cost
+            kinds = (part.cpu().chunk(len(names)) for part in parts)
+            for name, codes, steps, cost in zip(names, *kinds, strict=True):
+                found[name] = encode(codes.numpy()), steps, float(cost.sum())
+    return functools.reduce(operator.or_, comm.gather(found))
+
+
 def pack_artifact(
     weights: Tensors,
     hp: Hyperparameters,
-    quantisers: list[Quantiser],
+    quantisers: Quantisers,
     metadata: dict,
     loss: float,
+    comm: Comm,
 ) -> bytes:
-    """The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token."""
-    encode, _ = CODERS[hp.compressor]
-    rounded = (matrix for quantiser in quantisers for matrix in quantiser.round(loss))
+    """Collective. The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token;
+    the same on any number of ranks."""
+    rounded = round_matrices(quantisers, hp, loss, comm)
     streams, plain, expected = [], [], {}
     for kind, name, tensor in artifact_tensors(weights):
+        values = tensor.half()
         if kind:
-            matrices = itertools.islice(rounded, len(tensor))
-            codes, steps, cost = map(torch.stack, zip(*matrices, strict=True))
-            expected[name] = float(cost.sum()) / count_numbers(weights.values())
-            streams.append(encode(codes.to(torch.int16).cpu().numpy()))
-        values = steps.to(RULES[hp.row_range][0].step_type) if kind else tensor.half()
+            stream, values, cost = rounded[name]
+            expected[name] = cost / count_numbers(weights.values())
+            streams.append(stream)
         require(
             values.isfinite().all(),
             f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
         )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
+    first, *_ = quantisers.values()
     header = {
         "version": ARTIFACT_VERSION,
         **{
@@ -2448,8 +2470,8 @@ def pack_artifact(
             for role in ("model", "evaluation")
         },
         "row_range": hp.row_range,
-        "trellis_states": quantisers[0].states,
-        "expected_loss": expected if quantisers[0].calibrated else {},
+        "trellis_states": first.states,
+        "expected_loss": expected if first.calibrated else {},
         "coder": hp.compressor,
         **metadata,
         "code_bytes": list(map(len, streams)),
@@ -2471,25 +2493,30 @@ def fit_artifact(
     metadata: dict,
     max_bytes: float,
     log: Callable,
+    comm: Comm,
 ) -> bytes:
-    """The artifact of at most `max_bytes` with steps as fine as fit, but never finer than the
-    finest; the smallest that was made if none fits."""
+    """Collective. The artifact of at most `max_bytes` with steps as fine as fit, but never finer
+    than the finest; the smallest that was made if none fits.
+
+    `entropy` estimates the bytes of the codes for any loss. What an artifact has beyond that, tables
+    and steps for example, hardly depends on the loss, so a try corrects the next one by it."""
     quantisers = make_quantisers(weights, hp, calibration)
     losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
     def entropy(loss):
-        return sum(one.entropy(loss) for one in quantisers)
+        return sum(one.entropy(loss) for one in quantisers.values())
 
-    wanted, blobs = max_bytes, {}
+    beyond, blobs = 0, {}
     for _ in range(12):
-        loss = losses[bisect.bisect_left(losses[:-1], -wanted, key=lambda loss: -entropy(loss))]
+        wanted = beyond - (0.9995 if blobs else 1) * max_bytes  # negative: `losses` ascend
+        loss = losses[bisect.bisect_left(losses[:-1], wanted, key=lambda loss: -entropy(loss))]
         if loss in blobs:
             break
-        blob = blobs[loss] = pack_artifact(weights, hp, quantisers, metadata, loss)
+        blob = blobs[loss] = pack_artifact(weights, hp, quantisers, metadata, loss, comm)
         if len(blob) <= max_bytes and (len(blob) >= 0.999 * max_bytes or loss == FINEST):
             break
         log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        wanted = entropy(loss) + 0.9995 * max_bytes - len(blob)
+        beyond = len(blob) - entropy(loss)
     return min(blobs.values(), key=lambda blob: (len(blob) > max_bytes, abs(len(blob) - max_bytes)))
 
 
@@ -2753,21 +2780,20 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
 
 
 def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
-    """Rank 0 quantises, packs and writes the artifact, with facts about the training. Returns its
-    bytes, on all ranks, and the submission's size."""
+    """The ranks quantise and pack, rank 0 writes the artifact, with facts about the training.
+    Returns its bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.runtime.comm
     started = time.perf_counter()
     weights = run.optimizer.weights()
-    count, kept = count_numbers(weights.values()), None
+    count = count_numbers(weights.values())
     fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
     max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
-    if comm.rank == 0:
-        log(f"export: coding {count:,} weights, {'GPTQ' if calibration else 'no calibration'}")
-        metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
-        blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log)
-        kept = blob, keep_artifact(blob, log)
-    blob, path = comm.broadcast(kept)
+    how = "GPTQ" if calibration else "no calibration"
+    log(f"export: coding {count:,} weights, {how}; a first Ctrl-C ends the run after it")
+    metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
+    blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log, comm)
+    path = comm.broadcast(keep_artifact(blob, log) if comm.rank == 0 else None)
     require(
         len(blob) <= max_bytes,
         f"TARGET_BYTES={hp.target_bytes} cannot be met: the smallest artifact has {len(blob)} bytes, "

@@ -258,7 +258,7 @@ def compare_quantisation(
     print(f"{'way':12}{'bytes':>11}{'bpb':>10}{'lost':>10}{'expected':>10}{'seconds':>9}")
     print(f"{'before':12}{'':11}{before:10.4f}", flush=True)
     quantisers = train_gpt.make_quantisers(weights, hp, calibration)
-    full = len(train_gpt.pack_artifact(weights, hp, quantisers, {}, train_gpt.FINEST))
+    full = len(train_gpt.pack_artifact(weights, hp, quantisers, {}, train_gpt.FINEST, runtime.comm))
     cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ", "trellis")] + [
         ("published", math.inf)
     ]
@@ -271,7 +271,9 @@ def compare_quantisation(
         )
         began = time.perf_counter()
         guides = {} if way == "rounded" else calibration
-        blob = train_gpt.fit_artifact(weights, changed, guides, {}, max_bytes, lambda text: None)
+        blob = train_gpt.fit_artifact(
+            weights, changed, guides, {}, max_bytes, lambda text: None, runtime.comm
+        )
         seconds = round(time.perf_counter() - began, 1)
         rounded = train_gpt.load_artifact(blob)
         mirrored = {name: 2 * w.cpu() - rounded[name] for name, w in weights.items()}

@@ -162,7 +162,7 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 def exported(weights, hp, calibration=None, metadata=None, loss=train_gpt.FINEST) -> bytes:
     """The artifact of these weights."""
     quantisers = train_gpt.make_quantisers(weights, hp, calibration or {})
-    return train_gpt.pack_artifact(weights, hp, quantisers, metadata or {}, loss)
+    return train_gpt.pack_artifact(weights, hp, quantisers, metadata or {}, loss, train_gpt.Comm())
 
 
 def matrices_of(tensors) -> dict[str, torch.Tensor]:

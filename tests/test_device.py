@@ -64,7 +64,7 @@ def test_export(elsewhere):
     run = elsewhere()
     calibration, _ = run.calibrate(range(1))
     quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
-    rounded = [parts for one in quantisers for parts in one.round(1e-9)]
+    rounded = [parts for one in quantisers.values() for parts in one.round(1e-9)]
     assert all(on_device(*parts) for parts in rounded)
     layers = run.hp.num_layers
     assert len(rounded) == layers * len(train_gpt.MATRICES) + len(train_gpt.TABLES)

@@ -107,6 +107,20 @@ def two_nodes(command, environment, folder, timeout):
     return [(agent.returncode, *output) for agent, output in zip(agents, outputs, strict=True)]
 
 
+def test_ranks_share_the_rounding_and_make_the_same_artifact(env, tmp_path):
+    """The more weights a rank has, the fewer quantisers it gets."""
+    digests, rounded = set(), {}
+    for ranks in (1, 2, 4):
+        work("artifact", tmp_path, env(), ranks)
+        for rank in range(ranks):
+            path = tmp_path / f"artifact{rank}-of-{ranks}"
+            digest, _, rounded[rank, ranks] = path.read_text().partition(" ")
+            digests.add(digest)
+    assert len(digests) == 1
+    assert len({found for (_, ranks), found in rounded.items() if ranks == 4}) > 1
+    assert len(rounded[0, 4]) < len(rounded[0, 2]) < len(rounded[0, 1])
+
+
 def test_two_nodes(env, tmp_path):
     """Only the first has a log and an artifact. The ranks of a node share the rows of the banks."""
     first, second = two_nodes([ROOT / "train_gpt.py"], env(RUN_ID="nodes"), tmp_path, timeout=600)

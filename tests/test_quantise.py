@@ -126,7 +126,7 @@ def test_rounding_costs_what_was_expected(trained, calibration, tmp_path):
         assert 0.99 * max_bytes < len(file) <= max_bytes
         twin = rounded(trained, file, tmp_path / "a.npz", lambda: Model(seed=1))
         _, found = losses(trained, twin, rows, nats)
-        assert sum(predicted.values()) == pytest.approx(found, rel=0.2), max_bytes
+        assert sum(predicted.values()) == pytest.approx(found, rel=0.3), max_bytes
 
 
 def test_what_is_not_rounded_is_stored_exactly_or_in_fp16(trained, packed, tmp_path):

@@ -90,6 +90,22 @@ def restore(run: train_gpt.Run, folder: Path) -> None:
     (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
 
 
+def artifact(run: train_gpt.Run, folder: Path) -> None:
+    """Each rank saves the digest of the artifact of the initial weights, and what it has rounded."""
+    rows = torch.arange(8 * 33).view(8, 33) % run.hp.vocab_size
+    collected, rounded = train_gpt.Calibration(run.model, rows.numel()), []
+    collected.add(rows)
+    real = train_gpt.Quantiser.round
+    counted = lambda self, loss: rounded.append(len(self.rows)) or real(self, loss)  # noqa: E731
+    train_gpt.Quantiser.round = counted
+    weights, comm = run.optimizer.weights(), run.comm
+    blob = train_gpt.fit_artifact(
+        weights, run.hp, collected.sums, {}, 20_000, lambda line: None, comm
+    )
+    found = f"{hashlib.sha256(blob).hexdigest()} {sorted(rounded)}"
+    (folder / f"artifact{comm.rank}-of-{comm.size}").write_text(found)
+
+
 def limit(run: train_gpt.Run, folder: Path) -> None:
     """Low-rank training, whose time ends after 5 steps on rank 0 and at once on rank 1. Each rank
     saves its steps and whether all targets were scored."""
