@@ -281,7 +281,7 @@ class Hyperparameters:
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
     row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
-    gptq_batches: int = knob(4, "training batches for GPTQ, within the time limit; 0: no calibration", "run")
+    gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
     compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
@@ -1213,7 +1213,7 @@ class Clock:
 
     def __init__(self, cap: float, in_flight: int):
         self.cap = cap or math.inf
-        self.reserve = 0.0  # seconds of it for GPTQ
+        self.reserve = 0.0  # seconds of it for calibration
         self.in_flight = in_flight  # steps that the host may queue ahead of the device
         self.step = -1  # the last one whose time is known
         self.seconds = 0.0  # that time
@@ -1245,8 +1245,9 @@ class Clock:
     def end(self, step: int) -> float:
         """The latest start at which `step` still fits. Schedules end there, and so does the run.
 
-        Steps whose time is not known yet count as the second slowest of the last 20, so a single
-        stall does not end the run early."""
+        A step starts if all that is queued, itself included, ends in time: seconds + unknown x pace
+        <= limit. So `begins(step) < end(step)` says the same. The pace is that of the second
+        slowest of the last 20 steps, so a single stall does not end the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
         unknown = step - self.step + self.in_flight + 1
         limit = self.cap * (1 - MARGIN) - self.reserve
@@ -1525,7 +1526,7 @@ class Run:
         """Average the weights and calibrate the export, within the wall clock. Returns (name of the
         average, `Calibration.sums`)."""
         batches, first = self.hp.gptq_batches, self.clock.step + 1
-        self.log.stage("GPTQ" if batches else "averaging")
+        self.log.stage("calibration" if batches else "averaging")
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_banks()
@@ -1534,8 +1535,9 @@ class Run:
         if batches:
             seconds, took, used = self.clock.elapsed(), sum(times), len(times)
             self.log(
-                f"gptq: {used} of {batches} batches took {1000 * took:.0f}ms train_time:{1000 * seconds:.0f}ms",
-                event="gptq",
+                f"calibration: {used} of {batches} batches took {1000 * took:.0f}ms "
+                f"train_time:{1000 * seconds:.0f}ms",
+                event="calibration",
                 batches=used,
                 train_seconds=seconds,
                 wall_seconds=took,
@@ -1568,7 +1570,7 @@ class Run:
         slow = "compiling takes minutes the first time" if self.runtime.compiled else "not compiled"
         self.log(f"warmup: steps of {hp.train_batch_tokens} tokens; {slow}", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
-            self.reserve_for_gptq()
+            self.reserve_for_calibration()
         if not hp.warmup_steps:
             return
         state = list(self.tensors().values())
@@ -1592,19 +1594,19 @@ class Run:
         elapsed = time.perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
-    def reserve_for_gptq(self) -> None:
-        """Reserve time for GPTQ, as the slowest rank measures it."""
+    def reserve_for_calibration(self) -> None:
+        """Reserve time for calibration, as the slowest rank measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
         _, [seconds] = self.calibrate(range(1))
         reserve = 1.1 * self.hp.gptq_batches * seconds
         require(
             reserve < cap,
-            f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for GPTQ: "
+            f"MAX_WALLCLOCK_SECONDS={cap:g} is less than the {reserve:.1f} s for calibration: "
             "set GPTQ_BATCHES=0, or allow more time",
         )
         self.clock.reserve = reserve
-        self.log(f"warmup: reserving {reserve:.2f} s for GPTQ")
+        self.log(f"warmup: reserving {reserve:.2f} s for calibration")
 
 
 @contextlib.contextmanager
@@ -3071,8 +3073,12 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     their boundary would come before the merges that make a and b, or after both. Control, unknown,
     byte and user-defined pieces are never refused. Raises UserError without merges in order.
 
-    If the merge of x and y to a comes later than that to b, then y and b must be side by side until
-    then. So the pairs of a follow from those of y, and likewise those of b (arXiv:2506.07956)."""
+    If a merge crosses the boundary of x + y = a and b before a is made, b never follows a. So the
+    pairs of a follow from those of y, and those of b from those of its first part
+    (arXiv:2506.07956). An example: with the merges 1: b c -> bc and 2: a b -> ab, "ab" is never
+    followed by "c", as merge 1 takes the b first. With a a -> aa alone, "aaa" becomes "aa", "a", as
+    of equal merges the leftmost comes first: behind "aa" only earlier merges count (`<`), in front
+    of it equal ones, too (`<=`)."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
     ids = list(range(pieces.vocab_size()))
     texts, scores = pieces.id_to_piece(ids), np.array(pieces.get_score(ids))
@@ -3098,7 +3104,6 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
         if made[x] and made[y] and across[x, y] == i:  # else x and y are no longer side by side
             np.copyto(across[i], across[y], where=made & (across[y] < i))
             made[i] = True
-            # Of equal merges the leftmost comes first.
             np.copyto(across[:, i], across[:, x], where=made & (across[:, x] <= i))
     return across < len(texts)
 
@@ -3647,6 +3652,7 @@ def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
         advice="copy or delete it",
     ):
         with np.load(path, allow_pickle=False) as file:
+            # A changed shape would end the reading before the checksum.
             require(not file.zip.testzip(), "its checksum is wrong")
             tensors = dict(file)
         metadata = json.loads(str(tensors.pop("metadata")))
@@ -3917,16 +3923,15 @@ def micro_batches(hp: Hyperparameters, rows: int, tokens: int) -> int:
 
 def choose_device(wanted: str) -> torch.device:
     """This process's device: GPU number LOCAL_RANK, or the CPU if there is no GPU."""
-    available = torch.cuda.is_available()
-    if wanted == "cpu" or (wanted == "auto" and not available):
+    # The driver may count GPUs that this torch cannot use.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local_rank = launched("LOCAL_RANK", 0)
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
     require(
-        available, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set DEVICE=cpu"
-    )
-    gpus, local_rank = torch.cuda.device_count(), launched("LOCAL_RANK", 0)
-    require(
         local_rank < gpus,
-        f"LOCAL_RANK={local_rank}, but this node has {gpus} GPU(s): set --nproc_per_node={gpus}",
+        f"DEVICE={wanted}, but torch finds {gpus} GPUs on this node for LOCAL_RANK={local_rank}: "
+        f"set --nproc_per_node={gpus}; with 0, install a CUDA build or set DEVICE=cpu",
     )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

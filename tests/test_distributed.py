@@ -179,5 +179,5 @@ def test_a_wrong_number_of_ranks_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with user_error("LOCAL_RANK=1, but this node has 1 GPU.*set --nproc_per_node=1"):
+    with user_error("torch finds 1 GPUs on this node for LOCAL_RANK=1: set --nproc_per_node=1"):
         train_gpt.choose_device("auto")

@@ -60,7 +60,7 @@ def test_the_whole_script(env, tmp_path, version):
     first = run(TTT_ENABLED=1, FUSED_MLP=1)
     assert first["start"]["kernels"] == {"attention": "flash", "mlp": "fused"}
     kinds = {f"final_int6_{name}_exact" for name in ("roundtrip", "sliding_window", "ttt_sgd")}
-    kinds |= {"start", "warmup", "train", "val", "gptq", "checkpoint", "artifact"}
+    kinds |= {"start", "warmup", "train", "val", "calibration", "checkpoint", "artifact"}
     assert kinds <= first.keys()
     assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
     Path(tmp_path, "logs", "pretended.jsonl").unlink()  # a finished run is refused

@@ -91,7 +91,7 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
     log = (folder / "logs" / "tiny.jsonl").read_text()
     kinds = re.findall(r'(?m)^\{"event": "(\w+)"', log)
     assert " ".join(dict.fromkeys(kinds)) == (
-        "start warmup train val gptq final_average_exact rounding artifact "
+        "start warmup train val calibration final_average_exact rounding artifact "
         "final_int6_roundtrip_exact final_int6_sliding_window_exact finished"
     )
     assert kinds.count("train") == 12
@@ -115,7 +115,7 @@ def test_the_artifact_has_the_size_in_the_log_and_describes_the_run(finished):
     made = header["training"]
     assert made["steps"] == 12 and made["weights"] == "EMA of 12 steps" and made["seed"] == 1337
     assert made["ranks"] == 1
-    calibrated = events_of(folder / "logs" / "tiny.jsonl")["gptq"]["train_seconds"]
+    calibrated = events_of(folder / "logs" / "tiny.jsonl")["calibration"]["train_seconds"]
     assert made["train_seconds"] == calibrated, "calibration is training time"
     assert f"val_bpb:{made['val_bpb']:.8f}" in result.stdout
     assert header["coder"] == "ans" and header["row_range"] == "sdclip"
@@ -312,7 +312,7 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_pa
 def test_a_run_without_optional_parts(script):
     off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
     result = script(COMPRESSOR="lzma", **off)
-    assert "weights, no calibration" in result.stdout and "gptq:" not in result.stdout
+    assert "weights, no calibration" in result.stdout and "calibration:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
@@ -325,7 +325,7 @@ def test_the_cap_ends_a_run(script):
     stopped = r"^stopping_early: wallclock_cap train_time:(\d+)ms step:(\d+)/100000"
     milliseconds, step = map(int, re.search(stopped, result.stdout, re.M).groups())
     assert step > 5
-    calibrated = r"^gptq: 1 of 1 batches took (\d+)ms train_time:(\d+)ms"
+    calibrated = r"^calibration: 1 of 1 batches took (\d+)ms train_time:(\d+)ms"
     took, total = map(int, re.search(calibrated, result.stdout, re.M).groups())
     assert milliseconds + took - 2 <= total
 
@@ -339,7 +339,9 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     training.warm_up()
     limit = 3 * (1 - train_gpt.MARGIN)
     assert training.clock.end(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
-    with user_error("MAX_WALLCLOCK_SECONDS=1 is less than the .* s for GPTQ: set GPTQ_BATCHES=0"):
+    with user_error(
+        "MAX_WALLCLOCK_SECONDS=1 is less than the .* s for calibration: set GPTQ_BATCHES=0"
+    ):
         run_of(val=True, MAX_WALLCLOCK_SECONDS=1, GPTQ_BATCHES=4).warm_up()
 
 
@@ -369,7 +371,7 @@ def test_calibration_ends_within_the_cap(cap, used, run_of, monkeypatch):
     training.log = mock.Mock(side_effect=lambda line, **fields: lines.append((line, fields)))
     _, found = training.finish()
     [(line, fields)] = lines
-    assert line.startswith(f"gptq: {used} of 4 batches")
+    assert line.startswith(f"calibration: {used} of 4 batches")
     assert fields["batches"] == used and fields["wall_seconds"] == now[0] - 1 + used
     assert fields["train_seconds"] == now[0] - 1
     assert not queued, "the clock runs until the sums are there"
@@ -540,7 +542,7 @@ def test_what_only_newer_versions_of_torch_have_is_asked_for():
         # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
         ({"EVAL_ONLY": "a.xz", "NUM_LAYERS": 1, "XSA_LAST_N": 4}, "NUM_LAYERS=1 is set, but EVAL"),
         ({"SCALAR_LR": 4e9, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
-        ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds no GPU: install a CUDA build or set"),
+        ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds 0 GPUs on this node for LOCAL_RANK=0"),
         ({"WORLD_SIZE": 2}, "WORLD_SIZE=2: the ranks cannot meet: "),
         ({"RANK": "first"}, "RANK='first' is impossible: unset it, or start with torchrun"),
         ({"LOCAL_WORLD_SIZE": 0}, "LOCAL_WORLD_SIZE='0' is impossible"),
@@ -671,6 +673,8 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     assert "\nstep:10/12 train_loss" in log and "\nstep:10/12 train" not in screen.getvalue()
     assert "\x1b[K\rfinished: " in screen.getvalue(), "the bar is removed"
     stages = re.findall(r"\r([\w -]+) 0% \|", screen.getvalue())
-    order = "warm-up validation GPTQ averaged_weights export roundtrip sliding_window ttt_sgd"
+    order = (
+        "warm-up validation calibration averaged_weights export roundtrip sliding_window ttt_sgd"
+    )
     assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
     assert "\rtraining: step 10, loss " in screen.getvalue()

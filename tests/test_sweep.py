@@ -98,7 +98,7 @@ def test_a_run_over_a_limit_is_not_done(limit, copied, sweep_knobs, monkeypatch,
         # ITERATIONS decides there
         monkeypatch.setenv("MAX_WALLCLOCK_SECONDS", "600")
         text = re.sub(r"(?m)^. (MAX_WALLCLOCK_SECONDS)=.*", r"* \1=600.0", log.read_text())
-        log.write_text(re.sub(r"(?m)^(gptq: .*train_time):\d+ms", r"\1:600001ms", text))
+        log.write_text(re.sub(r"(?m)^(calibration: .*train_time):\d+ms", r"\1:600001ms", text))
     capsys.readouterr()
     assert sweep.sweep(["false"]) == 1, "it was started again"
     said = capsys.readouterr().out

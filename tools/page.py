@@ -40,7 +40,7 @@ HEADINGS = {  # of runs.COLUMNS, the score first
     "bytes": "submission, bytes",
     "steps": "steps",
     "ms/step": "ms per step",
-    "train s": "training and GPTQ, s",
+    "train s": "training and calibration, s",
     "eval s": "final evaluation, s",
 }
 COLUMNS = sorted(runs.COLUMNS, key=lambda column: list(HEADINGS).index(column[0]))
@@ -389,16 +389,17 @@ def bytes_of(run: Run) -> dict[str, float]:
 
 
 def seconds_of(run: Run) -> dict[str, float]:
-    """The seconds of a run by part, in order. Those of warm-up, GPTQ, export and the rest are in
-    the events alone."""
+    """The seconds of a run by part, in order. Those of warm-up, calibration, export and the rest
+    are in the events alone."""
     events = events_of(run)
-    kinds = ("warmup", "gptq", "artifact")
+    events |= {"calibration": events["gptq"]} if "gptq" in events else {}  # until 2026-11-26
+    kinds = ("warmup", "calibration", "artifact")
     walls = {kind: events.get(kind, {}).get("wall_seconds", 0.0) for kind in kinds}
     parts = {
         "warm-up": walls["warmup"],
-        "training": (run.train_seconds or 0.0) - walls["gptq"],
+        "training": (run.train_seconds or 0.0) - walls["calibration"],
         "validation": sum(point.fields.get("eval_time", 0.0) for point in run.val),
-        "GPTQ": walls["gptq"],
+        "calibration": walls["calibration"],
         "export": walls["artifact"],
     }
     for name, score in run.scores.items():

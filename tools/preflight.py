@@ -299,7 +299,7 @@ def read_ms(loader: train_gpt.TrainingLoader) -> float:
 
 
 def training(run: train_gpt.Run) -> dict:
-    """Real steps of each kind of the run: milliseconds, peak memory, the time of GPTQ and of
+    """Real steps of each kind of the run: milliseconds, peak memory, the time of calibration and of
     reading. Raises UserError if the loss is not finite."""
     hp, runtime = run.hp, run.runtime
     if runtime.device.type == "cuda":  # products and kernels took memory, too
@@ -328,10 +328,10 @@ def training(run: train_gpt.Run) -> dict:
             gradients_ms = 1000 * min(seconds_of(work, runtime) for _ in range(3))
             run.optimizer.step(0.0, 0.0)  # clears the gradients
     if hp.gptq_batches and hp.max_wallclock_seconds:
-        run.reserve_for_gptq()
+        run.reserve_for_calibration()
     found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms, "memory_mib": {}}
     found["read_ms"] = read_ms(run.loader)
-    found["gptq_seconds"] = run.clock.reserve
+    found["calibration_seconds"] = run.clock.reserve
     if runtime.device.type == "cuda":
         found["memory_mib"] = {
             "allocated": torch.cuda.max_memory_allocated() >> 20,
@@ -585,7 +585,7 @@ def scores(report: dict) -> dict[str, float]:
 def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
     """Steps and training seconds within the limits, and seconds of the scores."""
     kinds = first(report, "training", "kinds")
-    reserve = first(report, "training", "gptq_seconds")
+    reserve = first(report, "training", "calibration_seconds")
     mean = sum(kind["share"] * kind["ms"] / 1000 for kind in kinds)  # if ITERATIONS end the run
     steps, seconds = hp.iterations, hp.iterations * mean
     limit = hp.max_wallclock_seconds - reserve
@@ -709,7 +709,7 @@ def about_training(report: dict) -> str:
         parts.append(f"{what} {spread(values(report, 'training', name), '.1f')} ms")
     tokens = report["chosen"]["micro_batch_tokens"]
     parts.append(f"micro-batches of at most {tokens:,} tokens")
-    parts.append(f"GPTQ {one['gptq_seconds']:.1f} s")
+    parts.append(f"calibration {one['calibration_seconds']:.1f} s")
     if one["memory_mib"]:
         sizes = (f"{kind}: {size} MiB" for kind, size in one["memory_mib"].items())
         parts.append(f"peak memory {' '.join(sizes)}")

@@ -82,7 +82,7 @@ class Run:
     val: list[Point]
     steps: int | None
     train_seconds: float | None
-    step_seconds: float | None  # of these without GPTQ
+    step_seconds: float | None  # of these without calibration
     resumed: int  # how many times the run was resumed
     finished: bool  # to the end of its evaluation
     val_tokens: int | None  # targets of the validation text
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def step_ms(self) -> float | None:
-        """Mean milliseconds per step, without GPTQ."""
+        """Mean milliseconds per step, without calibration."""
         return 1000 * self.step_seconds / self.steps if self.steps and self.step_seconds else None
 
 
@@ -176,9 +176,9 @@ def read_run(path: Path) -> Run:
     settings, changed = _settings(lines)
     steps = [point.step for point in (*train, *val)]
     seconds = [point.seconds for point in (*train, *val) if point.seconds is not None]
-    ends = re.findall(r"^(stopping_early|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
+    ends = re.findall(r"^(stopping_early|calibration|gptq): .*train_time: ?([\d.]+)ms", text, re.M)
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
-    with_gptq = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
+    with_calibration = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
     find = functools.partial(_find, text)
     ours = find(r"^runtime: ranks:(\d+)")
     return Run(
@@ -198,7 +198,7 @@ def read_run(path: Path) -> Run:
         train=train,
         val=val,
         steps=max(steps, default=None),
-        train_seconds=max(with_gptq, default=None),
+        train_seconds=max(with_calibration, default=None),
         step_seconds=max(seconds, default=None),
         scores=scores,
         model_bytes=_last_size(text, "Serialized model [^:\n]+"),
