@@ -285,7 +285,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.grid(alpha=0.3)
     panels[0][0].set_ylabel("loss of rounding, nats per token")
     panels[0][-1].legend()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
 
 
 def main() -> None:

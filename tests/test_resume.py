@@ -178,6 +178,9 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
     with user_error(sentence) as stopped, train_gpt.stop_signals(training.signals):
         training.train()
     assert stopped.value.status == 143 and kept(tmp_path) == [8]
+    training.signals = [signal.SIGTERM, signal.SIGHUP]  # of a lost terminal, and its launcher's
+    with user_error("stopped by SIGHUP after"):
+        training.raise_if_stopped()
 
 
 @pytest.mark.parametrize("early", [0, 1])
