@@ -85,20 +85,6 @@ def undisturbed(knobs, tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def killed(knobs, tmp_path_factory):
-    """The folder of a run killed in its eighth step, with the checkpoints of steps 3 and 6."""
-    folder = tmp_path_factory.mktemp("killed")
-    faulty("kill", 7, knobs, folder, status=-signal.SIGKILL)
-    return folder
-
-
-@pytest.fixture
-def stopped(killed, tmp_path):
-    """A copy of that folder."""
-    return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-
-
 # ---- Resuming ------------------------------------------------------------------------------------
 def test_checkpoints_do_not_change_the_run(undisturbed, knobs, tmp_path):
     faulty("none", 0, knobs | PLAIN, tmp_path)
@@ -156,8 +142,8 @@ def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
     *_, last = (tmp_path / "logs" / "r.txt").read_text().splitlines()
     assert last.startswith("error: ") and last.endswith(logged)
     assert not noted or f"note: {noted}\n" in result.stdout
-    names = {"export": ["final_average_exact"], "twice": ["final_average_exact"]}
-    assert [*exact(tmp_path)] == (names | {"score": ["final_average_exact"]}).get(fault, [])
+    trained = fault in ("export", "twice", "score")
+    assert [*exact(tmp_path)] == ["final_average_exact"] * trained
     assert (tmp_path / "logs" / "r.int6.xz").exists() == (fault in ("export", "score"))
     assert len(list(tmp_path.rglob("*.npz"))) == (2 if changes == {} else 0)
 
@@ -270,20 +256,11 @@ def test_restarts_need_a_store_of_their_own(hyperparameters, monkeypatch):
         pass
 
 
-def test_a_run_stopped_after_training_only_exports(undisturbed, tmp_path, knobs):
-    shutil.copytree(undisturbed, tmp_path / "r")
-    refused = sentence(faulty("none", 0, knobs, tmp_path / "r", status=1))
-    assert "RUN_ID=r is used by an earlier run" in refused
-    unfinished(tmp_path / "r")
-    result = faulty("none", 0, knobs, tmp_path / "r")
-    assert "resumed: step:12 " in result.stdout and "train_loss" not in result.stdout
-    assert exact(tmp_path / "r") == exact(undisturbed)
-
-
 def test_a_finished_run_is_lengthened_under_another_name(undisturbed, tmp_path, knobs):
+    """Knobs that change nothing of the experiment may change."""
     shutil.copytree(undisturbed / "checkpoints" / "r", tmp_path / "checkpoints" / "longer")
-    longer = {**knobs, "RUN_ID": "longer", "ITERATIONS": "14"}
-    result = faulty("none", 0, longer, tmp_path)
+    free = {"ITERATIONS": "14", "VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96"}
+    result = faulty("none", 0, {**knobs, "RUN_ID": "longer", **free}, tmp_path)
     assert "resumed: step:12 " in result.stdout and "step:14/14 train_loss" in result.stdout
     log = (tmp_path / "logs" / "longer.txt").read_text()
     assert log.startswith((ROOT / "train_gpt.py").read_text()), "it is complete"
@@ -331,19 +308,25 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
 
 
 # ---- Checkpoints of another run ------------------------------------------------------------------
-def test_only_the_same_experiment_continues(stopped, knobs):
-    """An earlier run is neither overwritten nor continued by another one; its log stays."""
-    again = sentence(faulty("none", 0, {**knobs, "RESUME": ""}, stopped, status=1))
+def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
+    """An earlier run is neither overwritten nor continued by another one; its log stays. One that
+    was stopped after the training only exports."""
+
+    def refused(**changes) -> str:
+        return sentence(faulty("none", 0, knobs | changes, tmp_path, status=1))
+
+    shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
+    assert "RUN_ID=r is used by an earlier run" in refused()
+    unfinished(tmp_path)
+    again = refused(RESUME="")
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
-    assert (stopped / "logs" / "r.txt").read_text().count("train_loss") > 7
-    others = {**knobs, "MATRIX_LR": "0.01", "SEED": "5"}
-    changed = sentence(faulty("none", 0, others, stopped, status=1))
+    changed = refused(MATRIX_LR="0.01", SEED="5")
     unlike = "MATRIX_LR=0.01 instead of 0.025, SEED=5 instead of 1337: set the same"
-    assert f"{step_file(6)} is of another run, with {unlike}" in changed
+    assert f"{step_file(12)} is of another run, with {unlike}" in changed
     assert "only these may change:" in changed and " VAL_LOSS_EVERY" in changed
-    free = {"VAL_LOSS_EVERY": "5", "MICRO_BATCH_TOKENS": "96", "ITERATIONS": "14"}
-    allowed = faulty("none", 0, {**knobs, **free}, stopped)
-    assert "step:14/14 train_loss" in allowed.stdout
+    result = faulty("none", 0, knobs, tmp_path)
+    assert "resumed: step:12 " in result.stdout and "train_loss" not in result.stdout
+    assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
 
 
 def test_two_runs_of_one_name(knobs, tmp_path):
