@@ -207,17 +207,30 @@ runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")
     assert result.stdout.endswith("train_gpt.py\nfreed\n"), result
 
 
+OUTSIDE = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
+NOT_THERE = "raise ModuleNotFoundError('No module named it')"
+INSTALL = f"No module named it: run {OUTSIDE}`pip install -r requirements{{}}.txt`"
+WINDOWS = "this needs Linux or macOS: on Windows, run it in WSL2"
+
+
 @pytest.mark.parametrize(
-    "program, package", [("plot --help", "matplotlib"), ("report --html x.html x.txt", "plotly")]
+    "command, module, content, status, sentence",
+    [
+        ("tools/plot.py --help", "matplotlib", NOT_THERE, 1, INSTALL.format("-dev")),
+        ("tools/report.py --html x.html x", "plotly", NOT_THERE, 1, INSTALL.format("-dev")),
+        ("train_gpt.py", "torch", NOT_THERE, 1, INSTALL.format("")),
+        ("train_gpt.py", "torch", "raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
+        ("train_gpt.py", "fcntl", "raise ImportError", 1, WINDOWS),  # Windows has none
+        ("tools/compare.py", "fcntl", "raise ImportError", 1, WINDOWS),
+    ],
 )
-def test_a_missing_package_of_a_tool_is_one_sentence(program, package, tmp_path):
-    (tmp_path / f"{package}.py").write_text("raise ModuleNotFoundError('No module named it')")
-    name, *words = program.split()
-    command = [ROOT / "tools" / f"{name}.py", *words]
-    result = run(command, {"PYTHONPATH": str(tmp_path)}, tmp_path, status=1)
-    outside = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
-    advice = f"run {outside}`pip install -r requirements-dev.txt`"
-    assert result.stderr == f"error: No module named it: {advice}\n"
+def test_a_failed_import_is_one_sentence(command, module, content, status, sentence, tmp_path):
+    """A package is missing, or Ctrl-C comes while it is imported."""
+    (tmp_path / f"{module}.py").write_text(content)
+    path, *words = command.split()
+    environment = {"PYTHONPATH": str(tmp_path)}
+    result = run([ROOT / path, *words], environment, tmp_path, fresh=True, status=status)
+    assert result.stderr == f"error: {sentence}\n"
 
 
 def test_packages_that_a_script_imports_at_its_top_must_be_listed(tmp_path):
