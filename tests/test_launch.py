@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import launch
+import warm_python
 from conftest import ROOT, run, start
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -119,8 +120,8 @@ def test_two_ranks_of_the_script_print_one_sentence(env, tmp_path, changes, sent
     alone: the launcher's SIGTERM is no error of the others."""
     (tmp_path / "checkpoints" / "r").mkdir(parents=True)
     (tmp_path / "checkpoints" / "r" / "step_00000004.npz").touch()
-    command = [launch.__file__, sys.executable, ROOT / "train_gpt.py"]
-    told = run(command, env(**changes, NPROC=2), tmp_path, fresh=True, status=1).stderr
+    command = [launch.__file__, warm_python.python(), ROOT / "train_gpt.py"]
+    told = run(command, env(**changes, NPROC=2), tmp_path, status=1).stderr
     assert sentence in told and told.count("error:") == told.count("\n") == 1, told
 
 

@@ -1,6 +1,5 @@
-"""Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`. A mode is one of the
-functions from `clocks` on, or "rounding": `steps` with initial weights that differ in the last bits
-between the ranks."""
+"""Started by the tests of several ranks, under torchrun: `worker.py MODE FOLDER`. A mode is a
+function of (run, folder) or of (folder). The ranks would compute initial weights that differ in the last bits."""
 
 import hashlib
 import itertools
@@ -23,6 +22,19 @@ def digest(tensors) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
+def unequal_start() -> None:
+    """As if the CPU of every rank rounded differently."""
+    initialise = train_gpt.GPT.initialise
+
+    def rounded(model, seed):
+        factor = 1 + int(os.environ.get("RANK", 0)) * 1e-6
+        weights = {name: weight * factor for name, weight in initialise(model, seed).items()}
+        model.load_state_dict(weights)
+        return weights
+
+    train_gpt.GPT.initialise = rounded
+
+
 def clocks(run: train_gpt.Run, folder: Path) -> None:
     """Updates and GPTQ under a clock that every reading advances, at a speed of the rank's own."""
     rank, readings = run.runtime.comm.rank, itertools.count(1)
@@ -41,37 +53,36 @@ def updates(run: train_gpt.Run, count: int) -> None:
         run.train_step(step, train_gpt.schedule(run.hp, step, 0.0, 0.0))
 
 
-def steps(run: train_gpt.Run, folder: Path) -> None:
-    """5 updates without a clock. Rank 0 saves the weights, their average and the Hessians, each rank
-    a digest of all state, collected from its node."""
-    updates(run, 5)
-    weights = run.optimizer.weights()  # collective: all ranks call it
-    state = digest([*run.model.parameters(), *gathered(run).values()])
-    (folder / f"digest{run.runtime.comm.rank}").write_text(state)
-    _, calibration = run.finish()
-    averages = run.optimizer.weights()
-    if run.runtime.comm.rank == 0:
-        found = {"weights": weights, "averages": averages, "calibration": calibration}
-        torch.save(found, folder / f"found{run.runtime.comm.size}.pt")
-
-
-def unequal_start() -> None:
-    """Let every rank compute other initial weights, as if its CPU rounded differently."""
-    initialise = train_gpt.GPT.initialise
-
-    def rounded(model, seed):
-        factor = 1 + int(os.environ["RANK"]) * 1e-6
-        weights = {name: weight * factor for name, weight in initialise(model, seed).items()}
-        model.load_state_dict(weights)
-        return weights
-
-    train_gpt.GPT.initialise = rounded
-
-
 def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:
     """All state, whole, from the ranks that share the rows with this one. Collective."""
     gather = run.optimizer.gather
     return {name: gather(name, tensor).clone() for name, tensor in run.tensors().items()}
+
+
+def artifact(run: train_gpt.Run) -> dict:
+    """The digest of the artifact of the weights, and the rows of all that this rank has rounded."""
+    rows = torch.arange(8 * 33).view(8, 33) % run.hp.vocab_size
+    collected, rounded = train_gpt.Calibration(run.model, rows.numel()), []
+    collected.add(rows)
+    real = train_gpt.Quantiser.round
+    counted = lambda self, loss: rounded.append(len(self.rows)) or real(self, loss)  # noqa: E731
+    train_gpt.Quantiser.round = counted
+    weights, log = run.optimizer.weights(), lambda line: None
+    blob = train_gpt.fit_artifact(weights, run.hp, collected.sums, {}, 20_000, log, run.comm)
+    return {"artifact": hashlib.sha256(blob).hexdigest(), "rounded": sorted(rounded)}
+
+
+def steps(run: train_gpt.Run, folder: Path) -> None:
+    """The artifact of the initial weights, then 5 updates without a clock. Each rank saves what it
+    has rounded, digests of the artifact and of all state, collected from its node, and the weights,
+    their average and the Hessians."""
+    found = artifact(run)
+    updates(run, 5)
+    found["weights"] = run.optimizer.weights()
+    found["state"] = digest([*run.model.parameters(), *gathered(run).values()])
+    _, found["calibration"] = run.finish()
+    found["averages"] = run.optimizer.weights()
+    torch.save(found, folder / f"found{run.runtime.comm.rank}.pt")
 
 
 def checkpoint(run: train_gpt.Run, folder: Path) -> None:
@@ -88,22 +99,6 @@ def restore(run: train_gpt.Run, folder: Path) -> None:
     comm = run.runtime.comm
     torch.save(gathered(run), folder / f"restored{comm.rank}-of-{comm.size}.pt")
     (folder / f"digest{comm.rank}-of-{comm.size}").write_text(digest(run.model.parameters()))
-
-
-def artifact(run: train_gpt.Run, folder: Path) -> None:
-    """Each rank saves the digest of the artifact of the initial weights, and what it has rounded."""
-    rows = torch.arange(8 * 33).view(8, 33) % run.hp.vocab_size
-    collected, rounded = train_gpt.Calibration(run.model, rows.numel()), []
-    collected.add(rows)
-    real = train_gpt.Quantiser.round
-    counted = lambda self, loss: rounded.append(len(self.rows)) or real(self, loss)  # noqa: E731
-    train_gpt.Quantiser.round = counted
-    weights, comm = run.optimizer.weights(), run.comm
-    blob = train_gpt.fit_artifact(
-        weights, run.hp, collected.sums, {}, 20_000, lambda line: None, comm
-    )
-    found = f"{hashlib.sha256(blob).hexdigest()} {sorted(rounded)}"
-    (folder / f"artifact{comm.rank}-of-{comm.size}").write_text(found)
 
 
 def limit(run: train_gpt.Run, folder: Path) -> None:
@@ -144,9 +139,7 @@ def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     if mode in ("apart", "late"):
         return globals()[mode](folder)
-    if mode == "rounding":
-        mode = "steps"
-        unequal_start()
+    unequal_start()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
         log = train_gpt.Log(hp, runtime.comm, folder)
