@@ -47,7 +47,7 @@ def main() -> None:
 
     train_gpt.Run.train_step = faulty_step
     if fault == "slow":
-        preflight.product_speed = slow_product
+        preflight.product_speed, preflight.STEPS = slow_product, 2
         train_gpt.Run.backward = slow_backward
     if fault == "packages":
         train_gpt.find_spec = lambda name: None

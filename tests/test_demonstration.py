@@ -264,7 +264,7 @@ def test_real_steps_are_timed_by_several_ranks(env):
     """5 ranks cannot share 24 sequences: their speed is 0, and nothing hangs."""
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import demo, os; "
     code += "print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
-    result = run(["-c", code], env(), ROOT, fresh=True)
+    result = run(["-c", code], env(), ROOT)
     found = eval(result.stdout)
     assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
 
