@@ -23,18 +23,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
 
-SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "late": signal.SIGTERM}
-SIGNALS |= {"hup": signal.SIGHUP, "usr1": signal.SIGUSR1}
+AT_STEP = {
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+    "usr1": signal.SIGUSR1,
+}
+LATER = {  # before which function, and what
+    "late": (train_gpt.Run, "validate", [signal.SIGTERM]),
+    "export": (train_gpt, "export", [signal.SIGINT]),
+    "twice": (train_gpt, "export", [signal.SIGINT, signal.SIGINT]),
+    "score": (train_gpt, "score_artifact", [signal.SIGHUP]),
+}
+
+
+def send(*signals: int) -> None:
+    for number in signals:
+        os.kill(os.getpid(), number)
 
 
 def strike(fault: str, run: train_gpt.Run) -> None:
-    """Cause the fault."""
+    """Cause the fault of a step."""
     if fault == "kill" and not Path("killed").exists():
         Path("killed").touch()
         run.checkpoints.written.result()  # tests/test_soak.py kills while files are written
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[fault])
+        send(signal.SIGKILL)
+    if fault in AT_STEP:
+        send(AT_STEP[fault])
     if fault == "nan":
         run.optimizer.flat[0] = float("nan")
     if fault == "jump":
@@ -42,51 +57,35 @@ def strike(fault: str, run: train_gpt.Run) -> None:
         time.perf_counter = lambda: true_clock() + 1000
 
 
+def before(owner, name: str, act) -> None:
+    """Call `act` with the arguments of this function before each call."""
+    function = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: (act(*given), function(*given, **named))[1])
+
+
 def main() -> None:
     fault, at, rank = sys.argv[1], int(sys.argv[2]), int((*sys.argv, 0)[3])
     sys.argv[1:] = []
     here = int(os.environ.get("RANK", 0)) == rank
-    step = train_gpt.Run.train_step
 
-    def faulty(self, number, settings):
+    def steps(run, number, settings):
         # Steps of the warm-up do not count: only after it has a step been timed, or the run restored.
-        if fault != "late" and number == at and here and self.clock.step >= 0:
-            strike(fault, self)
-        return step(self, number, settings)
+        if number == at and here and run.clock.step >= 0:
+            strike(fault, run)
 
-    def interrupted(*arguments, **options):
-        if fault == "late" and here:
-            strike(fault, None)
-        return validate(*arguments, **options)
-
-    def scoring(*arguments):
-        if fault == "score":
-            os.kill(os.getpid(), signal.SIGHUP)
-        return score(*arguments)
-
-    def noting(received):
-        if fault == "start" and here:
-            os.kill(os.getpid(), signal.SIGINT)
-        return note(received)
-
-    def exporting(*arguments):
-        for _ in range({"export": 1, "twice": 2}.get(fault, 0)):
-            os.kill(os.getpid(), signal.SIGINT)
-        return export(*arguments)
-
-    def begins(self, step):  # is called when signals are noted
+    def begins(clock, step):  # is called when signals are noted
         nonlocal fault
         if fault == "start" and not here and step == 0:
             fault = "none"  # a second one would end the run at once
-            os.kill(os.getpid(), signal.SIGINT)
-        return begin(self, step)
+            send(signal.SIGINT)
 
-    note, train_gpt.stop_signals = train_gpt.stop_signals, noting
-    export, train_gpt.export = train_gpt.export, exporting
-    begin, train_gpt.Clock.begins = train_gpt.Clock.begins, begins
-    score, train_gpt.score_artifact = train_gpt.score_artifact, scoring
-    validate, train_gpt.Run.validate = train_gpt.Run.validate, interrupted
-    train_gpt.Run.train_step = faulty
+    before(train_gpt.Run, "train_step", steps)
+    before(train_gpt.Clock, "begins", begins)
+    if fault == "start" and here:
+        before(train_gpt, "stop_signals", lambda _: send(signal.SIGINT))
+    if fault in LATER and (here or fault != "late"):
+        owner, name, signals = LATER[fault]
+        before(owner, name, lambda *_: send(*signals))
     train_gpt.main()
 
 

@@ -225,16 +225,13 @@ def test_a_checkpoint_is_one_file_that_any_number_of_ranks_reads(env, tmp_path):
 
 def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
     """Fault B17: in #399 ranks read the artifact from their own disk. Rank 1's folder stays empty."""
-    half = {**knobs, "ITERATIONS": "6", "WARMDOWN_ITERS": "0"}
-    work("apart", tmp_path, half, 2)
-    unfinished(tmp_path / "node0")
-    assert kept(tmp_path / "node0") == [3, 6] and not list((tmp_path / "node1").iterdir())
-    result = work("apart", tmp_path, {**half, "ITERATIONS": "9"}, 2)
-    assert "resumed: step:6 " in result.stdout
-    assert kept(tmp_path / "node0") == [6, 9] and not list((tmp_path / "node1").iterdir())
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "node0" / "checkpoints")
+    result = work("apart", tmp_path, {**knobs, "ITERATIONS": "14"}, 2)
+    assert "resumed: step:12 " in result.stdout
+    assert kept(tmp_path / "node0") == [12, 14] and not list((tmp_path / "node1").iterdir())
     assert (tmp_path / "node0" / "final_model.int6.xz").exists()
     assert result.stdout.count("final_int6_sliding_window_exact") == 1
-    assert list(losses(tmp_path / "node0")) == list(range(1, 10))
+    assert list(losses(tmp_path / "node0")) == [13, 14]
 
 
 def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
@@ -492,13 +489,17 @@ def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_p
 
 # ---- Clocks --------------------------------------------------------------------------------------
 def test_a_clock_that_jumps_ends_the_run_cleanly(knobs, tmp_path):
-    """After a machine has slept, the time counts: all scores, but no valid submission."""
-    endless = {**knobs, "MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000"}
-    result = faulty("jump", 7, endless, tmp_path, status=1)
+    """After a machine has slept, the time counts, and so does calibration (fault B20): all scores,
+    but no valid submission."""
+    endless = {"MAX_WALLCLOCK_SECONDS": "100", "ITERATIONS": "100000", "GPTQ_BATCHES": "1"}
+    result = faulty("jump", 7, knobs | endless, tmp_path, status=1)
     slow = r"error: training took 100\d\.\d\d s, over the limit of 600: this run is not a valid sub"
     assert re.match(slow, sentence(result))
-    stopped = r"^stopping_early: wallclock_cap train_time:100\d{4}ms step:8/"
-    assert re.search(stopped, result.stdout, re.M) and exact(tmp_path)
+    stopped = r"(?m)^stopping_early: wallclock_cap train_time:(100\d{4})ms step:8/"
+    calibrated = r"(?m)^calibration: 1 of 1 batches took (\d+)ms train_time:(\d+)ms"
+    milliseconds = re.search(stopped, result.stdout)[1]
+    took, total = re.search(calibrated, result.stdout).groups()
+    assert int(milliseconds) + int(took) - 2 <= int(total) and exact(tmp_path)
 
 
 def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
