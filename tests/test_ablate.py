@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import runs
 import shards
 import sweep
 import train_gpt
+import warm_python
 from conftest import ROOT, run, start, user_error
 from sample_logs import logs_of
 
@@ -145,6 +147,8 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
         monkeypatch.setenv(name, sweep_knobs[name])
     monkeypatch.setenv("SHORT_SEQ_PARTS", "1")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python.python())
+    monkeypatch.setattr(ablate.plain_products, "__defaults__", (0.0,))  # as few as it can
     monkeypatch.setattr(ablate, "RECORD_STEPS", 6)
     variants = {"base": ablate.Variant({})} | dict([ablate.variant("dear: QK_GAIN_INIT=4 @2.0")])
     arguments = small_arguments(tokens_per_weight=0.2)

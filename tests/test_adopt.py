@@ -1,6 +1,7 @@
 """tools/adopt.py: checkpoints of other scripts compute here what they computed there; all others are
 one sentence."""
 
+import io
 import json
 import math
 import os
@@ -33,11 +34,8 @@ from conftest import (
 GIVEN = {"ROPE_DIMS": "4", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256", "EVAL_SEQ_LEN": "32"}
 GIVEN |= {"EVAL_STRIDE": "32", "TTT_ENABLED": "0", "DOC_LEN": "0", "TTT_LORA_CHUNK": "32"}
 SMALL = {"VOCAB_SIZE": VOCAB, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2}
-SIZES = {
-    "published": SMALL
-    | {"NUM_LAYERS": 5, "BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8, "MLP_MULT": 45 / 32},
-    "2135": SMALL,
-}
+SIZES = {"2135": SMALL, "published": SMALL | {"NUM_LAYERS": 5, "MLP_MULT": 45 / 32}}
+SIZES["published"] |= {"BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}
 
 
 def as_file(record: str) -> str:
@@ -163,78 +161,69 @@ class Code:
 
 
 @pytest.mark.parametrize(
-    "change, part",
+    "name, value, part",
     [
-        (
-            {"x": Code(os.mkdir, "ran")},
-            "it holds more than tensors, posix.mkdir, which was not run",
-        ),
-        ({"x": Code(bytearray, 1 << 40)}, "more than tensors, __builtin__.bytearray"),
-        ({"x": 5}, "'x' is int, not a tensor"),
-        ({"ve.scale": torch.ones(1)}, "has ve.scale, which is no part of a model"),
-        (
-            {"skip_gates": torch.ones(2, 32)},
-            "has skip_gates, but .* no skip_gate; look at SKIP_LERP",
-        ),
-        ({"smear.gate": None}, "has no smear.gate or .*, which the model needs; look at SMEAR_T"),
-        ({"tok_emb.weight": None}, "has no tok_emb.weight, or of another shape"),
-        ({"blocks.1.attn_scale": None}, r"blocks\.\*\.attn_scale are not of equal shapes"),
-        ({"blocks.1.attn_scale": torch.ones(5)}, r"blocks\.\*\.attn_scale are not of equal"),
-        ({"smear.gate": torch.full((32,), math.nan)}, "smear.gate has values that are not finite"),
-        (
-            {"smear.gate": torch.ones(32).int()},
-            "smear.gate is torch.int32: give the weights before",
-        ),
-        ({"smear.gate": torch.ones(1).expand(1 << 40)}, "is empty, or larger than the file"),
-        ({"smear.gate": torch.ones(0)}, "is empty, or larger than the file"),
-        ({"qo_bank": torch.ones(9, 32, 32)}, r"qo_bank has the shape \(9, 32, 32\), not that of"),
-        ({"qo_bank": torch.ones(8, 32, 32)}, "but the model's"),
-        ({"skip_weights": torch.ones(4, 32)}, "but the model's skip_scale has .*LOOP_VISITS"),
-        ({"module.smear.gate": torch.ones(32)}, "has two tensors smear.gate"),
-        ({"blocks.0.attn.c_q.weight": torch.ones(32, 32)}, "beside qo_bank: save one form"),
-        ({"softcap_pos": torch.tensor(28.0)}, r"softcap_pos is \[28.0\], but .*LOGIT_SOFTCAP=30"),
-        ({"smear_lambda": torch.ones(1)}, "smear_lambda and smear_gate.weight: .* both are needed"),
+        ("x", Code(os.mkdir, "ran"), "it holds more than tensors, posix.mkdir, which was not run"),
+        ("x", Code(bytearray, 1 << 40), "more than tensors, __builtin__.bytearray"),
+        ("x", 5, "'x' is int, not a tensor"),
+        ("ve.scale", torch.ones(1), "has ve.scale, which is no part of a model"),
+        ("skip_gates", torch.ones(2, 32), "has skip_gates, but .* no skip_gate; look at SKIP_LERP"),
+        ("smear.gate", None, "has no smear.gate or .*, which the model needs; look at SMEAR_T"),
+        ("tok_emb.weight", None, "has no tok_emb.weight, or of another shape"),
+        ("blocks.1.attn_scale", None, r"blocks\.\*\.attn_scale are not of equal shapes"),
+        ("blocks.1.attn_scale", torch.ones(5), r"blocks\.\*\.attn_scale are not of equal"),
+        ("smear.gate", torch.full((32,), math.nan), "smear.gate has values that are not finite"),
+        ("smear.gate", torch.ones(32).int(), "smear.gate is torch.int32: give the weights before"),
+        ("smear.gate", torch.ones(1).expand(1 << 40), "is empty, or larger than the file"),
+        ("smear.gate", torch.ones(0), "is empty, or larger than the file"),
+        ("qo_bank", torch.ones(9, 32, 32), r"qo_bank has the shape \(9, 32, 32\), not that of"),
+        ("qo_bank", torch.ones(8, 32, 32), "but the model's"),
+        ("skip_weights", torch.ones(4, 32), "but the model's skip_scale has .*LOOP_VISITS"),
+        ("module.smear.gate", torch.ones(32), "has two tensors smear.gate"),
+        ("blocks.0.attn.c_q.weight", torch.ones(32, 32), "beside qo_bank: save one form"),
+        ("softcap_pos", torch.tensor(28.0), r"softcap_pos is \[28.0\], but .*LOGIT_SOFTCAP=30"),
+        ("smear_lambda", torch.ones(1), "smear_lambda and smear_gate.weight: .* both are needed"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
-def test_an_odd_tensor_is_named(tmp_path, monkeypatch, change, part):
+def test_an_odd_tensor_is_named(tmp_path, monkeypatch, name, value, part):
     monkeypatch.chdir(tmp_path)
-    state = foreign("published") | change
+    state = foreign("published") | {name: value}
     torch.save({name: value for name, value in state.items() if value is not None}, "a.pt")
     with user_error(f"a.pt.*{part}"):
         imported("a.pt", "published")
     assert not Path("ran").exists()
 
 
-def damaged(kind: str, path: Path) -> None:
-    torch.save([1] if kind == "a list" else foreign("published"), path)
-    if kind == "half":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif kind == "noise":
-        path.write_bytes(b"\xfd7zXZ" + bytes(999))
-    elif kind == "legacy":
-        torch.save({}, path, _use_new_zipfile_serialization=False)
-    elif kind == "header":
-        path.write_bytes((1 << 40).to_bytes(8, "little") + b'{"a": 1}')
-    elif kind == "compressed":
-        with zipfile.ZipFile(path) as whole:
-            parts = {name: whole.read(name) for name in whole.namelist()}
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-            for name, part in parts.items():
-                file.writestr(name, part)
+def saved(found, legacy: bool = False) -> bytes:
+    """A file of torch.save."""
+    file = io.BytesIO()
+    torch.save(found, file, _use_new_zipfile_serialization=not legacy)
+    return file.getvalue()
+
+
+def compressed(whole: bytes) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        parts = zipfile.ZipFile(io.BytesIO(whole))
+        for name in parts.namelist():
+            file.writestr(name, parts.read(name))
+    return packed.getvalue()
 
 
 @pytest.mark.parametrize(
-    "kind, part",
-    [("half", "not a zip file"), ("noise", "neither a zip"), ("legacy", "neither a zip")]
-    + [
-        ("header", "SafetensorError"),
-        ("compressed", "compressed"),
-        ("a list", "no state dict, but"),
+    "damage, part",
+    [
+        (lambda whole: whole[: len(whole) // 2], "not a zip file"),
+        (lambda _: b"\xfd7zXZ" + bytes(999), "neither a zip"),
+        (lambda _: saved({}, legacy=True), "neither a zip"),
+        (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
+        (compressed, "compressed"),
+        (lambda _: saved([1]), "no state dict, but"),
     ],
 )
-def test_an_odd_file_is_named(tmp_path, kind, part):
-    damaged(kind, tmp_path / "a.pt")
+def test_an_odd_file_is_named(tmp_path, damage, part):
+    (tmp_path / "a.pt").write_bytes(damage(saved(foreign("published"))))
     with user_error(rf"a\.pt .*{part}"):
         adopt.rename(str(tmp_path / "a.pt"))
 
@@ -299,7 +288,7 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, env, one_
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_file_of_torch_save_is_no_artifact(tmp_path, legacy):
     path = tmp_path / "final_model.pt"
-    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=not legacy)
+    path.write_bytes(saved({"a": torch.ones(3)}, legacy))
     for read in (inspect_artifact.inspection, lambda name: sample.load(name, {})):
         with user_error(f"{path} is of torch.save: python tools/adopt.py {path} --as"):
             read(str(path))

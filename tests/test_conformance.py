@@ -11,30 +11,20 @@ import conformance
 import train_gpt
 from conftest import ROOT, TINY, VOCAB, run, user_error, variables, write_shard
 
-NAMES = conformance.files()
+# (equal, by design)
+COUNTS = {"399": (297, 7), "2135": (701, 11), "2014": (12, 0), "1941": (16, 0)}
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def findings(request) -> tuple[str, list[conformance.Finding]]:
+@pytest.mark.parametrize("name", conformance.files())
+def test_every_number_of_a_file_is_compared_and_none_differs(name):
+    """A renamed parameter or case must not drop out silently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    found = conformance.check(request.param)
+    found = conformance.check(name)
     torch.set_num_threads(threads)
-    return request.param, found
-
-
-def test_nothing_differs(findings):
-    _, found = findings
     assert not [one.line() for one in found if one.verdict == conformance.DIFFERS]
-
-
-def test_every_number_of_a_file_is_compared(findings):
-    """A renamed parameter or case must not drop out silently."""
-    name, found = findings
-    # (equal, by design)
-    counts = {"399": (297, 7), "2135": (701, 11), "2014": (12, 0), "1941": (16, 0)}
     verdicts = [one.verdict for one in found]
-    assert (verdicts.count("equal"), verdicts.count("by design")) == counts[name]
+    assert (verdicts.count("equal"), verdicts.count("by design")) == COUNTS[name]
 
 
 def differing(check, name: str) -> set[str]:

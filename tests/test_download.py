@@ -25,20 +25,20 @@ def manifest_of(tokenizer: str) -> dict:
     return {"datasets": [dataset], "tokenizers": [{"name": "bpe", "model_path": tokenizer}]}
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory, data) -> Path:
+@pytest.fixture
+def published(tmp_path, data) -> Path:
     """The hub's files: 3 training shards, 1 validation shard, a tokenizer, the manifest."""
-    root = tmp_path_factory.mktemp("published")
+    root = tmp_path / "published"
     folder = root / "datasets" / "datasets" / NAME
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     sizes = dict(train_000000=5000, train_000001=3000, train_000002=4000, val_000000=2000)
     for name, count in sizes.items():
         shards.write_shard(folder / f"fineweb_{name}.bin", rng.integers(4, 400, count))
-    tokenizers = root / "datasets" / "tokenizers"
-    tokenizers.mkdir()
-    shutil.copy(data / "tokenizer.model", tokenizers / "fineweb_1024_bpe.model")
-    text = json.dumps(manifest_of("tokenizers/fineweb_1024_bpe.model"))
+    tokenizer = root / "datasets" / "tokenizers" / "fineweb_1024_bpe.model"
+    tokenizer.parent.mkdir()
+    shutil.copy(data / "tokenizer.model", tokenizer)
+    text = json.dumps(manifest_of(f"tokenizers/{tokenizer.name}"))
     (root / "datasets" / "manifest.json").write_text(text)
     return root
 
@@ -111,17 +111,12 @@ def test_check_needs_no_network_and_finds_damage(download, hub, tmp_path):
 def test_a_stale_manifest_is_refreshed(download, hub, published, tmp_path):
     download("--train-shards", 2)
     remote = published / "datasets" / "manifest.json"
-    old = remote.read_text()
     shard = published / "datasets" / "datasets" / NAME / "fineweb_train_000003.bin"
-    try:
-        shards.write_shard(shard, np.arange(4, 300))
-        remote.write_text(old.replace('"files_train": 3', '"files_train": 4'))
-        hub.commit = "f" * 40
-        assert "2 of them downloaded now" in download("--train-shards", 4).stdout
-        assert (tmp_path / "data" / "datasets" / NAME / shard.name).is_file()
-    finally:
-        remote.write_text(old)
-        shard.unlink()
+    shards.write_shard(shard, np.arange(4, 300))
+    remote.write_text(remote.read_text().replace('"files_train": 3', '"files_train": 4'))
+    hub.commit = "f" * 40
+    assert "2 of them downloaded now" in download("--train-shards", 4).stdout
+    assert (tmp_path / "data" / "datasets" / NAME / shard.name).is_file()
 
 
 def test_no_network(download, hub):
@@ -219,16 +214,12 @@ def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
     shards.write_shard(sidecar, np.full(2000, 3))
     for path in documents:
         path.write_text("{}")
-    try:
-        download("--train-shards", 1, "--with-docs")
-        local = tmp_path / "data" / "datasets" / NAME
-        assert (local / sidecar.name).read_bytes() == sidecar.read_bytes()
-        assert sidecar.name in shards.read_manifest(local)["files"]
-        assert all((tmp_path / "data" / path.name).is_file() for path in documents)
-        download("--check")
-    finally:
-        for path in (sidecar, *documents):
-            path.unlink()
+    download("--train-shards", 1, "--with-docs")
+    local = tmp_path / "data" / "datasets" / NAME
+    assert (local / sidecar.name).read_bytes() == sidecar.read_bytes()
+    assert sidecar.name in shards.read_manifest(local)["files"]
+    assert all((tmp_path / "data" / path.name).is_file() for path in documents)
+    download("--check")
 
 
 @pytest.mark.parametrize("options", ["--train-shards 2", "2 --variant sp1024 --skip-manifest"])

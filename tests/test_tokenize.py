@@ -64,21 +64,20 @@ def tokenizer_bytes(rule: str, vocab_size: int = 600) -> bytes:
     return tokenize_text.train_tokenizer(DOCUMENTS, vocab_size, rule)
 
 
-KINDS = ["identity", "caseops", "nmt_nfkc", "as published", "without spaces removed or prefixed"]
+PUBLISHED = {"character_coverage": 0.999, "split_digits": True, "add_dummy_prefix": False}
+PUBLISHED |= {"normalization_rule_name": "nmt_nfkc", **SPECIAL}
+BARE = PUBLISHED | {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+KINDS = {"as published": PUBLISHED, "without spaces removed or prefixed": BARE}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["identity", "caseops", "nmt_nfkc", *KINDS])
 def model(request, tmp_path_factory) -> Path:
     """Tokenizers of several kinds: ours with both normalisers, and others."""
     path = tmp_path_factory.mktemp("model") / "tokenizer.model"
-    if request.param in ("identity", "caseops", "nmt_nfkc"):
+    if request.param in KINDS:
+        train_pieces(path, TEXT.splitlines(), 600, **KINDS[request.param])
+    else:
         path.write_bytes(tokenizer_bytes(request.param))
-        return path
-    published = request.param == "as published"
-    options = {"character_coverage": 0.999, "split_digits": True, "add_dummy_prefix": False}
-    options["normalization_rule_name"] = "nmt_nfkc" if published else "identity"
-    options["remove_extra_whitespaces"] = published
-    train_pieces(path, TEXT.splitlines(), 600, **options, **SPECIAL)
     return path
 
 
@@ -197,15 +196,10 @@ def test_the_pairs_of_letters_never_change():
     assert digest.startswith("b43ab5202c0718d2")
 
 
-@pytest.fixture
-def cased(tmp_path) -> Path:
-    (tmp_path / "caseops.model").write_bytes(tokenizer_bytes("caseops"))
-    return tmp_path / "caseops.model"
-
-
-def test_operators_are_pieces_of_no_bytes(cased):
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(cased))
-    counter = train_gpt.ByteCounter(str(cased), pieces.vocab_size())
+def test_operators_are_pieces_of_no_bytes(tmp_path):
+    (tmp_path / "t.model").write_bytes(tokenizer_bytes("caseops"))
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
+    counter = train_gpt.ByteCounter(str(tmp_path / "t.model"), pieces.vocab_size())
     assert list(map(pieces.piece_to_id, CASE_OPERATORS)) == [4, 5, 6, 7] and counter.caseops
     texts = map(pieces.id_to_piece, range(pieces.vocab_size()))
     assert sum(not set(text).isdisjoint(CASE_OPERATORS) for text in texts) == 4
@@ -290,6 +284,9 @@ def test_every_format_gives_the_same_documents(sources, kind, monkeypatch):
         assert found == DOCUMENTS
 
 
+FRACTION = {"val_docs": 0, "val_fraction": 0.2}
+
+
 def build(sources, out, force=False, **options):
     options = Options(**{"vocab_size": 400, "val_docs": 5, **options})
     return tokenize_text.build(sources["jsonl"], out, options, Reading(), force=force)
@@ -338,31 +335,28 @@ def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
 def test_the_result_does_not_depend_on_the_workers(sources, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenize_text, "CHUNK_BYTES", 3000)
     for workers in (1, 3):
-        build(sources, tmp_path / str(workers), workers=workers, val_docs=0, val_fraction=0.2)
+        build(sources, tmp_path / str(workers), workers=workers, **FRACTION)
     for path in (tmp_path / "1").iterdir():
         assert path.read_bytes() == (tmp_path / "3" / path.name).read_bytes()
 
 
 def test_a_fraction_does_not_depend_on_the_order(sources, tmp_path):
     def sample() -> list[str]:
-        split = tokenize_text.Split(0, 0.2)
+        split = tokenize_text.Split(**FRACTION)
         return tokenize_text.sample_texts(sources["jsonl"], Reading(), "identity", split, 1 << 30)
 
     texts = sample()
-    build(sources, tmp_path / "one", val_docs=0, val_fraction=0.2)
+    build(sources, tmp_path / "one", **FRACTION)
     lines = sources["jsonl"][0].read_text().splitlines()
     sources["jsonl"][0].write_text("\n".join(reversed(lines)))
-    build(sources, tmp_path / "two", val_docs=0, val_fraction=0.2)
+    build(sources, tmp_path / "two", **FRACTION)
     one, two = (sorted(decoded(tmp_path / name, "val")) for name in ("one", "two"))
     assert one == two and 0.08 < len(one) / len(DOCUMENTS) < 0.35
     assert sample() == texts, "in their order, or the tokenizer may depend on it"
 
 
-@pytest.mark.parametrize(
-    "options, rule",
-    [({"val_docs": 5}, "identity"), ({"val_docs": 0, "val_fraction": 0.3}, "nmt_nfkc")],
-)
-def test_no_document_on_both_sides(sources, tmp_path, options, rule):
+@pytest.mark.parametrize("rule, options", [("identity", {}), ("nmt_nfkc", FRACTION)])
+def test_no_document_on_both_sides(sources, tmp_path, rule, options):
     """Not even documents that are equal only after normalisation."""
     again = [text.replace("\n", " \n  ") if rule == "nmt_nfkc" else text for text in DOCUMENTS]
     with open(sources["jsonl"][0], "a") as file:
@@ -434,15 +428,11 @@ def test_standard_input_and_what_is_printed(tmp_path):
         ("a.jsonl", b'{"text": "\xe9"}\n', "line 1 is not UTF-8"),
         (
             "a.jsonl",
-            b'{"text": "\\ud800"}\n',
+            b'{"text": "\\ud800"}',
             "line 1 has half of a character .the lone surrogate '.ud",
         ),
         ("a.jsonl", b'{"text": "x"}\n' + b"[" * 10**5, "line 2 is not JSON .maximum recursion"),
-        (
-            "a.txt",
-            b"caf\xe9",
-            "a.txt is not UTF-8.*; or skip up to N such documents with --skip-bad N$",
-        ),
+        ("a.txt", b"caf\xe9", "is not UTF-8.*; or skip up to N such documents with --skip-bad N$"),
         ("a.parquet", b"PAR1nonsense", "not a readable parquet file"),
         ("a.pdf", b"x", "does not end in"),
         ("a.txt", b"", "no document was left"),
@@ -452,7 +442,7 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
     (tmp_path / name).write_bytes(content)
     path = tmp_path / name
-    start = f"^{re.escape(str(path))}(, )?" if part[:5] in ("line ", "is not") else ""
+    start = f"^{re.escape(str(path))},? " if part.startswith(("line ", "is not")) else ""
     with user_error(start + part):
         files = tokenize_text.find_files([path])
         options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
