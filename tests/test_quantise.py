@@ -3,7 +3,6 @@
 import re
 import resource
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import nn
 import quantise
 import train_gpt
 from conftest import ROOT, run, user_error
-from test_export import DAMAGES, arrays_of, replaced, rewritten
+from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
 
 PIECES, WIDTH = 60, 24
 TOOLS = str(ROOT / "tools")
@@ -273,25 +272,13 @@ HEADERS = {
 }
 FILES = {
     **{name: DAMAGES[name] for name in ("truncated", "one byte", "compressed", "a huge array")},
+    **VALUES,
     "foreign": ("it is no file of tools/quantise.py", lambda blob: b"hello"),
     "a huge directory": ("it is no file of tools/quantise.py", lambda blob: blob + b"PK\1\2" * 1000),
     "too large": ("it has 2000000 bytes, too many for this model", lambda blob: blob + bytes(2_000_000 - len(blob))),
-    "more values": ("exceeds", lambda blob: replaced(blob, values=zeros(1 << 24))),
-    "fewer values": ("", lambda blob: replaced(blob, values=zeros(8))),
     "more exact values": ("exceeds", lambda blob: replaced(blob, exact=zeros(1 << 24))),
-    "no number": ("not finite", lambda blob: replaced(blob, values=ones(blob))),
 }
 # fmt: on
-
-
-def zeros(count: int) -> np.ndarray:
-    return np.frombuffer(train_gpt.lzma_pack(bytes(count)), np.uint8)
-
-
-def ones(blob: bytes) -> np.ndarray:
-    """The words of a file with all bits set: not numbers."""
-    raw = train_gpt.lzma_unpack(arrays_of(blob)["values"].tobytes(), 1 << 20)
-    return np.frombuffer(train_gpt.lzma_pack(b"\xff" * len(raw)), np.uint8)
 
 
 @pytest.mark.parametrize("damage", [*HEADERS, *FILES])
