@@ -58,6 +58,10 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         last = hp.loop_first + hp.loop_layers
         order[last:last] = range(hp.loop_first, last)
     half, lane = len(order) // 2, None
+    visible = torch.ones(time, time).tril().bool().expand(batch, -1, -1)
+    if hp.doc_attention:
+        number = (ids == BOS).cumsum(1)
+        visible = visible & (number[:, :, None] == number[:, None])
     for place, i in enumerate(order):
         # Number of the layer among those with two lanes
         parallel = i - (hp.num_layers - hp.lanes_last_n)
@@ -76,18 +80,13 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         k = norm((h @ rows[f"blocks.{i}.k"].T).view(batch, time, K, E))
         v = (h @ rows[f"blocks.{i}.v"].T).view(batch, time, K, E)
         q, k = turn(q, hp) * p["q_gain"][i][:, None], turn(k, hp)
-        y = torch.zeros_like(q)
-        for head in range(H):
-            kv = head // (H // K)
-            scores = torch.einsum("bte,bse->bts", q[:, :, head], k[:, :, kv]) / math.sqrt(E)
-            scores = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -math.inf)
-            if hp.doc_attention:
-                number = (ids == train_gpt.BOS).cumsum(1)
-                scores = scores.masked_fill(number[:, :, None] != number[:, None], -math.inf)
-            y[:, :, head] = scores.softmax(-1) @ v[:, :, kv]
-            if i >= hp.num_layers - hp.xsa_last_n:
-                unit = v[:, :, kv] / v[:, :, kv].norm(dim=-1, keepdim=True)
-                y[:, :, head] -= (y[:, :, head] * unit).sum(-1, keepdim=True) * unit
+        k, v = (heads.repeat_interleave(H // K, dim=2) for heads in (k, v))
+        scores = torch.einsum("bthe,bshe->bhts", q, k) / math.sqrt(E)
+        weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+        y = torch.einsum("bhts,bshe->bthe", weights, v)
+        if i >= hp.num_layers - hp.xsa_last_n:
+            unit = v / v.norm(dim=-1, keepdim=True)
+            y = y - (y * unit).sum(-1, keepdim=True) * unit
         if hp.attn_gate:
             gate = torch.einsum("btd,hd->bth", h[..., :inputs], p["attn_gate"][i])
             y = y * torch.sigmoid(gate / 2)[..., None]
@@ -103,11 +102,8 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         if parallel < 0:
             x = mixed + y + change
         else:
-            mix = p["lane_mix"][parallel]
-            x, lane = (
-                mix[n] @ torch.stack((old, y, change)).flatten(1) for n, old in enumerate((x, lane))
-            )
-            x, lane = x.view_as(y), lane.view_as(y)
+            (a, b, c), (d, e, f) = p["lane_mix"][parallel]
+            x, lane = a * x + b * y + c * change, d * lane + e * y + f * change
         if place < half:
             skips.append(x)
     if lane is not None:
