@@ -69,8 +69,7 @@ def forge(value, draw: random.Random) -> None:
 def artifact(coder: str) -> bytes:
     knobs = {name: str(value) for name, value in (TINY | {"COMPRESSOR": coder}).items()}
     hp = train_gpt.Hyperparameters.from_env(knobs)
-    metadata = {"training": {"steps": 3}}
-    return exported(weights_of(made(hp, seed=1)), hp, metadata=metadata)
+    return exported(weights_of(made(hp, seed=1)), hp, metadata={"training": {"steps": 3}})
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Every target is scored exactly once with any windows, and the score is nats over bytes."""
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -74,7 +75,7 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     assert score.val_bpb == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
     score.log(lambda line, **fields: lines.append((line, fields)), "name")
-    line, fields = lines[0]
+    ((line, fields),) = lines
     result = f"val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f}"
     assert line.startswith(f"name {result} eval_time:")
     assert (fields["val_loss"], fields["val_bpb"]) == (score.val_loss, score.val_bpb)
@@ -400,11 +401,9 @@ def test_sgd_by_the_published_recipe(setting):
     """The first two chunks by hand: score, steps of SGD with momentum on the chunk, score."""
     chunk = 64
     model, scorer, _ = learner(setting, "sgd", 250, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05)
-    hp, val = scorer.hp, scorer.val
-    twin = made(hp, scorer.runtime.attend)
-    twin.load_state_dict(weights_of(model))
+    twin, val = copy.deepcopy(model), scorer.val
     train_gpt.ttt_sgd(scorer)
-    expected = evaluator(twin, val, hp, scorer.runtime, 8)
+    expected = evaluator(twin, val, scorer.hp, scorer.runtime, 8)
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
     sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
@@ -417,7 +416,7 @@ def test_sgd_by_the_published_recipe(setting):
     expected.score(windows[:, (windows[1] >= chunk) & (windows[1] < 2 * chunk)])
     done = ~expected.nats[:-1].isnan()
     assert done.sum() >= 2 * chunk
-    found, wanted = scorer.nats[:-1][done], expected.nats[:-1][done]
+    found, wanted = (one.nats[:-1][done] for one in (scorer, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -483,14 +482,13 @@ def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkey
     for limited in (False, True):
         knobs = {"TTT_CHUNK_TOKENS": 64, "TTT_LR": 0.1, "TTT_LORA_LR": 0.02}
         model, scorer, lines = learner(setting, mode, 500, EVAL_MAX_SECONDS=1e9, **knobs)
-        with monkeypatch.context() as patch:
-            if limited:
-                patch.setattr(train_gpt, "out_of_time", own)
-                patch.setattr(Comm, "broadcast", decided)
-                real = getattr(train_gpt, update)
-                counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
-                patch.setattr(train_gpt, update, counted)
-            TTT[mode](scorer)
+        if limited:
+            monkeypatch.setattr(train_gpt, "out_of_time", own)
+            monkeypatch.setattr(Comm, "broadcast", decided)
+            real = getattr(train_gpt, update)
+            counted = lambda *rest, real=real: learnt.append(1) or real(*rest)  # noqa: E731
+            monkeypatch.setattr(train_gpt, update, counted)
+        TTT[mode](scorer)
         assert scorer.result().val_tokens == scorer.val.targets
         scores.append(scorer.nats[:-1])
     assert len(learnt) == steps, "nothing is learned after the limit"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shlex
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ COMMAND = """NUM_LAYERS=11 BIGRAM_VOCAB_SIZE=2048 XSA_LAST_N=4 EMA_ENABLED=1 EMA
     SCALAR_LR=0.025 TIED_EMBED_LR=0.035 MUON_MOMENTUM=0.99 MUON_MOMENTUM_WARMUP_START=0.92
     MUON_MOMENTUM_WARMUP_STEPS=1500 WARMDOWN_ITERS=3000 ITERATIONS=9000 MAX_WALLCLOCK_SECONDS=600
     EVAL_STRIDE=64 SEED=1337"""
+COMMAND = dict(word.split("=") for word in COMMAND.split())
 
 CHALLENGE_NAMES = """DATA_PATH TOKENIZER_PATH VOCAB_SIZE RUN_ID SEED TRAIN_BATCH_TOKENS TRAIN_SEQ_LEN EVAL_SEQ_LEN
     VAL_BATCH_SIZE VAL_LOSS_EVERY TRAIN_LOG_EVERY ITERATIONS WARMUP_STEPS WARMDOWN_ITERS MAX_WALLCLOCK_SECONDS MODEL_DIM
@@ -24,25 +24,21 @@ CHALLENGE_NAMES = """DATA_PATH TOKENIZER_PATH VOCAB_SIZE RUN_ID SEED TRAIN_BATCH
     MUON_BACKEND_STEPS BETA1 BETA2 ADAM_EPS TIED_EMBED_INIT_STD SWA_EVERY"""
 
 
-def command() -> dict[str, str]:
-    return dict(word.split("=") for word in shlex.split(COMMAND))
-
-
 def test_defaults_are_the_record_run():
     """Fault D1: #399 needed 23 variables for its record. Here its command only sets its number of
     steps, which would end a run before its time limit does, and LATE_QAT."""
     ours = dataclasses.replace(Hyperparameters(), iterations=9000, late_qat=True)
-    assert Hyperparameters.from_env(command()) == ours != Hyperparameters()
+    assert Hyperparameters.from_env(COMMAND) == ours != Hyperparameters()
 
 
 def test_the_published_run_is_one_set_of_variables():
     """published.env holds #399's command, but for LATE_QAT, which reached no matrix there, and
     every knob whose default differs from #399 here."""
-    assert command().items() - variables("published").items() == {("LATE_QAT", "1")}
+    assert COMMAND.items() - variables("published").items() == {("LATE_QAT", "1")}
     ours, hp = Hyperparameters(), Hyperparameters.from_env(variables("published"))
     names = [f.name for f in dataclasses.fields(hp)]
     differing = {name for name in names if getattr(hp, name) != getattr(ours, name)}
-    beyond = set(variables("published")) - set(command()) | {"ITERATIONS"}
+    beyond = set(variables("published")) - set(COMMAND) | {"ITERATIONS"}
     assert {name.upper() for name in differing} == beyond
     assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
     shape = (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads)
@@ -83,7 +79,7 @@ def test_one_gpu_changes_neither_model_nor_optimizer():
 
 def test_challenge_names_are_knobs():
     names = {f.name.upper() for f in dataclasses.fields(Hyperparameters)}
-    assert set(CHALLENGE_NAMES.split()) | set(command()) <= names
+    assert set(CHALLENGE_NAMES.split()) | set(COMMAND) <= names
 
 
 @pytest.mark.parametrize(
@@ -158,10 +154,9 @@ ORDINARY = """
 
 
 def test_ordinary_variables_are_not_misspelt_knobs():
-    names = {"RUN_SH": "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"}
-    assert (
-        Hyperparameters.from_env(dict.fromkeys(ORDINARY.split(), "9") | names) == Hyperparameters()
-    )
+    environ = dict.fromkeys(ORDINARY.split(), "9")
+    environ["RUN_SH"] = "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"
+    assert Hyperparameters.from_env(environ) == Hyperparameters()
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
 @pytest.mark.parametrize("way", [{}, {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24}])
 def test_the_masked_score_keeps_the_conditions(one_rank, way, monkeypatch):
     """C1 to C4. A script that decides from the validation text breaks C1."""
-    hp, runtime = one_rank(CANONICAL_MASK=1, **way)
+    hp, runtime = one_rank(CANONICAL_MASK=1, NUM_LAYERS=1, XSA_LAST_N=1, **way)
     hp = dataclasses.replace(hp, vocab_size=64)
     model = noise(made(hp, runtime.attend))
     evaluate = legality.evaluator_of(train_gpt, hp, runtime, model)

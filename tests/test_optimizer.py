@@ -11,10 +11,10 @@ from conftest import made, weights_of
 from train_gpt import GPT, Comm, ParallelMuon, bank_shape, newton_schulz
 
 
-def prepared(hyperparameters, dtype=torch.float32, **changes):
+def prepared(hyperparameters, dtype=torch.float32, comm=None, accumulating=False, **changes):
     hp = hyperparameters(**changes)
     model = GPT(hp, None, dtype)
-    return hp, model, ParallelMuon(model, model.initialise(0), hp, Comm())
+    return hp, model, ParallelMuon(model, model.initialise(0), hp, comm or Comm(), accumulating)
 
 
 def set_gradients(model, seed, scale=1.0):
@@ -137,9 +137,8 @@ def test_all_state_is_fp32_also_in_a_bf16_run(hyperparameters):
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
     """In bf16, 1 + 1/512 + 1/512 + 1/512 would still be 1. A single one needs no second buffer."""
-    hp = hyperparameters()
-    model = made(hp, None, torch.bfloat16)
-    optimizer = ParallelMuon(model, weights_of(model), hp, Comm(0, 2), accumulation > 1)
+    options = dict(comm=Comm(0, 2), accumulating=accumulation > 1)
+    _, model, optimizer = prepared(hyperparameters, torch.bfloat16, **options)
     for part in range(accumulation):
         model.qo_bank.grad += 1.0 if part == 0 else 1 / 512
         optimizer.accumulate()
@@ -152,9 +151,7 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
 
 def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     """Gradients are sent from the buffer that backward fills; rows are gathered in place."""
-    hp = hyperparameters()
-    model = made(hp)
-    optimizer = ParallelMuon(model, weights_of(model), hp, Comm(1, 2))
+    _, model, optimizer = prepared(hyperparameters, comm=Comm(1, 2))
     given = {"all_reduce": [], "reduce_scatter": [], "all_gather": []}
     for name, calls in given.items():
         noted = lambda *tensors, calls=calls: calls.append(tensors) or (lambda: None)  # noqa: E731
@@ -167,22 +164,13 @@ def test_collectives_need_no_copy(hyperparameters, monkeypatch):
     assert gathered == [bank.data_ptr() for bank in banks]
 
 
-def two_nodes() -> Comm:
-    """The first of four ranks, two on each node."""
-    whole = Comm(0, 4)
-    whole.shard, whole.replicate = Comm(0, 2), Comm(0, 2)
-    return whole
-
-
 def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
-    """As a rank of two nodes with two ranks each. A collective reads its input when it starts, and
+    """As the first rank of two nodes with two ranks each. A collective reads its input when it starts, and
     its result is there after its wait. Replicas would add up rows that the node has not summed yet;
     NCCL may hang if the group of all ranks is in use together with one of its parts."""
-    hp, model, optimizer = prepared(hyperparameters)
-    whole = two_nodes()
-    node = whole.shard
-    optimizer = ParallelMuon(model, weights_of(model), hp, whole)
-    in_flight = []
+    whole, node, in_flight = Comm(0, 4), Comm(0, 2), []
+    whole.shard, whole.replicate = node, Comm(0, 2)
+    _, model, optimizer = prepared(hyperparameters, comm=whole)
 
     def start(comm, collective, out, *source):
         assert whole not in in_flight and (comm is not whole or not in_flight)

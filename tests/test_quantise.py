@@ -1,12 +1,8 @@
 """tools/quantise.py rounds any torch model, predicts the loss of it, and reads its file back."""
 
-import json
 import re
 import resource
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,9 +11,10 @@ from torch import nn
 import quantise
 import train_gpt
 from conftest import ROOT, run, user_error
-from test_export import arrays_of, claiming, flipped, saved
+from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
 
 PIECES, WIDTH = 60, 24
+TOOLS = str(ROOT / "tools")
 
 
 class Conv1D(nn.Module):
@@ -141,10 +138,8 @@ def test_what_is_not_rounded_is_stored_exactly_or_in_fp16(trained, packed, tmp_p
             close.append(name)
     kept = {name for name in trained.state_dict() if re.search("bias|norm|unused", name)}
     assert set(close) == kept, "unused: calibration says nothing of it"
-    assert (
-        quantise.quantise(trained, quantise.calibrate(trained, texts(64, seed=2), nats), 5000)[0]
-        == packed
-    )
+    again = quantise.calibrate(trained, texts(64, seed=2), nats)
+    assert quantise.quantise(trained, again, 5000)[0] == packed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -276,36 +271,14 @@ HEADERS = {
     "no header": ("KeyError: 'version'", dict.clear),
 }
 FILES = {
-    "truncated": ("BadZipFile", lambda blob: blob[:900]),
-    "one byte": ("BadZipFile: Bad CRC-32", lambda blob: flipped(blob, len(blob) // 2)),
+    **{name: DAMAGES[name] for name in ("truncated", "one byte", "compressed", "a huge array")},
+    **VALUES,
     "foreign": ("it is no file of tools/quantise.py", lambda blob: b"hello"),
     "a huge directory": ("it is no file of tools/quantise.py", lambda blob: blob + b"PK\1\2" * 1000),
     "too large": ("it has 2000000 bytes, too many for this model", lambda blob: blob + bytes(2_000_000 - len(blob))),
-    "compressed": ("its arrays are compressed", lambda blob: saved(np.savez_compressed, **arrays_of(blob))),
-    "a huge array": ("(MemoryError|EOF)", lambda blob: claiming(blob, 1 << 40)),
-    "more values": ("exceeds", lambda blob: saved(**arrays_of(blob) | {"values": zeros(1 << 24)})),
-    "fewer values": ("", lambda blob: saved(**arrays_of(blob) | {"values": zeros(8)})),
-    "more exact values": ("exceeds", lambda blob: saved(**arrays_of(blob) | {"exact": zeros(1 << 24)})),
-    "no number": ("not finite", lambda blob: saved(**arrays_of(blob) | {"values": ones(blob)})),
+    "more exact values": ("exceeds", lambda blob: replaced(blob, exact=zeros(1 << 24))),
 }
 # fmt: on
-
-
-def zeros(count: int) -> np.ndarray:
-    return np.frombuffer(train_gpt.lzma_pack(bytes(count)), np.uint8)
-
-
-def ones(blob: bytes) -> np.ndarray:
-    """The words of a file with all bits set: not numbers."""
-    raw = train_gpt.lzma_unpack(arrays_of(blob)["values"].tobytes(), 1 << 20)
-    return np.frombuffer(train_gpt.lzma_pack(b"\xff" * len(raw)), np.uint8)
-
-
-def rewritten(blob: bytes, change) -> bytes:
-    header = json.loads(arrays_of(blob)["header"].tobytes())
-    change(header)
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    return saved(**arrays_of(blob) | {"header": text})
 
 
 @pytest.mark.parametrize("damage", [*HEADERS, *FILES])
@@ -314,9 +287,8 @@ def test_a_damaged_file_is_refused_and_the_model_is_as_before(packed, damage, tm
     path, model = tmp_path / "a.npz", Model(seed=1)
     path.write_bytes(rewritten(packed, act) if damage in HEADERS else act(packed))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with user_error(
-        f"{path} cannot be loaded: .*{sentence}.*; if truncated or altered, copy it again"
-    ):
+    sentence = f"{path} cannot be loaded: .*{sentence}.*; if truncated or altered, copy it again"
+    with user_error(sentence):
         quantise.load(model, path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10  # KiB
     fresh = Model(seed=1).state_dict()
@@ -335,20 +307,19 @@ def test_the_example_of_the_document_runs(tmp_path):
     text = (ROOT / "docs" / "quantiser.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(example.splitlines()) < 40
-    environment = {"PYTHONPATH": str(ROOT / "tools"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", example]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    start = f"import sys, warnings; warnings.simplefilter('error'); sys.path[:0] = [{TOOLS!r}]"
+    result = run(["-c", f"{start}\n{example}"], {}, tmp_path)
     expected, found = map(float, re.findall(r"-?\d\.\d+", result.stdout.splitlines()[-1]))
     assert expected == pytest.approx(found, rel=0.3)
 
 
-def llama() -> nn.Module:
+def llama(**changes) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=4)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
-    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=128, **sizes, **heads))
+    knobs = dict(max_position_embeddings=128, **sizes, **heads)
+    return LlamaForCausalLM(LlamaConfig(**knobs | changes))
 
 
 def gpt2() -> nn.Module:
@@ -362,7 +333,7 @@ def gpt2() -> nn.Module:
 
 def test_the_program_rounds_a_model_of_transformers(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
@@ -370,7 +341,7 @@ def test_the_program_rounds_a_model_of_transformers(tmp_path):
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
     sizes = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, bos_token_id=1, **sizes))
+    model = llama(**sizes)
     model.save_pretrained(tmp_path / "model")
     words = ["model", "--text", ROOT / "README.md", "--width", "31", "-o", "a.npz"]
     result = run([ROOT / "tools" / "quantise.py", *words, "--bits", "3"], {}, tmp_path)
@@ -380,7 +351,7 @@ def test_the_program_rounds_a_model_of_transformers(tmp_path):
     *_, found, last = result.stdout.splitlines()
     assert last == f"a.npz: {size} bytes, {8 * size / count:.2f} bits per parameter"
     assert re.fullmatch(r"found on \d+ tokens: 5\.\d{4} -> 5\.\d{4} nats per token", found)
-    twin = LlamaForCausalLM(model.config)
+    twin = llama(**sizes)
     quantise.load(twin, tmp_path / "a.npz")
     for name in ("model.layers.0.mlp.down_proj", "lm_head"):
         weight, other = (one.get_submodule(name).weight for one in (model, twin))
@@ -422,8 +393,6 @@ def test_models_of_transformers_lose_what_was_expected(make, tmp_path):
         twin = rounded(model, file, tmp_path / "a.npz", make)
         whole, found = losses(model, twin, rows, quantise.nats_of)
         expected = sum(predicted.values())
-        print(
-            f"{make.__name__} {bits} bits: expected {expected:.5f} found {found:.5f} ({whole:.5f})"
-        )
+        print(f"{bits} bits: expected {expected:.5f} found {found:.5f} ({whole:.5f})")
         # Within 20 % when measured (docs/quantiser.md); another CPU trains other weights.
         assert expected == pytest.approx(found, rel=0.35), bits

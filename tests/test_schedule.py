@@ -13,6 +13,7 @@ from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 CUT = {"SHORT_SEQ_PARTS": "4", "ITERATIONS": "1000"}
 STEPS = {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
+LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": "0.05"}
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,9 @@ STEPS = {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "
         ({"WARMDOWN_FRAC": "0.4"}, "lr_scale", {(7, 359): 1, (7, 420): 0.75, (9, 480): 0.5}),
         (STEPS, "lr_scale", {(120, 1e6): 1, (160, 1e6): 0.5, (199, 1e6): 1 / 80, (200, 1e6): 0}),
         ({"WARMDOWN_ITERS": "0"}, "lr_scale", {(7000, 590): 1}),
+        (LOW, "lr_scale", {(0, 0): 1, (9, 300): 0.5, (9, 560): 0.1, (9, 580): 0.1, (9, 600): 0.1}),
+        # Late QAT begins where it would without a floor
+        (LOW, "qat", {(9, 0): 0, (9, 300): 0, (9, 560): 0, (9, 580): 1, (9, 600): 1}),
     ],
 )
 def test_settings_follow_the_progress(knobs, field, expected):
@@ -80,15 +84,6 @@ def test_phases_are_the_kinds_of_steps_that_a_run_has():
         for step_seconds in (0.08, 2.1):
             run = (schedule(hp, n, n * step_seconds, 600.0) for n in range(int(600 / step_seconds)))
             assert {(kind.seq_len, kind.qat, kind.looping) for kind in run} == set(expected)
-
-
-def test_the_learning_rate_has_a_floor():
-    """Late QAT begins where it would without a floor."""
-    knobs = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": "0.05"}
-    hp = Hyperparameters.from_env(knobs)
-    found = [schedule(hp, 10 * seconds, seconds, 600.0) for seconds in (0, 300, 560, 580, 600)]
-    assert [step.lr_scale for step in found] == pytest.approx([1, 0.5, 0.1, 0.1, 0.1])
-    assert [step.qat for step in found] == [False, False, False, True, True]
 
 
 def simulate(rng, base, cap, in_flight, hp=None, stalls=()):
@@ -172,11 +167,8 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
         steps.append(step)
         return torch.tensor([1.0, 1.0 + step + 200 * (step >= 5), 0.0])
 
-    def noted(hp, step, seconds, end):
-        asked.append((seconds, end))
-        return schedule(hp, step, seconds, end)
-
     run.train_step = step_of
+    noted = lambda hp, step, *times: asked.append(times) or schedule(hp, step, *times)  # noqa: E731
     monkeypatch.setattr(train_gpt, "schedule", noted)
     run.make_scorer = scoring(lambda config, stride: None)
     run.train()
@@ -250,8 +242,7 @@ def test_average_is_the_formula(hyperparameters):
     model, average = averaged(hyperparameters(EMA_DECAY=0.9))
     expected = model.qo_bank.data.clone()
     for step in range(5):
-        with torch.no_grad():
-            model.qo_bank.add_(1.0)
+        model.qo_bank.data += 1.0
         average.update(step, 1.0)
         expected = 0.9 * expected + 0.1 * model.qo_bank.data
     assert "EMA of 5" in average.apply()
@@ -264,9 +255,7 @@ def test_swa_is_the_mean_of_late_samples_and_is_used(hyperparameters):
     samples = []
     for step in range(30):
         lr_scale = 1 - step / 30
-        with torch.no_grad():
-            # Not in proportion to the step: the mean is none of the samples
-            model.qo_bank.add_(1.0 + step)
+        model.qo_bank.data += 1.0 + step  # not in proportion to it: the mean is none of the samples
         average.update(step, lr_scale)
         if lr_scale < train_gpt.SWA_START and step % 2:
             samples.append(model.qo_bank.detach().clone())
