@@ -62,7 +62,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,8 +111,8 @@ def importing(requirements: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        activate = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
-        print_error(f"{error}: run {activate}`pip install -r {requirements}`")
+        install = f"`pip install -r {requirements}`"
+        print_error(f"{error}: run `source .venv/bin/activate` if there is a .venv, or {install}")
         sys.exit(1)
     except KeyboardInterrupt:
         print_error("interrupted by Ctrl-C")
@@ -121,6 +120,7 @@ def importing(requirements: str) -> Iterator[None]:
 
 
 with importing("requirements.txt"):
+    import constriction
     import numpy as np
     import sentencepiece
     import torch
@@ -182,7 +182,7 @@ LIMITS = {
     "choices": ("one of", lambda value, choices: value in choices),
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
-MAX_NUMBER = 1 << 32  # of any knob
+MAX_NUMBER = (1 << 32) - 1  # of any knob
 # Attention kernels, in the order that ATTENTION=auto tries them.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -191,17 +191,17 @@ LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
 
-def knob(default, text: str, role="training", **limits):
+def knob(default, text, role="training", **limits):
     """An environment variable. The artifact stores those whose `role` is "model" or "evaluation".
     On resume those of "evaluation" and "run" may change, those of "training" and "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
 
-    `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 unless
-    `low` says otherwise."""
+    `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 and at
+    most MAX_NUMBER unless they say otherwise."""
     assert limits.keys() <= {*LIMITS, "section"}
     if type(default) in (int, float):  # not bool
-        limits.setdefault("low", 0)
+        limits = {"low": 0, "high": MAX_NUMBER} | limits
     return dataclasses.field(default=default, metadata={"text": text, "role": role, **limits})
 
 
@@ -284,7 +284,7 @@ class Hyperparameters:
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
-    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
+    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
@@ -299,6 +299,7 @@ class Hyperparameters:
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
+
     ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "run")
     ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "run", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
@@ -329,9 +330,6 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         values = vars(self)
-        for name, value in values.items():
-            fits = not isinstance(value, int | float) or value < MAX_NUMBER
-            require(fits, f"{name.upper()}={value} is not below {MAX_NUMBER}")
         for limit, (relation, holds) in LIMITS.items():
             for field in KNOBS:
                 if limit in field.metadata:
@@ -400,12 +398,14 @@ class Hyperparameters:
         return layers[:first] + times * layers[first:end] + layers[end:]
 
     def describe(self) -> str:
-        """One `name=value` per line for the log; a leading * marks a value that differs from the
-        default."""
-        return "\n".join(
-            f"{' ' if value == field.default else '*'} {field.name.upper()}={value}"
-            for field, value in zip(KNOBS, vars(self).values(), strict=True)
-        )
+        """The sections and one `name=value` per line for the log; a leading * marks a value that
+        differs from the default."""
+        lines = []
+        for field, value in zip(KNOBS, vars(self).values(), strict=True):
+            if "section" in field.metadata:
+                lines.append(f"{field.metadata['section']}:")
+            lines.append(f"{' ' if value == field.default else '*'} {field.name.upper()}={value}")
+        return "\n".join(lines)
 
 
 KNOBS = dataclasses.fields(Hyperparameters)
@@ -453,7 +453,8 @@ def knob_help() -> str:
     lines = []
     for field in KNOBS:
         meta = field.metadata
-        bounds = [f"{LIMITS[key][0]} {str(meta[key]).upper()}" for key in LIMITS if key in meta]
+        shown = [key for key in LIMITS if meta.get(key, MAX_NUMBER) != MAX_NUMBER]
+        bounds = [f"{LIMITS[key][0]} {str(meta[key]).upper()}" for key in shown]
         limits = " | ".join(map(str, meta.get("choices", ()))) or ", ".join(bounds)
         if "section" in meta:
             lines.append(f"\n{meta['section']}")
@@ -474,7 +475,7 @@ class Matrix(NamedTuple):
     transposed: bool = False  # stored as (in, out)
     zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # name of the learned gain (L, out) of its outputs
-    normed: bool = False  # times 1/sqrt(layer + 1); give it rms_norm(x) (but "up": see GPT.mlp)
+    normed: bool = False  # multiplied by the layer scale, 1/sqrt(layer + 1)
 
     def shape(self, hp: Hyperparameters) -> tuple[int, int]:
         """(out, in)."""
@@ -488,6 +489,13 @@ class Matrix(NamedTuple):
 
 # Three banks of 2L rows: 8 ranks pad 22 rows to 24. The down projection is stored transposed, so
 # that it has the shape of the up projection.
+#
+#               reads                                     multiplied by
+#     q, k, v   rms_norm of the stream                    the layer scale (`normed`)
+#     out       the heads                                 `attn_scale`
+#     up        the stream; GPT.mlp norms what it makes   the layer scale
+#     down      the hidden units                          `mlp_scale`
+#
 # A matrix of a new shape is a row with a bank name of its own, and with its sizes in
 # `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
 # multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it,
@@ -655,8 +663,7 @@ class GPT(nn.Module):
         self.hp, self.attend, self.dtype, self.fused_mlp = hp, attend, dtype, fused_mlp
         layers, dim = hp.num_layers, hp.model_dim
         for bank in BANKS:
-            empty = torch.zeros(bank_shape(bank, hp), dtype=dtype)
-            self.register_parameter(bank, nn.Parameter(empty))
+            setattr(self, bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
         self.tok_emb = filled(hp.vocab_size, dim)
         if hp.bigram_vocab_size:
             self.bigram_emb = filled(hp.bigram_vocab_size, hp.bigram_dim)
@@ -855,7 +862,7 @@ class GPT(nn.Module):
             if qat:
                 rows = bank.detach().float()
                 rule = RULES[self.hp.row_range][0]
-                steps = rule.steps(rows)
+                steps = rule.default_steps(rows)
                 bank = bank + (to_codes(rows, steps, rule.limit) * steps - bank).detach()
             if kind.gain:
                 bank = bank * getattr(self, kind.gain)[..., None]
@@ -942,11 +949,19 @@ class BankShard:
         master       (r, a, b)    fp32 weights of the owned rows
         state        (r, a, b)    fp32, by name: momentum
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
-        grad_sum     (S*r, a, b)  of all micro-batches: fp32 if there are several, else `grad`
-        comm_buffer  (S*r, a, b)  what is reduced: `grad`, on one rank `grad_sum`
-        grad_shard   (r, a, b)    the reduced gradient of the owned rows; on one rank a view
+        grad_sum     (S*r, a, b)  the sum over all micro-batches
+        comm_buffer  (S*r, a, b)  what is reduced
+        grad_shard   (r, a, b)    the reduced gradient of the owned rows
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
         transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
+
+    What is the same memory:
+
+        ranks  micro-batches  grad_sum       comm_buffer  grad_shard
+        one    one            `grad`         `grad`       view of it
+        one    several        fp32           `grad_sum`   view of it
+        more   one            `grad`         `grad`       its own
+        more   several        fp32           `grad`       its own
 
     New state of Muon is another entry of `state`, (r, ...). Then checkpoints and the warm-up restore
     it. All ranks need the same names: `transposed` differs.
@@ -1242,16 +1257,15 @@ class Clock:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
         return self.seconds * step / max(self.step + 1, 1)
 
-    def end(self, step: int) -> float:
-        """The latest start at which `step` still fits. Schedules end there, and so does the run.
+    def spare(self, step: int) -> float:
+        """Seconds that are left when `step`, and all that is queued before it, has ended. It starts
+        only if there are some.
 
-        A step starts if all that is queued, itself included, ends in time: seconds + unknown x pace
-        <= limit. So `begins(step) < end(step)` says the same. The pace is that of the second
-        slowest of the last 20 steps, so a single stall does not end the run early."""
+        A step takes as long as the second slowest of the last 20, so a single stall does not end
+        the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
         unknown = step - self.step + self.in_flight + 1
-        limit = self.cap * (1 - MARGIN) - self.reserve
-        return self.begins(step) + limit - (self.seconds + unknown * pace)
+        return self.cap * (1 - MARGIN) - self.reserve - (self.seconds + unknown * pace)
 
 
 class WeightAverage:
@@ -1306,8 +1320,8 @@ class Run:
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
         # On a CPU most texts are scored before their forward would be compiled.
-        eager = runtime.device.type == "cpu" and hp.compile == "auto"
-        self.eval_forward = self.model if eager else self.forward
+        compiled = self.on_gpu or hp.compile == "1"
+        self.eval_forward = self.forward if compiled else self.model
         # Takes a config and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
@@ -1341,13 +1355,15 @@ class Run:
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         while not self.stopping:
             due = hp.val_loss_every and step % hp.val_loss_every == 0
-            if due or clock.begins(step) >= clock.end(step):
+            if due or clock.spare(step) <= 0:
                 # Decide from what a checkpoint holds, so that a resumed run decides the same.
                 self.read_reports()
-            if step >= hp.iterations or clock.begins(step) >= clock.end(step):
+            if step >= hp.iterations or clock.spare(step) <= 0:
                 self.validate(step, looping=True)
                 break
-            settings = schedule(hp, step, clock.begins(step), clock.end(step))
+            # Schedules end where the run does: at the latest start of a step that still fits.
+            begins = clock.begins(step)
+            settings = schedule(hp, step, begins, begins + clock.spare(step))
             if due:
                 self.validate(step, settings.looping)
             clock.start()
@@ -1357,7 +1373,7 @@ class Run:
             # Queue ahead once the time of a step is known.
             self.read_reports(clock.in_flight if step > first + 1 else 0)
             step += 1
-            if self.stopping or self.checkpoints.due(step, clock.begins(step)):
+            if self.checkpoints.due(step, clock.begins(step)):
                 self.save(step)
         self.save(step)
         self.raise_if_stopped()
@@ -1407,11 +1423,9 @@ class Run:
             self.stopping |= report.stop > 0
             done = step + 1
             if not math.isfinite(report.loss):
-                newest = self.checkpoints.written.result()
-                kept = f"; the last good checkpoint is {newest}" if newest else ""
                 raise UserError(
-                    f"the training loss of step {done} is {report.loss}{kept}: lower MATRIX_LR, "
-                    "SCALAR_LR or TIED_EMBED_LR, or check the data of that step"
+                    f"the training loss of step {done} is {report.loss}: lower MATRIX_LR, SCALAR_LR "
+                    f"or TIED_EMBED_LR, or check the data of that step; {self.kept()}"
                 )
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
@@ -1453,9 +1467,8 @@ class Run:
         """Log the score before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
-        self.log.stage("validation")
-        config, stride, *_ = validation_pass(self.hp, looping)
-        score = self.make_scorer(config, stride, self.log, "validation").score_all()
+        one = validation_pass(self.hp, looping)
+        score = one.run(self.make_scorer, self.log, "validation")
         self.log_progress(
             "val",
             step,
@@ -1515,30 +1528,34 @@ class Run:
         if not received:
             return
         number = min(received)  # SIGHUP or SIGINT, if a launcher has added SIGTERM
-        self.checkpoints.written.result()
-        advice = self.comm.broadcast(self.log.kept)
-        advice = advice or "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        error = UserError(f"stopped by {number.name} after step {self.clock.step + 1}; {advice}")
+        step = self.clock.step + 1
+        error = UserError(f"stopped by {number.name} after step {step}; {self.kept()}")
         error.status = 128 + number
         raise error
+
+    def kept(self) -> str:
+        """Collective. How to go on if the run ends now."""
+        self.checkpoints.written.result()
+        return self.comm.broadcast(self.log.kept)
 
     def finish(self) -> tuple[str, Tensors]:
         """Average the weights and calibrate the export, within the wall clock. Returns (name of the
         average, `Calibration.sums`)."""
-        batches, first = self.hp.gptq_batches, self.clock.step + 1
-        self.log.stage("calibration" if batches else "averaging")
+        first = self.clock.step + 1
+        steps = range(first, first + self.hp.gptq_batches)
+        self.log.stage("calibration")
         self.clock.start()
         averaged = self.average.apply()
         self.optimizer.sync_banks()
-        calibration, times = self.calibrate(range(first, first + batches)) if batches else ({}, [])
+        calibration, times = self.calibrate(steps) if steps else ({}, [])
         self.clock.pause()
-        if batches:
-            seconds, took, used = self.clock.elapsed(), sum(times), len(times)
+        if steps:
+            seconds, took = self.clock.elapsed(), sum(times)
             self.log(
-                f"calibration: {used} of {batches} batches took {1000 * took:.0f}ms "
+                f"calibration: {len(times)} of {len(steps)} batches took {1000 * took:.0f}ms "
                 f"train_time:{1000 * seconds:.0f}ms",
                 event="calibration",
-                batches=used,
+                batches=len(times),
                 train_seconds=seconds,
                 wall_seconds=took,
             )
@@ -1623,8 +1640,7 @@ def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        # The same signal has ended a rank that did not note signals yet.
-        if received and isinstance(error.__cause__, RuntimeError):
+        if received and error.__cause__:  # the signal has ended another rank
             raise KeyboardInterrupt(received[0]) from error
         raise
     finally:
@@ -1679,7 +1695,7 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     depends on the end of the span, so no loss does.
 
     A matrix, as there may be a million windows: they are cut into chunks, grouped by n and copied
-    to a device without a loop."""
+    to a device without a loop. `start, scored, stop, n = windows` names its rows."""
     windows = []
     for begin, end in spans:
         start = np.arange(begin, max(begin + 1, end - window + stride), stride)
@@ -1721,12 +1737,8 @@ class Evaluator:
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.started = self.reported = time.perf_counter()
 
-    def score_all(self) -> Score:
-        """Score every target of the stream once, with the model as it is."""
-        self.score_windows()
-        return self.result()
-
     def score_windows(self) -> None:
+        """Score every target of the stream once, with the model as it is."""
         self.score(self.windows())
 
     def windows(self) -> np.ndarray:
@@ -1737,7 +1749,8 @@ class Evaluator:
         """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
         timed."""
         windows = self.windows()
-        firsts = np.unique(windows[3], return_index=True)[1]
+        *_, n = windows
+        firsts = np.unique(n, return_index=True)[1]
         batch = self.runtime.comm.size * eval_rows(self.hp, self.runtime, self.window)
         self.score(windows[:, np.repeat(firsts, batch)])
 
@@ -1748,9 +1761,11 @@ class Evaluator:
         comm = self.runtime.comm
         rows = eval_rows(self.hp, self.runtime, self.window)
         offsets = torch.arange(self.window, device=self.nats.device)
-        for n in np.unique(windows[3])[::-1].tolist():
-            members = windows[:3, windows[3] == n]
-            members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))  # spare: [0, 0)
+        *_, sizes = windows
+        for n in np.unique(sizes)[::-1].tolist():
+            members = windows[:3, sizes == n]
+            # Full batches: the windows that fill the last one score [0, 0), nothing.
+            members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))
             mine = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
             table = torch.from_numpy(mine)
             if self.nats.is_cuda:
@@ -1769,11 +1784,13 @@ class Evaluator:
     ) -> tuple[Tensor, Tensor]:
         """One forward of the inputs at `position` (rows, width). A row scores those of its last n
         positions that are in [scored, stop), (rows, 1) each. Returns (losses, whether they count),
-        (rows, n) each."""
+        (rows, n) each.
+
+        All rows have one width. Positions behind `stop`, or the end of the stream, read token 0."""
         target = position[:, -n:]
         counts = (target >= scored) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
-        ids = self.val.tokens[place].long() * (position < stop)  # nothing behind the row's targets
+        ids = self.val.tokens[place].long() * (position < stop)
         targets = self.val.tokens[place[:, -n:] + 1].long()
         nats = self.forward(
             ids, targets, "none", self.config, adapter=adapter, refused=self.val.refused
@@ -1781,7 +1798,7 @@ class Evaluator:
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
-        if time.perf_counter() - self.reported > (2 if sys.stdout.isatty() else 10):
+        if time.perf_counter() - self.reported > 5:
             self.log_progress()
         return nats, counts
 
@@ -1851,7 +1868,8 @@ def ttt_sgd(scorer: Evaluator) -> None:
     hp, comm, targets = scorer.hp, scorer.runtime.comm, scorer.val.targets
     size = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    edges = np.searchsorted(windows[1], range(size, targets, size))
+    _, scored, _, _ = windows
+    edges = np.searchsorted(scored, range(size, targets, size))
     *chunks, last = np.split(windows, edges, axis=1)
     if not chunks:
         scorer.log(
@@ -1868,7 +1886,7 @@ def ttt_sgd(scorer: Evaluator) -> None:
         for _ in range(TTT_EPOCHS):
             # Rank 0 decides for all.
             if hp.eval_max_seconds and comm.broadcast(out_of_time(scorer)):
-                log_limit(scorer, scored=number * size)
+                log_limit(scorer, number * size)
                 scorer.score(windows[:, edges[number] :])
                 return
             momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(scorer, number * size))
@@ -1942,17 +1960,18 @@ def ttt_lora(scorer: Evaluator) -> None:
         score_rest(scorer, spans, scored)
 
 
-def score_rest(scorer: Evaluator, spans: np.ndarray, scored: np.ndarray) -> None:
+def score_rest(scorer: Evaluator, spans: np.ndarray, done: np.ndarray) -> None:
     """Score what no rank has scored of the documents (S, 2), with the model as it is. This rank has
-    scored the first `scored` (S,) targets of each."""
-    scored = np.sum(scorer.runtime.comm.gather(scored), axis=0)
+    scored the first `done` (S,) targets of each."""
+    done = np.sum(scorer.runtime.comm.gather(done), axis=0)
     windows = plan_windows(spans, scorer.window, scorer.stride)
-    document = np.searchsorted(spans[:, 0], windows[1], side="right") - 1
-    windows[1] = np.maximum(windows[1], (spans[:, 0] + scored)[document])
-    windows = windows[:, windows[1] < windows[2]]
-    if windows.size:
-        log_limit(scorer, scored.sum())
-        scorer.score(windows)
+    _, scored, stop, _ = windows  # views
+    document = np.searchsorted(spans[:, 0], scored, side="right") - 1
+    scored[:] = np.maximum(scored, (spans[:, 0] + done)[document])
+    left = scored < stop
+    if left.any():
+        log_limit(scorer, done.sum())
+        scorer.score(windows[:, left])
 
 
 class LoraState:
@@ -2073,6 +2092,13 @@ class Pass(NamedTuple):
     score: Callable = Evaluator.score_windows
     warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
 
+    def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
+        """Score every target of the stream once, with the model as it is."""
+        log.stage(name)
+        scorer = make_scorer(self.config, self.stride, log, name)
+        self.score(scorer)
+        return scorer.result()
+
 
 def validation_pass(hp: Hyperparameters, looping: bool = True) -> Pass:
     """The cheapest pass: the banded one if it is the final score, or windows without overlap."""
@@ -2098,17 +2124,14 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
 
 def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
     """Compile what the final scores run."""
-    for config, stride, _, warm_up in final_passes(hp).values():
-        warm_up(make_scorer(config, stride))
+    for one in final_passes(hp).values():
+        one.warm_up(make_scorer(one.config, one.stride))
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
     """Log the final scores. Returns the last one, for the end of the log."""
-    for name, (config, stride, score_all, _) in final_passes(hp).items():
-        log.stage(name)
-        scorer = make_scorer(config, stride, log, name)
-        score_all(scorer)
-        score = scorer.result()
+    for name, one in final_passes(hp).items():
+        score = one.run(make_scorer, log, name)
         score.log(log, f"final_int6_{name}_exact")
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
@@ -2136,9 +2159,9 @@ class Rule(NamedTuple):
     damping: float  # of the Hessian, see `damped`
     limit: int = 2047  # the largest code
     step_type: torch.dtype = torch.bfloat16  # holds the steps exactly
-    fixed: bool = False  # `steps` (#399) and no trellis; else they are those of late QAT only
+    fixed: bool = False  # export by `default_steps` (#399), no trellis; else QAT alone takes them
 
-    def steps(self, rows: Tensor) -> Tensor:
+    def default_steps(self, rows: Tensor) -> Tensor:
         """The steps (..., out, 1) of fp32 rows (..., out, in) whatever they cost: a sixth of their
         deviation, or #399's, which reach the largest weight, at least 1."""
         if self.fixed:
@@ -2158,16 +2181,16 @@ RULES = {
 
 class Calibration:
     """Sums over `tokens` tokens for the export: as NAME of a matrix x^T x (L or 1, in, in) of its
-    inputs x, and as NAME.cost (L or 1, out) the nats per token that a squared error of 1 costs, if
-    all weights of the model were as sensitive as those of the row. That is half the mean square of
-    the gradient of a token's loss."""
+    inputs x, and as NAME.cost (L or 1, out) the nats per token that a squared error of 1 would cost
+    in all weights of the model, if they were as sensitive as those of the row. For one weight that
+    is half the mean square of the gradient of a token's loss."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
         self.config = ForwardConfig(model.hp.layer_order(), doc_len=model.hp.doc_len)
-        self.weight = (count_numbers(model.parameters()) / (2 * tokens)) ** 0.5
+        self.scale = count_numbers(model.parameters()) / (2 * tokens)
         self.random = torch.Generator().manual_seed(0)
-        self.sums: Tensors = collections.defaultdict(float)
+        self.sums = collections.defaultdict(float)
         for kind, name, view in artifact_tensors(self.parameters):
             if kind and kind.reads == name:
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
@@ -2180,13 +2203,12 @@ class Calibration:
         for rows in batch.to(torch.int64).chunk(4):  # without compiling, a forward keeps more
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, hook=self)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
-            loss = (nats * weights).sum() * self.weight
+            loss = (nats * weights).sum()
             grads = torch.autograd.grad(loss, self.parameters.values(), materialize_grads=True)
-            for kind, name, grad in artifact_tensors(
-                dict(zip(self.parameters, grads, strict=True))
-            ):
+            by_name = dict(zip(self.parameters, grads, strict=True))
+            for kind, name, grad in artifact_tensors(by_name):
                 if kind:
-                    self.sums[f"{name}.cost"] += grad.float().square().mean(dim=-1)
+                    self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(dim=-1)
 
     @torch.no_grad()
     def __call__(self, name: str, layer: int, x: Tensor) -> None:
@@ -2258,17 +2280,19 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
     state 0, with the least sum of squared errors times weights (T, B). A state and a code's lowest
     bit decide the remainder of the integer, divided by 4."""
-    pairs = itertools.product(range(states), (0, 1))  # of a state and the lowest bit of a code
-    pairs = sorted(pairs, key=lambda pair: next_state(*pair, states))
-    # Two edges end in each state: those with the numbers s and s + states in state s.
-    previous, odd = torch.tensor(pairs[::2] + pairs[1::2], device=targets.device).unbind(1)
+    # Edges are pairs of a state and the lowest bit of a code. Two end in each state: with 4 states
+    # (0, 0) and (2, 1) in 0, (0, 1) and (2, 0) in 1, (1, 0) and (3, 1) in 2, (1, 1) and (3, 0) in 3.
+    edges = itertools.product(range(states), (0, 1))
+    edges = sorted(edges, key=lambda edge: next_state(*edge, states))  # by where they end
+    # Those that end in state s have the numbers s and s + states.
+    previous, odd = torch.tensor(edges[::2] + edges[1::2], device=targets.device).unbind(1)
     remainder = (previous & 1) + 2 * odd
     number = torch.arange(states, device=targets.device)[:, None]
     rest, targets = number[:4], targets[:, None]
     integers = 4 * ((targets - rest) / 4).round() + rest  # (T, 4, B)
     costs = weights[:, None] * (targets - integers).square()
     total = torch.where(number > 0, math.inf, 0.0)  # of the best path to each state (states, B)
-    taken, edges = [], []
+    taken, path = [], []  # whether the second edge into each state is the better one; edges
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
         first, second = total.index_select(0, previous).add(cost).split(states)
@@ -2276,9 +2300,9 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
         total = torch.minimum(first, second)
     state = total.argmin(dim=0, keepdim=True)
     for second in taken[::-1]:
-        edges.append(state.add(second.gather(0, state), alpha=states))  # state + states * second
-        state = previous.take(edges[-1])
-    return integers.gather(1, remainder[torch.cat(edges[::-1])][:, None])[:, 0]
+        path.append(state.add(second.gather(0, state), alpha=states))  # state + states * second
+        state = previous.take(path[-1])
+    return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
 
 
 def to_segments(columns: Tensor) -> Tensor:
@@ -2327,7 +2351,7 @@ class Quantiser:
     def steps(self, loss: float) -> Tensor:
         """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
-            return self.rule.steps(self.rows)
+            return self.rule.default_steps(self.rows)
         # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         cost = self.cost * pivots.mean(dim=-1)[:, None, None]
@@ -2381,7 +2405,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
             cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
             # Rows that the calibration has hardly seen are not free of cost.
             cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-        rule = RULES[hp.row_range][not kinds[0].bank]
+        rule_of_banks, rule_of_others = RULES[hp.row_range]
+        rule = rule_of_banks if kinds[0].bank else rule_of_others
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
         quantisers[names] = Quantiser(rows, hessian, cost, states, rule)
@@ -2390,7 +2415,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 13
+ARTIFACT_VERSION = 14
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2425,20 +2450,18 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Ten
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
 ) -> dict[str, tuple[bytes, Tensor, float]]:
-    """Collective. By name (coded codes, steps, what rounding is expected to cost). Each quantiser
-    runs on one rank, the next one on that with the fewest weights so far."""
+    """Collective. By name (coded codes, steps, what rounding is expected to cost). The ranks take
+    turns at the quantisers."""
     encode, _ = CODERS[hp.compressor]
-    loads, found = [0] * comm.size, {}
-    for names, quantiser in quantisers.items():
-        rank = loads.index(min(loads))
-        loads[rank] += quantiser.rows.numel()
-        if rank == comm.rank:
-            codes, steps, cost = map(torch.stack, zip(*quantiser.round(loss), strict=True))
-            parts = codes.short(), steps.to(RULES[hp.row_range][0].step_type), cost
-            kinds = (part.cpu().chunk(len(names)) for part in parts)
-            for name, codes, steps, cost in zip(names, *kinds, strict=True):
-                found[name] = encode(codes.numpy()), steps, float(cost.sum())
-    return functools.reduce(operator.or_, comm.gather(found))
+    found = {}
+    for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
+        # Of N matrices: L of each kind
+        codes, steps, cost = map(torch.stack, zip(*quantiser.round(loss), strict=True))
+        parts = codes.short(), steps.to(quantiser.rule.step_type), cost
+        kinds = (part.cpu().chunk(len(names)) for part in parts)
+        for name, codes_of, steps_of, cost_of in zip(names, *kinds, strict=True):
+            found[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
+    return dict(collections.ChainMap(*comm.gather(found)))
 
 
 def pack_artifact(
@@ -2452,12 +2475,12 @@ def pack_artifact(
     """Collective. The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token;
     the same on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
-    streams, plain, expected = [], [], {}
+    streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
         values = tensor.half()
         if kind:
             stream, values, cost = rounded[name]
-            expected[name] = cost / count_numbers(weights.values())
+            expected[name] = cost / count  # as `Calibration` counts each weight as all of them
             streams.append(stream)
         require(
             values.isfinite().all(),
@@ -2488,38 +2511,32 @@ def pack_artifact(
     return file.getvalue()
 
 
-def fit_artifact(
-    weights: Tensors,
-    hp: Hyperparameters,
-    calibration: Tensors,
-    metadata: dict,
-    max_bytes: float,
-    log: Callable,
-    comm: Comm,
+def fit_bytes(
+    quantisers: Iterable[Quantiser], pack: Callable, max_bytes: float, log: Callable
 ) -> bytes:
-    """Collective. The artifact of at most `max_bytes` with steps as fine as fit, but never finer
-    than the finest; the smallest that was made if none fits.
+    """The file `pack(loss)` of at most `max_bytes` with the least loss, but with none below FINEST;
+    the smallest that was made if none fits.
 
-    `entropy` estimates the bytes of the codes for any loss. What an artifact has beyond that, tables
-    and steps for example, hardly depends on the loss, so a try corrects the next one by it."""
-    quantisers = make_quantisers(weights, hp, calibration)
+    `entropy` estimates the bytes of all codes for any loss. What a file has beyond that, tables and
+    steps for example, hardly depends on the loss, so a try corrects the next one by it."""
     losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
     def entropy(loss):
-        return sum(one.entropy(loss) for one in quantisers.values())
+        return sum(one.entropy(loss) for one in quantisers)
 
-    beyond, blobs = 0, {}
+    beyond, files = 0, {}
     for _ in range(12):
-        wanted = beyond - (0.9995 if blobs else 1) * max_bytes  # negative: `losses` ascend
-        loss = losses[bisect.bisect_left(losses[:-1], wanted, key=lambda loss: -entropy(loss))]
-        if loss in blobs:
+        room = 0.9995 * max_bytes - beyond
+        # The least loss whose codes should fit
+        place = bisect.bisect_left(losses[:-1], True, key=lambda loss: entropy(loss) <= room)
+        if place in files:
             break
-        blob = blobs[loss] = pack_artifact(weights, hp, quantisers, metadata, loss, comm)
-        if len(blob) <= max_bytes and (len(blob) >= 0.999 * max_bytes or loss == FINEST):
+        file = files[place] = pack(losses[place])
+        if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
-        log(f"export: {len(blob)} bytes, {max_bytes} are available")
-        beyond = len(blob) - entropy(loss)
-    return min(blobs.values(), key=lambda blob: (len(blob) > max_bytes, abs(len(blob) - max_bytes)))
+        log(f"export: {len(file)} bytes, {max_bytes} are available")
+        beyond = len(file) - entropy(losses[place])
+    return min(files.values(), key=lambda file: (len(file) > max_bytes, abs(len(file) - max_bytes)))
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
@@ -2528,8 +2545,9 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
 
     Sizes are checked before memory is filled, and nothing is executed."""
     require(
-        blob.startswith(b"PK\3\4") and blob.count(b"PK\1\2") < MAX_ENTRIES,
-        "it is not an artifact, or one before version 11: use the script that made it",
+        blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,  # as in any ZIP file
+        "it is not an artifact, or one before version 11: use the script that made it, or "
+        "tools/adopt.py for a checkpoint of torch.save",
     )
     with np.load(io.BytesIO(blob)) as archive:
         # A compressed array could be a thousand times as large as the file.
@@ -2598,15 +2616,11 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     )
     with reading_artifact(path):
         blob = read_small(path)
-    require(
-        b"/data.pkl" not in blob and blob[:1] != b"\x80",
-        f"{path} is of torch.save: python tools/adopt.py {path} --as records/published.env scores it",
-    )
-    with reading_artifact(path):
         header, made, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
     environ = {name.upper(): str(getattr(made, name)) for name in roles} | environ
-    for field in KNOBS:  # before rules that such a value may break
+    # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
+    for field in KNOBS:
         here, there = parse(field, environ), getattr(made, field.name)
         require(
             field.metadata["role"] != "model" or here == there,
@@ -2615,8 +2629,6 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         )
     hp = Hyperparameters.from_env(environ)
     meta_parameters(hp)  # a banded pass has longer rotary tables than the artifact's own windows
-    package = CODER_PACKAGES.get(header["coder"])
-    require(not package or find_spec(package), f"{path} needs a package: pip install {package}")
     digest = header.get("tokenizer_sha256")
     tokenizer = Path(hp.tokenizer_path)
     require(
@@ -2655,7 +2667,7 @@ def train_and_score(hp: Hyperparameters) -> None:
             f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
             f"EVAL_ONLY={shlex.quote(str(log.artifact))} python {sys.argv[0]}"
         )
-        log.finish(score, total, command, made=f"{log.artifact} (copy: {ARTIFACT}), ")
+        log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", command)
         check_limits(total, seconds, hp)
 
 
@@ -2679,9 +2691,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         initial = hp.ema_decay**run.average.samples
         if hp.ema_enabled and initial > 0.1:
             log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
-        log.stage("averaged weights")
-        scorer = run.make_scorer(*final_passes(hp)["roundtrip"][:2], log, "averaged weights")
-        before = scorer.score_all()
+        before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
         before.log(log, "final_average_exact")
         seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
@@ -2717,19 +2727,13 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         warm_up_evaluation(make_scorer, hp)
         score = score_artifact(make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
-        tool = Path(sys.argv[0]).with_name("tools") / "inspect_artifact.py"
-        log.finish(score, total, f"python {tool} {path}")
+        log.finish(score, total)
         check_limits(total, 0.0, hp)
 
 
 def require_exportable(hp: Hyperparameters) -> None:
     """Raise UserError, before the training, if no artifact could be written or nothing could load
     it."""
-    package = CODER_PACKAGES.get(hp.compressor)
-    require(
-        not package or find_spec(package),
-        f"COMPRESSOR={hp.compressor} needs {package}: pip install {package}",
-    )
     require(
         not 0 < hp.target_bytes <= CODE_BYTES,
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
@@ -2794,7 +2798,9 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     how = "GPTQ" if calibration else "no calibration"
     log(f"export: coding {count:,} weights, {how}; a first Ctrl-C ends the run after it")
     metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
-    blob = fit_artifact(weights, hp, calibration, metadata, max_bytes, log, comm)
+    quantisers = make_quantisers(weights, hp, calibration)
+    pack = functools.partial(pack_artifact, weights, hp, quantisers, metadata, comm=comm)
+    blob = fit_bytes(quantisers.values(), pack, max_bytes, log)
     path = comm.broadcast(keep_artifact(blob, log) if comm.rank == 0 else None)
     require(
         len(blob) <= max_bytes,
@@ -2809,7 +2815,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             f"expected loss of rounding {sum(expected.values()):.4f} nats",
             event="rounding",
             bits_per_weight=bits,
-            expected_loss=dict(sorted(expected.items(), key=lambda item: -item[1])),
+            expected_loss=expected,
         )
     total = len(blob) + CODE_BYTES
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
@@ -2939,12 +2945,12 @@ class TokenStream:
 def require_data(hp: Hyperparameters, *splits: str) -> None:
     """Raise UserError, before a log is opened, if shards or tokenizer are missing or not of each
     other, or if a run that needs documents finds none."""
-    lora = hp.ttt_enabled and hp.ttt_mode == "lora"
+    needed = hp.doc_attention or (hp.ttt_enabled and hp.ttt_mode == "lora")
     for split in splits:
         stream = TokenStream(hp.data_path, split, hp.vocab_size)
         tokens = stream.read(0, min(len(stream), 1 << 20))
         require(
-            BOS in tokens or not (hp.doc_attention or lora),
+            BOS in tokens or not needed,
             f"DOC_ATTENTION=1 and TTT_MODE=lora need documents, but {stream.paths[0]} does not "
             f"mark where they begin (token {BOS}): tokenize the text again",
         )
@@ -3160,9 +3166,7 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     return exact
 
 
-def count_bytes(
-    hp: Hyperparameters, tokens: np.ndarray, log: Callable = lambda line: None
-) -> np.ndarray:
+def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.ndarray:
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
@@ -3187,9 +3191,8 @@ class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
     targets; `refused` pairs (V, V) with CANONICAL_MASK=1."""
 
-    refused: Tensor | None = None
-
     def __init__(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device):
+        self.refused = None
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.nbytes = torch.tensor(nbytes, dtype=torch.int16, device=device)
@@ -3259,22 +3262,6 @@ def lzma_unpack(blob: bytes, most: int) -> bytes:
     return raw
 
 
-def zstd_pack(raw: bytes) -> bytes:
-    """A Zstandard frame, as in #399's first revision."""
-    import zstandard
-
-    return zstandard.ZstdCompressor(level=22).compress(raw)
-
-
-def zstd_unpack(blob: bytes, most: int) -> bytes:
-    """The inverse of `zstd_pack`, like `lzma_unpack`."""
-    import zstandard
-
-    stated = zstandard.get_frame_parameters(blob).content_size
-    require(stated <= most, f"a packed part exceeds {most} bytes")
-    return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
-
-
 def to_planes(values: np.ndarray) -> bytes:
     """16-bit values as all low bytes, then all high bytes, which compresses better."""
     return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
@@ -3285,42 +3272,37 @@ def from_planes(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
 
 
-def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
-    """(encode, decode) by functions that pack bytes: codes (L, out, in) int16 column by column, as
-    columns hold like codes (1.5 % fewer bytes), with zero high bytes."""
+def encode_lzma(codes: np.ndarray) -> bytes:
+    """Codes (L, out, in) int16, packed column by column, as columns hold like codes (1.5 % fewer
+    bytes), with zero high bytes."""
+    return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
-    def encode(codes):
-        return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
 
-    def decode(blob, shape):
-        """Raises an error if the codes are damaged or of another shape."""
-        layers, out, width = shape
-        codes = from_planes(unpack(blob, 2 * math.prod(shape))) - np.int16(128)
-        return codes.reshape(layers, width, out).transpose(0, 2, 1)
-
-    return encode, decode
+def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+    """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of
+    another shape."""
+    layers, out, width = shape
+    codes = from_planes(lzma_unpack(blob, 2 * math.prod(shape))) - np.int16(128)
+    return codes.reshape(layers, width, out).transpose(0, 2, 1)
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
     """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
     frequencies per class of codes: the mean |code| of the row and that of the column, relative to
     the rows, in thirds of an octave (docs/formats.md). Exact on every machine."""
-    import constriction
-
     sizes = np.abs(codes).astype(np.float32)
     rows = np.maximum(sizes.mean(axis=2, keepdims=True), 1 / 64)  # (L, out, 1)
     columns = np.maximum((sizes / rows).mean(axis=1), 1 / 64)  # (L, in)
     buckets = [np.rint(ANS_BUCKETS * np.log2(part)).ravel() for part in (rows, columns)]
     numbers = np.concatenate([part - part.min() for part in buckets]).astype(np.uint8)
-    least = int(codes.min())
+    least = codes.min()
     symbols = codes.astype(np.int32) - least
     parts = [symbols.ravel()[places] for places in positions_by_class(numbers, codes.shape)]
-    count = int(symbols.max()) + 1
+    count = symbols.max() + 2  # the coder needs two symbols, also if all codes are equal
     tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
     coder = constriction.stream.stack.AnsCoder()
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
-        if np.count_nonzero(table) > 1:
-            coder.encode_reverse(part, distribution(table))
+        coder.encode_reverse(part, distribution(table))
     side = struct.pack("<3h", least, *tables.shape) + numbers.tobytes()
     side = lzma_pack(side + tables.astype("<u2").tobytes())
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
@@ -3329,8 +3311,6 @@ def encode_ans(codes: np.ndarray) -> bytes:
 def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
     another shape."""
-    import constriction
-
     layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
     side, stream = blob[4 : 4 + length], np.frombuffer(blob, "<u4", offset=4 + length)
@@ -3339,16 +3319,14 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     least, number, count = struct.unpack_from("<3h", raw)
     tables = np.frombuffer(raw, "<u2", offset=end).reshape(number, count)
     positions = positions_by_class(np.frombuffer(raw[6:end], np.uint8), shape)
-    used = [len(places) > 0 for places in positions]
-    fit = len(used) == number and (tables.sum(axis=1)[used] == ANS_TOTAL).all()
-    require(fit, "its tables of frequencies do not fit")
+    require(
+        len(positions) == number and (tables.sum(axis=1) == ANS_TOTAL).all(),
+        "its tables of frequencies do not fit",
+    )
     coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     for table, places in zip(tables, positions, strict=True):
-        symbols = table.argmax()  # the only one, if one has all the weight
-        if np.count_nonzero(table) > 1:
-            symbols = coder.decode(distribution(table), len(places))
-        codes[places] = least + symbols
+        codes[places] = least + coder.decode(distribution(table), len(places))
     require(coder.is_empty(), "its codes do not end where they should")
     return codes.reshape(shape)
 
@@ -3359,33 +3337,27 @@ def positions_by_class(numbers: np.ndarray, shape: tuple[int, int, int]) -> list
     layers, out, width = shape
     rows, columns = np.split(numbers.astype(np.int16), [layers * out])
     classes = (rows.reshape(layers, out, 1) + columns.reshape(layers, 1, width)).ravel()
-    return np.split(classes.argsort(kind="stable"), np.bincount(classes).cumsum()[:-1])
+    counts = np.bincount(classes)
+    return np.split(classes.argsort(kind="stable"), counts[counts > 0].cumsum()[:-1])
 
 
 def frequencies(counts: np.ndarray) -> np.ndarray:
     """Frequencies of the symbols, (classes, symbols) as the counts: 1 for each that occurs, the
-    rest in proportion. They sum to ANS_TOTAL, or to 0 in an empty class."""
+    rest in proportion. They sum to ANS_TOTAL."""
     present = counts > 0
     total = counts.sum(axis=1, keepdims=True)
     spare = ANS_TOTAL - present.sum(axis=1, keepdims=True)
-    up_to = spare * counts.cumsum(axis=1) // np.maximum(1, total)  # exact: rounded down
+    up_to = spare * counts.cumsum(axis=1) // total  # exact: rounded down
     return present + np.diff(up_to, axis=1, prepend=0)
 
 
 def distribution(table: np.ndarray):
     """The coder's model. Its fixed-point weights are exact for frequencies that sum to a power of
     two."""
-    import constriction
-
     return constriction.stream.model.Categorical(table.astype(np.float64), perfect=False)
 
 
-CODERS = {
-    "ans": (encode_ans, decode_ans),
-    "lzma": columnwise(lzma_pack, lzma_unpack),
-    "zstd": columnwise(zstd_pack, zstd_unpack),
-}
-CODER_PACKAGES = {"ans": "constriction", "zstd": "zstandard"}  # lzma is in Python
+CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 
 
 # ---- Log and files -------------------------------------------------------------------------------
@@ -3393,7 +3365,7 @@ CODER_PACKAGES = {"ans": "constriction", "zstd": "zstandard"}  # lzma is in Pyth
 def replacing(path: Path) -> Iterator[Path]:
     """Atomic write: yields a temporary path, then fsync and rename. A crash leaves the old file or
     the complete new one."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         try:
             yield partial
@@ -3405,8 +3377,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 # Their versions are logged; the last three decide the speed of kernels.
-PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "zstandard"]
-PACKAGES += ["triton", "flash_attn_3", "kernels"]
+PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "triton", "flash_attn_3", "kernels"]
 
 
 class Log(contextlib.AbstractContextManager):
@@ -3420,7 +3391,9 @@ class Log(contextlib.AbstractContextManager):
         self.artifact = folder / f"{self.name}.int6.xz"
         self.started = time.perf_counter()
         self.failure = ""  # the first failed write, and what to do
-        self.kept = ""  # how to go on from what is kept, if the run ends early
+        # How to go on from what is kept, if the run ends early
+        training = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+        self.kept = "" if hp.eval_only else training
         self.begun = False  # the log is of this run, not of an earlier one
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
@@ -3443,10 +3416,10 @@ class Log(contextlib.AbstractContextManager):
         """Remove the bar from the terminal and write what ended the run."""
         self.show("")
         if self.begun and error:
-            if self.kept and not isinstance(error, UserError):
+            known = isinstance(error, UserError)
+            if self.kept and not known:
                 self(f"note: {self.kept}")
-            text = str(error) if isinstance(error, UserError) else repr(error)
-            self(f"error: {text}", console=False)
+            self(f"error: {error if known else repr(error)}", console=False)
         for file in self.files if not self.begun else ():
             if not os.path.getsize(file.name):  # the start was refused
                 os.remove(file.name)
@@ -3511,7 +3484,7 @@ class Log(contextlib.AbstractContextManager):
         for file in self.files if not resumed else ():
             file.truncate(0)
         if self.files and not os.path.getsize(self.files[0].name):
-            self(SOURCE.decode() + "\n" + "=" * 100, console=False)
+            self(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = self.hp.describe()
@@ -3527,12 +3500,13 @@ class Log(contextlib.AbstractContextManager):
         if runtime.device.type == "cuda":
             facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
         self("\n".join(facts.values()))
-        changed = " ".join(re.findall(r"(?m)^\* (.*)$", settings))
+        # A line per section that has changes
+        changed = re.sub(r"\n  .*", "", settings).replace("\n*", "")
+        changed = re.findall(r".*=.*", changed)
         self(
-            f"changed from the defaults: {changed or 'nothing'}",
+            "\n  ".join(["changed from the defaults:", *(changed or ["nothing"])]),
             event="start",
             **facts,
-            kernels=runtime.kernels(),
             run_id=self.name,
             started=started,
             hyperparameters=dataclasses.asdict(self.hp),
@@ -3541,7 +3515,7 @@ class Log(contextlib.AbstractContextManager):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
-    def finish(self, score: str, total: int, advice: str, made: str = "") -> None:
+    def finish(self, score: str, total: int, made: str = "", advice: str = "") -> None:
         """Collective. Write the run's score, the `total` bytes of the submission, the files it
         `made` and what to do next. Raises UserError if a write has failed."""
         failure = self.comm.broadcast(self.failure)
@@ -3552,7 +3526,7 @@ class Log(contextlib.AbstractContextManager):
             bytes=total,
         )
         self(f"files: {made}{self.path}.txt, {self.path}.jsonl")
-        if "RUN_SH" not in os.environ:  # run.sh says what comes next
+        if advice and "RUN_SH" not in os.environ:  # run.sh says what comes next
             self(f"next: {advice}")
 
 
@@ -3572,9 +3546,9 @@ class Checkpoints:
         self.hp, self.comm, self.log = hp, comm, log
         self.folder = CHECKPOINTS / hp.run_id
         self.writer = ThreadPoolExecutor(1)
-        # Future of the newest checkpoint's path on rank 0, or of None.
-        self.written = self.writer.submit(lambda: None)
-        self.last = {"step": 0, "seconds": 0.0}  # its state, from which intervals count
+        self.written = self.writer.submit(lambda: None)  # future of the last `write`
+
+        self.last = {"step": 0, "seconds": 0.0}  # what the last one holds: intervals count from it
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -3606,8 +3580,8 @@ class Checkpoints:
             self.written = self.writer.submit(self.write, metadata, copies)
 
     def write(self, metadata: dict, tensors: Tensors) -> Path | None:
-        """In the writer's thread. Returns the newest checkpoint. After an error, such as a full
-        disk, the run continues."""
+        """In the writer's thread. Returns the path, or None after an error, such as a full disk:
+        the run continues."""
         started = time.perf_counter()
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
@@ -3625,19 +3599,15 @@ class Checkpoints:
                 bytes=path.stat().st_size,
                 wall_seconds=time.perf_counter() - started,
             )
+            self.log.kept = f"RESUME=auto continues from {path}"
+            return path
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
-        return self.keep(max(self.folder.glob(CHECKPOINT_FILES), default=None))
-
-    def keep(self, newest: Path | None) -> Path | None:
-        """In the writer's thread. Tell the log of the newest checkpoint, which is returned."""
-        self.log.kept = f"RESUME=auto continues from {newest}" if newest else ""
-        return newest
 
     def continue_from(self, path: Path, state: dict) -> None:
         """Delete later checkpoints: they are damaged."""
         self.last = state
-        self.written = self.writer.submit(self.keep, path)
+        self.log.kept = f"RESUME=auto continues from {path}"
         if self.comm.rank == 0:
             for later in self.folder.glob(CHECKPOINT_FILES):
                 if later > path:
@@ -3830,8 +3800,7 @@ class Runtime:
         eager = hp.eval_only and device.type == "cpu" and hp.compile == "auto"
         compiled, notes = choose_compile("0" if eager else hp.compile, device)
         micro = hp.micro_batch_tokens or MICRO_BATCH[device.type]
-        runtime = cls(comm, device, dtype, compiled, micro, notes)
-        yield choose_kernels(hp, runtime)
+        yield choose_kernels(hp, cls(comm, device, dtype, compiled, micro, notes))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
             comm.call(dist.barrier)
@@ -3846,15 +3815,14 @@ class Runtime:
     def device_name(self) -> str:
         if self.device.type == "cuda":
             return torch.cuda.get_device_name()
-        cpuinfo = Path("/proc/cpuinfo")
-        text = cpuinfo.read_text() if cpuinfo.exists() else ""
-        model = re.search(r"model name\s*: (.*)|$", text)[1] or platform.machine()
+        name = "grep -m 1 '^model name' /proc/cpuinfo 2>/dev/null | cut -d : -f 2"
+        model = subprocess.getoutput(name).strip() or platform.machine()
         return f"CPU {model}, {torch.get_num_threads()} threads"
 
     def describe(self) -> str:
         """One line for the log."""
         comm, dtype = self.comm, str(self.dtype).removeprefix("torch.")
-        kernels = " ".join(f"{kind}:{kernel}" for kind, kernel in self.kernels().items())
+        kernels = "attention:{attention} mlp:{mlp}".format(**self.kernels())
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
             f"device:{self.device_name()} compute_dtype:{dtype} {kernels} "
@@ -3869,18 +3837,15 @@ class Runtime:
 def gpu_facts(device: torch.device) -> str:
     """Driver, power limit, clock and libraries of a GPU, for the log."""
     driver = ask_driver(device, "driver_version,power.limit,clocks.max.sm")
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "none"
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else "none"
     return f"{driver}, cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
 
 
 def ask_driver(device: torch.device, query: str) -> str:
     """nvidia-smi's values of `query` for this GPU, or "unknown"."""
     gpu = torch.cuda.get_device_properties(device).uuid
-    words = f"nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}".split()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.check_output(words, stderr=subprocess.DEVNULL, text=True, timeout=20)
-        return output.strip() or "unknown"
-    return "unknown"
+    command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}"
+    return subprocess.getoutput(f"{command} 2>/dev/null").strip() or "unknown"
 
 
 def package_versions() -> str:
@@ -3908,7 +3873,7 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
             Exception,
             advice="start them with torchrun, or unset WORLD_SIZE",
         ):
-            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=gpu)
+            dist.init_process_group(backend, device_id=gpu)
     ranks = hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)
     comm.split(comm.broadcast(ranks), device)  # nodes may differ in size
     return comm
@@ -3961,7 +3926,7 @@ def choose_deterministic(wanted: bool) -> None:
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
     """(compile or not, notes). Without compilers a CPU runs eagerly. On a GPU, which would be much
     slower, that is a UserError."""
-    if wanted in ("0", "1"):
+    if wanted != "auto":
         return wanted == "1", ()
     on_gpu, which = device.type == "cuda", shutil.which
     needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
@@ -4011,14 +3976,14 @@ def round_up(length: int) -> int:
 
 
 def first_working(
-    kind: str, names: Iterable[str], trial: Callable, comm: Comm, advice: str
+    kind: str, trials: dict[str, Callable], comm: Comm, advice: str
 ) -> tuple[str, list[str]]:
     """Collective. (name, notes about those before it) of the first kernel whose trial raises no
     error on any rank. Raises UserError if there is none."""
     notes = []
-    for name in names:
+    for name, trial in trials.items():
         try:
-            trial(name)
+            trial()
             message = ""
         except Exception as error:  # a missing or unfit kernel can raise anything
             message = error_message(error)
@@ -4032,14 +3997,14 @@ def first_working(
 def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     """The runtime with the kernels asked for, or with the first that work on all ranks. Raises
     UserError if none does."""
-    comm, fused_mlp = runtime.comm, None
-    names = AUTO_KERNELS[runtime.device.type] if hp.attention == "auto" else (hp.attention,)
-    trial = lambda name: try_attention(name, hp, runtime)  # noqa: E731
+    fused_mlp = None
+    names = AUTO_KERNELS[runtime.device.type] if hp.attention == "auto" else [hp.attention]
+    trials = {name: functools.partial(try_attention, name, hp, runtime) for name in names}
     advice = "install one; ATTENTION=math always works, slowly"
-    attention, notes = first_working("attention", names, trial, comm, advice)
+    attention, notes = first_working("attention", trials, runtime.comm, advice)
     if hp.fused_mlp:
-        trial = lambda name: try_fused_mlp(hp, runtime)  # noqa: E731
-        first_working("MLP", ["fused"], trial, comm, "set FUSED_MLP=0")
+        trial = functools.partial(try_fused_mlp, hp, runtime)
+        first_working("MLP", {"fused": trial}, runtime.comm, "set FUSED_MLP=0")
         fused_mlp = load_fused_mlp(hp.mlp_slope, runtime.device)
     return dataclasses.replace(
         runtime,
@@ -4394,9 +4359,7 @@ def main() -> None:
         epilog=f"Knobs (environment variables):\n{knob_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    if words := parser.parse_known_args()[1]:
-        knobs = re.sub(r"-+(\w+)[ =]", lambda found: f"{found[1].upper()}=", " ".join(words))
-        parser.error(f"knobs are environment variables: write {knobs} python train_gpt.py")
+    parser.parse_args()
     # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
     for number in STOP_SIGNALS - {signal.SIGINT}:
         signal.signal(number, interrupt)

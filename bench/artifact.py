@@ -22,6 +22,7 @@ The last line is JSON.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -242,14 +243,11 @@ def compare_quantisation(
     training.train()
     averaged, calibration = training.finish()
     weights = training.optimizer.weights()
+    plain = train_gpt.final_passes(hp)["roundtrip"]
 
     def score(tensors: dict[str, torch.Tensor]) -> float:
         training.model.load_state_dict(tensors)
-        return (
-            training.make_scorer(train_gpt.ForwardConfig(hp.layer_order()), hp.eval_seq_len)
-            .score_all()
-            .val_bpb
-        )
+        return plain.run(training.make_scorer, log, "score").val_bpb
 
     before = score(weights)
     print(
@@ -271,9 +269,11 @@ def compare_quantisation(
         )
         began = time.perf_counter()
         guides = {} if way == "rounded" else calibration
-        blob = train_gpt.fit_artifact(
-            weights, changed, guides, {}, max_bytes, lambda text: None, runtime.comm
+        quantisers = train_gpt.make_quantisers(weights, changed, guides)
+        pack = functools.partial(
+            train_gpt.pack_artifact, weights, changed, quantisers, {}, comm=runtime.comm
         )
+        blob = train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log)
         seconds = round(time.perf_counter() - began, 1)
         rounded = train_gpt.load_artifact(blob)
         mirrored = {name: 2 * w.cpu() - rounded[name] for name, w in weights.items()}

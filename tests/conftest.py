@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -57,7 +58,9 @@ def evaluator(forward, val, hp, runtime, stride, *log) -> train_gpt.Evaluator:
 
 def evaluate(*arguments) -> train_gpt.Score:
     """The score of all targets by such an evaluator."""
-    return evaluator(*arguments).score_all()
+    scorer = evaluator(*arguments)
+    scorer.score_windows()
+    return scorer.result()
 
 
 def user_error(sentence: str):
@@ -165,6 +168,14 @@ def exported(weights, hp, calibration=None, metadata=None, loss=train_gpt.FINEST
     return train_gpt.pack_artifact(weights, hp, quantisers, metadata or {}, loss, train_gpt.Comm())
 
 
+def fitted(weights, hp, calibration, max_bytes, log=lambda line: None, comm=None) -> bytes:
+    """The artifact of these weights, of at most so many bytes."""
+    quantisers = train_gpt.make_quantisers(weights, hp, calibration)
+    arguments = weights, hp, quantisers, {}
+    pack = functools.partial(train_gpt.pack_artifact, *arguments, comm=comm or train_gpt.Comm())
+    return train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log)
+
+
 def matrices_of(tensors) -> dict[str, torch.Tensor]:
     """Views of a model's tensors, given by parameter: the (out, in) matrices of the banks as
     blocks.LAYER.NAME, and all other parameters by their name."""
@@ -179,7 +190,7 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
 
 def quantised(rows, rule=train_gpt.RULES["sdclip"][0]) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, steps) of rows by plain rounding."""
-    steps = rule.steps(rows)
+    steps = rule.default_steps(rows)
     return train_gpt.to_codes(rows, steps, rule.limit), steps
 
 

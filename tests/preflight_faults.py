@@ -49,8 +49,6 @@ def main() -> None:
     if fault == "slow":
         preflight.product_speed, preflight.STEPS = slow_product, 2
         train_gpt.Run.backward = slow_backward
-    if fault == "packages":
-        train_gpt.find_spec = lambda name: None
     if fault == "disk":
         preflight.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)
     preflight.main()

@@ -388,5 +388,5 @@ def test_training_cuts_long_documents_and_evaluation_does_not(run_of, monkeypatc
     run.train_step(0, next(iter(train_gpt.phases(run.hp))))
     run.calibrate(range(1))
     assert set(seen) == {8} and len(seen) > 1
-    run.make_scorer(*train_gpt.final_passes(run.hp)["roundtrip"]).score_all()
+    train_gpt.validation_pass(run.hp).run(run.make_scorer, run.log, "score")
     assert seen[-1] == 0

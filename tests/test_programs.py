@@ -155,20 +155,24 @@ def test_a_mistake_is_named_and_leaves_no_file(command, status, part, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*texts, "step_5.npz"}
 
 
+INSTALL = (
+    "run `source .venv/bin/activate` if there is a .venv, or `pip install -r requirements{}.txt`"
+)
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_python_without_packages_is_one_sentence(path, tmp_path):
     """As after ./run.sh without `source .venv/bin/activate`. -S hides the packages."""
     command = [sys.executable, "-SE", path, "--help"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    advice = "run `source .venv/bin/activate`, or `pip install -r requirements.txt`"
-    assert result.stderr == f"error: No module named 'numpy': {advice}\n"
+    assert result.stderr == f"error: No module named 'constriction': {INSTALL.format('')}\n"
     assert result.returncode == 1
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_waiting_openmp_threads_sleep(path, tmp_path):
     """On a busy machine spinning ones made a sample slow. OpenMP reads it with torch."""
-    for name in ("numpy", "sentencepiece"):
+    for name in ("constriction", "numpy", "sentencepiece"):
         (tmp_path / f"{name}.py").touch()
     code = "import os, sys; sys.exit(f\"policy {os.environ.get('OMP_WAIT_POLICY')}\")"
     (tmp_path / "torch.py").write_text(code)
@@ -207,18 +211,17 @@ runpy.run_path({str(ROOT / "train_gpt.py")!r}, run_name="__main__")
     assert result.stdout.endswith("train_gpt.py\nfreed\n"), result
 
 
-OUTSIDE = "`source .venv/bin/activate`, or " if sys.prefix == sys.base_prefix else ""
 NOT_THERE = "raise ModuleNotFoundError('No module named it')"
-INSTALL = f"No module named it: run {OUTSIDE}`pip install -r requirements{{}}.txt`"
+MISSING = f"No module named it: {INSTALL}"
 WINDOWS = "this needs Linux or macOS: on Windows, run it in WSL2"
 
 
 @pytest.mark.parametrize(
     "command, module, content, status, sentence",
     [
-        ("tools/plot.py --help", "matplotlib", NOT_THERE, 1, INSTALL.format("-dev")),
-        ("tools/report.py --html x.html x", "plotly", NOT_THERE, 1, INSTALL.format("-dev")),
-        ("train_gpt.py", "torch", NOT_THERE, 1, INSTALL.format("")),
+        ("tools/plot.py --help", "matplotlib", NOT_THERE, 1, MISSING.format("-dev")),
+        ("tools/report.py --html x.html x", "plotly", NOT_THERE, 1, MISSING.format("-dev")),
+        ("train_gpt.py", "torch", NOT_THERE, 1, MISSING.format("")),
         ("train_gpt.py", "torch", "raise KeyboardInterrupt", 130, "interrupted by Ctrl-C"),
         ("train_gpt.py", "fcntl", "raise ImportError", 1, WINDOWS),  # Windows has none
         ("tools/compare.py", "fcntl", "raise ImportError", 1, WINDOWS),

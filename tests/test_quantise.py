@@ -251,7 +251,7 @@ def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
 
 # fmt: off
 HEADERS = {
-    "another version": ("its version is 2, not 1", lambda header: header.update(version=2)),
+    "another version": ("its version is 1, not 2", lambda header: header.update(version=1)),
     "a tensor less": ("the model has another shape of large", lambda header: header["shapes"].pop("large")),
     "a tensor more": ("the model has another shape of more", lambda header: header["shapes"].update(more=[1 << 40])),
     "another shape": ("another shape of large", lambda header: header["shapes"].update(large=[1 << 40])),

@@ -294,7 +294,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     assert steps > 10 and kept(tmp_path) == [steps]
     path, state, tensors, _ = train_gpt.find_checkpoint(again.hp, again.runtime.comm)
     again.restore(path, state, tensors)
-    for each in (train_gpt.Clock.begins, train_gpt.Clock.end):
+    for each in (train_gpt.Clock.begins, train_gpt.Clock.spare):
         assert each(again.clock, steps) == each(first.clock, steps)
     assert train_gpt.Clock.elapsed(again.clock) == state["seconds"] > 10, "its timer goes on"
     again.train()
@@ -479,12 +479,12 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
 @pytest.mark.parametrize("step, ranks, steps", [(7, 1, [3, 6]), (5, 1, [3]), (11, 2, [6, 9])])
 def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_path):
     result = faulty("nan", step, knobs, tmp_path, ranks, status=1)
-    why = f"the training loss of step {step + 1} is nan; the last good checkpoint is "
-    assert f"error: {why}{step_file(steps[-1])}: lower MATRIX_LR" in result.stderr
+    assert f"error: the training loss of step {step + 1} is nan: lower MATRIX_LR" in result.stderr
+    assert f"that step; RESUME=auto continues from {step_file(steps[-1])}\n" in result.stderr
     assert kept(tmp_path) == steps and not list(tmp_path.rglob("*.xz"))
     if step == 5:  # a resumed run names its checkpoint, too
         again = faulty("nan", 3, knobs, tmp_path, status=1)
-        assert f"the last good checkpoint is {step_file(3)}" in sentence(again)
+        assert f"RESUME=auto continues from {step_file(3)}" in sentence(again)
 
 
 # ---- Clocks --------------------------------------------------------------------------------------

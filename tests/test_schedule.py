@@ -92,10 +92,10 @@ def simulate(rng, base, cap, in_flight, hp=None, stalls=()):
     more. With a GPU the host queues a step up to two steps before it begins."""
     clock, asked, ends, last, stalls = Clock(cap, in_flight), [], [], None, list(stalls)
     for step in range(100_000):
-        if clock.begins(step) >= clock.end(step):
+        if clock.spare(step) <= 0:
             break
         if hp:
-            last = schedule(hp, step, clock.begins(step), clock.end(step))
+            last = schedule(hp, step, clock.begins(step), clock.begins(step) + clock.spare(step))
         # The last step that the host has waited for
         settled = step - 1 - (in_flight if step > 2 else 0)
         before = ends[settled] if settled >= 0 else 0.0
@@ -177,10 +177,11 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
 
 
 def scoring(note):
-    """In place of a run's evaluator: calls `note` with its pass and stride."""
-    score = train_gpt.Score(1.0, 1.0, 0.0, 1, 1)
+    """In place of a run's evaluator: calls `note` with its config and stride."""
     return lambda config, stride, *_: SimpleNamespace(
-        score_all=lambda: (note(config, stride), score)[1]
+        windows=lambda: None,
+        score=lambda windows: note(config, stride),
+        result=lambda: train_gpt.Score(1.0, 1.0, 0.0, 1, 1),
     )
 
 

@@ -235,14 +235,14 @@ def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path,
     knobs = env(DATA_PATH=out, TOKENIZER_PATH=out / "tokenizer.model")
     hp = train_gpt.Hyperparameters.from_env(knobs)
     tokens = train_gpt.read_shard(out / "fineweb_val_000000.bin")
-    counted = train_gpt.count_bytes(hp, tokens)
+    counted = train_gpt.count_bytes(hp, tokens, print)
     assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5])
     # As beside the published shards, whose tokenizer has the same operators
     (out / "manifest.json").unlink()
     with user_error("has CaseOps operators, but .* so the bytes are unknown: get one of them"):
-        train_gpt.count_bytes(hp, tokens)
+        train_gpt.count_bytes(hp, tokens, print)
     shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
-    assert (train_gpt.count_bytes(hp, tokens) == 3).all()
+    assert (train_gpt.count_bytes(hp, tokens, print) == 3).all()
     assert inspect_shards.inspect(out, out / "tokenizer.model", 1) == []
     printed = capsys.readouterr().out
     assert "operators of another grammar (README.md): no bytes and samples" in printed

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_gpt
-from conftest import evaluator
+from conftest import evaluator, fitted
 
 
 def digest(tensors) -> str:
@@ -67,8 +67,8 @@ def artifact(run: train_gpt.Run) -> dict:
     real = train_gpt.Quantiser.round
     counted = lambda self, loss: rounded.append(len(self.rows)) or real(self, loss)  # noqa: E731
     train_gpt.Quantiser.round = counted
-    weights, log = run.optimizer.weights(), lambda line: None
-    blob = train_gpt.fit_artifact(weights, run.hp, collected.sums, {}, 20_000, log, run.comm)
+    weights = run.optimizer.weights()
+    blob = fitted(weights, run.hp, collected.sums, 20_000, comm=run.comm)
     return {"artifact": hashlib.sha256(blob).hexdigest(), "rounded": sorted(rounded)}
 
 

@@ -227,7 +227,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         rows = float32(values * np.float32(case["std"]))
         limit_of_codes = 2 ** (bits - 1) - 1
         rule = script.RULES[golden.knobs().row_range][0]._replace(limit=limit_of_codes)
-        steps = rule.steps(rows)[:, 0].tolist()
+        steps = rule.default_steps(rows)[:, 0].tolist()
         for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
             what, why = f"step of row {row}", case.get("why", "")
             yield finding(name, what, want, got, gap(got, want), limits["steps"], why)
@@ -248,7 +248,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
     """Steps of the kinds of matrices in deviations of a row, in QAT."""
-    got = script.RULES[golden.knobs().row_range][0].steps(float32(np.ones((1, 1)))).item()
+    got = script.RULES[golden.knobs().row_range][0].default_steps(float32(np.ones((1, 1)))).item()
     for case in golden.facts.get("steps", []):
         for name in case["matrices"]:
             want, limit = case["step_in_row_deviations"], golden.limits["steps"]

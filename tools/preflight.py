@@ -355,7 +355,8 @@ def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
     """Expected seconds, from a few batches of each rank."""
     scorer = run.make_scorer(way.config, way.stride)
     windows = scorer.windows()
-    windows = windows[:, windows[3] == windows[3, -1]]  # a span's first window has more targets
+    *_, n = windows
+    windows = windows[:, n == n[-1]]  # a span's first window has more targets
     batch = run.runtime.comm.size * train_gpt.eval_rows(run.hp, run.runtime, scorer.window)
     scorer.score(windows[:, :batch])  # compiles
     some = windows[:, : BATCHES * batch]

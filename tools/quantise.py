@@ -17,8 +17,8 @@ exactly.
 """
 
 import argparse
-import bisect
 import contextlib
+import functools
 import io
 import json
 import math
@@ -42,7 +42,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = 1
+VERSION = 2
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -189,26 +189,12 @@ def quantise(
     longer. The model does not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     groups, quantisers = make_groups(model, calibration, states)
-    losses = np.geomspace(train_gpt.FINEST, 1e8, 20_000)  # to the widest steps
-
-    def entropy(loss):
-        return sum(one.entropy(loss) for one in quantisers)
-
-    # A file is larger or smaller than the entropy of its codes. A try tells the next one by how much.
-    excess, files = 0.0, {}
-    for _ in range(12):
-        wanted = 0.9995 * max_bytes - excess
-        place = bisect.bisect_left(losses[:-1], -wanted, key=lambda loss: -entropy(loss))
-        if place in files:
-            break
-        file, _ = files[place] = pack(model, groups, quantisers, losses[place])
-        if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
-            break
-        excess = len(file) - entropy(losses[place])
-    sizes = {len(pair[0]): pair for pair in files.values()}
-    fitting = [size for size in sizes if size <= max_bytes]
-    require(fitting, f"{max_bytes} bytes are too few: the smallest file has {min(sizes)}")
-    return sizes[max(fitting)]
+    pack_all = functools.partial(pack, model, groups, quantisers)
+    file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None)
+    size = len(file)
+    require(size <= max_bytes, f"{max_bytes} bytes are too few: the smallest file has {size}")
+    header = json.loads(np.load(io.BytesIO(file))["header"].tobytes())
+    return file, header["expected_loss"]
 
 
 def make_groups(
@@ -258,8 +244,8 @@ def to_bytes(tensors: Iterable[Tensor]) -> bytes:
 
 def pack(
     model: nn.Module, groups: list[list[str]], quantisers: list[Quantiser], loss: float
-) -> tuple[bytes, dict[str, float]]:
-    """(file, expected loss by tensor), with codes that cost `loss` together."""
+) -> bytes:
+    """The file, with codes that cost `loss` together."""
     tensors = tensors_of(model)
     count = sum(one.rows.numel() for one in quantisers)
     streams, words, predicted = [], [], {}
@@ -290,7 +276,7 @@ def pack(
     arrays = (np.frombuffer(part, np.uint8) for part in parts)
     file = io.BytesIO()
     np.savez(file, **dict(zip(ARRAYS, arrays, strict=True)))
-    return file.getvalue(), predicted
+    return file.getvalue()
 
 
 def load(model: nn.Module, path: str | Path) -> None:
