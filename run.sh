@@ -203,12 +203,13 @@ record() {  # on GPUs
 }
 
 demonstration_settings() {  # on a CPU: a model of 1 or 4 million parameters, on Python's own text or on DATA_PATH
-    local settings knob own="${DATA_PATH:-}"
+    local settings line own="${DATA_PATH:-}"
     # glibc keeps freed memory. Else its pages fault again in every step, which cost more than the arithmetic.
     export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1099511627776
     settings=$(quietly "$PYTHON" tools/demo.py)
-    echo "${settings##*$'\n'}"
-    while IFS= read -r knob; do export "$knob"; done <<<"${settings%$'\n'*}"
+    while IFS= read -r line; do
+        if [[ "$line" == [A-Z]*=* ]]; then export "$line"; else echo "$line"; fi
+    done <<<"$settings"
     if [ -z "$own" ]; then
         prompt="def __init__(self,"
         quietly "$PYTHON" data/demo_corpus.py "$DATA_PATH"

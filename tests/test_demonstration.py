@@ -251,12 +251,13 @@ def test_what_is_continued_keeps_what_it_began_with(
     monkeypatch.setattr(demo, "physical_cores", lambda _: 2)
     monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
     demo.main()
-    *settings, sentence = capsys.readouterr().out.splitlines()
-    found = dict(line.split("=", 1) for line in settings) | given
+    lines = capsys.readouterr().out.splitlines()
+    sentences = [line for line in lines if not re.match("[A-Z].*=", line)]
+    found = dict(line.split("=", 1) for line in lines if line not in sentences) | given
     new = kept == "1 1"
     assert f"{found['NPROC']} {found['OMP_NUM_THREADS']}" == (kept if not new else "1 2")
     assert found["MODEL_DIM"] == str(demo.SIZES["small" if new else size]["MODEL_DIM"])
-    assert sentence.endswith(f" as logs/{name}.jsonl began") is not new
+    assert sentences[-1].startswith(f"kept as logs/{name}.jsonl began: DEMO_SIZE=") is not new
     assert bool(measured) is new
 
 

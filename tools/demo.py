@@ -333,10 +333,11 @@ def main() -> None:
     settings = knobs(environ, size)
     ranks, about_ranks = choose_ranks(environ | settings, cores)
     settings |= {name: value for name, value in ranks.items() if not os.environ.get(name)}
+    print(about_size, about_ranks, sep="\n")
+    if kept:
+        print(f"kept as {log} began:", *(f"{name}={value}" for name, value in kept.items()))
     for name, value in settings.items():
         print(f"{name}={value}")
-    words = " ".join(f"{name}={value}" for name, value in kept.items())
-    print(f"{about_size}; {about_ranks}" + f"; {words} as {log} began" * bool(kept))
 
 
 if __name__ == "__main__":
