@@ -20,11 +20,11 @@ Data flow:
       all-reduce over the nodes -> momentum -> Newton-Schulz -> fp32 master rows ->
       all-gather in the node, in the compute dtype
       other parameters: one flat all-reduce -> AdamW;  EMA of the owned rows
-    EMA -> one (out, in) matrix per bank row -> quantised codes + scales -> coder -> artifact bytes
+    EMA -> one (out, in) matrix per bank row -> quantised codes + steps -> coder -> artifact bytes
     artifact -> dequantise -> banks -> GPT -> nats per token -> bits per byte
 
 Shapes: B sequences, T tokens, D width, H heads, K key/value heads, E head dimension, V vocabulary,
-L layers, W ranks, S ranks of a node, R rows of a bank, r rows of a bank that one rank owns. "#399"
+L layers, S ranks of a node, R rows of a bank, r rows of a bank that one rank owns. "#399"
 is pull request 399 of the challenge's repository."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ import sysconfig
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, version
@@ -183,7 +183,7 @@ LIMITS = {
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
 MAX_NUMBER = (1 << 32) - 1  # of any knob
-# Attention kernels, in the order that ATTENTION=auto tries them.
+# Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
@@ -247,7 +247,7 @@ class Hyperparameters:
     train_batch_tokens: int = knob(786_432, "tokens per step", low=1, multiple_of="train_seq_len", section="Batch")
     train_seq_len: int = knob(2048, "tokens T of a sequence", low=2, high=1 << 20, multiple_of="short_seq_parts")
     short_seq_parts: int = knob(4, "cut sequences into N parts for the first 40 % of the run; 1: never (#399)", low=1)
-    micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: as many as fit, at most 98,304", "run")
+    micro_batch_tokens: int = knob(0, "tokens per forward on each rank; 0: what a GPU can hold, at most 98,304", "run")
 
     iterations: int = knob(20_000, "training steps, unless the time limit comes first", "run", section="Schedule")
     max_wallclock_seconds: float = knob(TRAINING_CAP, "time limit of steps and calibration; 0: none", "run")
@@ -269,8 +269,8 @@ class Hyperparameters:
     muon_wd: float = knob(0.04, "decoupled weight decay of the banks")
     adam_wd: float = knob(0.04, "decoupled weight decay of embeddings and the bigram projection")
     scalar_wd: float = knob(0.0, "decoupled weight decay of gains, gates and scales; #399: 0.04")
-    beta1: float = knob(0.9, "decay of Adam's first moment", high=1)
-    beta2: float = knob(0.95, "decay of Adam's second moment", high=1)
+    beta1: float = knob(0.9, "decay of Adam's first moment", high=0.999999)
+    beta2: float = knob(0.95, "decay of Adam's second moment", high=0.999999)
     adam_eps: float = knob(1e-8, "added to Adam's denominator")
     grad_clip_norm: float = knob(0.3, "maximum norm of the reduced gradient; 0: no clipping")
 
@@ -289,7 +289,7 @@ class Hyperparameters:
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
-    canonical_mask: bool = knob(False, "lower tokens that the tokenizer never emits after the previous one", "run")
+    canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "run")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
@@ -469,7 +469,7 @@ class Matrix(NamedTuple):
 
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
-    reads: str  # the matrix whose Hessian it shares; "" for a lookup
+    hessian: str  # the matrix with which it shares the Hessian of its inputs; "" for a lookup only
     out: str = "dim"  # outputs: "dim", "kv" or "mlp"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
@@ -482,7 +482,7 @@ class Matrix(NamedTuple):
         size = {
             "dim": hp.model_dim,
             "kv": hp.num_kv_heads * hp.head_dim,
-            "mlp": int(hp.mlp_mult * hp.model_dim),
+            "mlp": max(1, int(hp.mlp_mult * hp.model_dim)),
         }
         return size[self.out], size[self.into]
 
@@ -501,11 +501,11 @@ class Matrix(NamedTuple):
 # multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it,
 # run a copy of the script. A new row changes the initial embedding of a seed.
 MATRICES = (
-    Matrix("q", "qo_bank", reads="q", normed=True),
-    Matrix("out", "qo_bank", reads="out", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", reads="q", out="kv", normed=True),
-    Matrix("v", "kv_bank", reads="q", out="kv", normed=True),
-    Matrix("up", "mlp_bank", reads="up", out="mlp", normed=True),
+    Matrix("q", "qo_bank", hessian="q", normed=True),
+    Matrix("out", "qo_bank", hessian="out", zero=True, gain="attn_scale"),
+    Matrix("k", "kv_bank", hessian="q", out="kv", normed=True),
+    Matrix("v", "kv_bank", hessian="q", out="kv", normed=True),
+    Matrix("up", "mlp_bank", hessian="up", out="mlp", normed=True),
     Matrix("down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
 )
 TABLES = (
@@ -525,13 +525,13 @@ def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
 def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
     """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
     kinds = BANKS[kind.bank]
-    matrices = bank.unflatten(0, (len(kinds), -1)).unbind(0)[kinds.index(kind)]
+    matrices = bank.chunk(len(kinds))[kinds.index(kind)]
     return matrices.mT if kind.transposed else matrices
 
 
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
-REFUSED_NATS = math.log(1e6)  # off the logits of refused tokens, so that all losses stay finite
+REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: losses stay finite
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
 PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
@@ -544,7 +544,7 @@ class ForwardConfig(NamedTuple):
     """How a forward runs. A compiled model has one graph per value and set of shapes."""
 
     layer_order: tuple[int, ...]  # depth recurrence repeats some layers
-    qat: bool = False  # round the banks as an export without calibration does
+    qat: bool = False  # round the banks to multiples of `Rule.default_steps`
     band: int = 0  # a position sees itself and the band - 1 before it; 0: all before it
     doc_len: int = 0  # cut documents every n tokens; 0: never
 
@@ -731,7 +731,8 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
         loss in nats () or, with reduction "none", each loss (B, n).
 
-        `refused` (V, V) says whose odds are a millionth after which token. An `adapter` adds
+        `refused` (V, V) says which token, by column, is a million times less likely after which
+        one, by row. An `adapter` adds
         low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
         eager mode only."""
         hp = self.hp
@@ -800,7 +801,7 @@ class GPT(nn.Module):
         q, k, v = (call.adapt(y, x, name) for y, name in zip(qkv, "qkv", strict=True))
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, self.q_gain[call.layer][:, None], cos, sin)
-        k = NormRotate.apply(k, torch.ones_like(cos[:1, :, :1]), cos, sin)
+        k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)
         y = self.attend(q, k, v, call.band, call.document)
         if call.layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v)
@@ -870,7 +871,7 @@ class GPT(nn.Module):
                 bank = bank * self.layer_scale
             matrices[kind.name] = bank.to(self.dtype).unbind(0)
         for kind in TABLES:
-            if kind.reads and hasattr(self, kind.name):
+            if kind.hessian and hasattr(self, kind.name):
                 matrices[kind.name] = (getattr(self, kind.name).to(self.dtype),)
         return matrices
 
@@ -927,9 +928,9 @@ def muon_update(
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip,
     momentum, rate: ()."""
     grad = shard.grad_shard.float() * clip
-    average = shard.state["momentum"].mul_(momentum).add_(grad)
-    update = grad + momentum * average
-    if hp.muon_eq:  # normalise the rows of each matrix (MuonEq-R)
+    velocity = shard.state["momentum"].mul_(momentum).add_(grad)
+    update = grad + momentum * velocity
+    if hp.muon_eq:  # normalise the outputs of each matrix (MuonEq-R)
         norm = vector_norm(update, dim=-1, keepdim=True)
         if shard.transposed is not None:
             of_columns = vector_norm(update, dim=-2, keepdim=True)
@@ -964,7 +965,7 @@ class BankShard:
         more   several        fp32           `grad`       its own
 
     New state of Muon is another entry of `state`, (r, ...). Then checkpoints and the warm-up restore
-    it. All ranks need the same names: `transposed` differs.
+    it. All ranks need the same entries, but `transposed` is None on some.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -1038,7 +1039,7 @@ class ParallelMuon:
 
     def add_adam(self) -> None:
         """AdamW with its state, as a checkpoint may restore it before the first step. A new
-        parameter gets SCALAR_LR and SCALAR_WD unless it is named here."""
+        parameter gets SCALAR_LR and SCALAR_WD unless it is named here or in TABLES."""
         hp = self.hp
         groups = {}
         for name, parameter in self.small.items():
@@ -1088,8 +1089,8 @@ class ParallelMuon:
         self.update_small(clip, lr_scale)
         report = torch.stack(self.report)
         self.clear()
-        for arrived in gathered:
-            arrived()
+        for wait in gathered:
+            wait()
         return report
 
     def reduce_gradients(self) -> None:
@@ -1099,18 +1100,18 @@ class ParallelMuon:
         scattered, reduced = [], []
         for shard in self.banks.values():
             shard.comm_buffer.copy_(shard.grad_sum)  # nothing to do if they are one
-            arrived = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
-            scattered.append((shard, arrived))
-        for shard, arrived in scattered:
-            arrived()
+            wait = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
+            scattered.append((shard, wait))
+        for shard, wait in scattered:
+            wait()
             reduced.append(self.comm.replicate.all_reduce(shard.grad_shard))
-        for arrived in reduced:
-            arrived()
+        for wait in reduced:
+            wait()
         norms = [
             vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()
         ]
         self.squares.copy_(torch.stack(norms).square().sum() / self.comm.replicate.size)
-        # Last, as NCCL may hang if two groups that share ranks run collectives in either order.
+        # Last: NCCL may hang if ranks run the collectives of two groups in different orders.
         self.comm.all_reduce(self.flat)()
 
     def gradient_norm(self) -> Tensor:
@@ -1177,7 +1178,9 @@ class ParallelMuon:
 # never reach the peak.
 PHASE_LIMIT = 0.5
 SHORT_SEQ_FRACTION = 0.4  # of the run that SHORT_SEQ_PARTS cuts sequences for
-SWA_START = 0.2  # fraction of the peak learning rate below which SWA samples; 0.5 in #399
+# Fraction of the peak learning rate below which SWA samples, so never if MIN_LR is larger; 0.5 in
+# #399.
+SWA_START = 0.2
 MARGIN = 1 / 600  # of the time limit: for a short stall while the last steps are in flight
 
 
@@ -1185,7 +1188,7 @@ class StepSettings(NamedTuple):
     """Settings of one step. If a new field changes every step, give it one value in `phases`, and
     pass it to compiled functions as a tensor: each value of a Python number compiles a graph."""
 
-    lr_scale: float  # multiplies every learning rate; late QAT and SWA begin by its value
+    lr_scale: float  # multiplies every learning rate; SWA begins by its value
     momentum: float  # Muon's
     # Each combination of these is a graph, which the warm-up compiles.
     qat: bool  # late QAT
@@ -1194,12 +1197,12 @@ class StepSettings(NamedTuple):
 
 
 def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> StepSettings:
-    """The settings of step number `step`. `seconds`: elapsed time. `end`: time limit, 0 for none.
+    """The settings of step number `step`. `seconds`: elapsed time. `end`: time limit or infinity.
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
     planned = max(hp.iterations, 1)
-    used = seconds / end if end else 0.0
+    used = seconds / end
     progress = max(step / planned, used)
     expected = min(planned, step / used) if used else planned  # steps of the run at this pace
     warmdown = hp.warmdown_frac or min(hp.warmdown_iters / expected, PHASE_LIMIT)
@@ -1215,10 +1218,10 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
 
 def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
-    """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run}, in
-    order. Each kind is a graph."""
+    """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run, for
+    tools/preflight.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
     planned = max(hp.iterations, 1)
-    steps = (schedule(hp, planned * place / 1000, 0.0, 0.0) for place in range(1001))
+    steps = (schedule(hp, planned * place / 1000, 0.0, math.inf) for place in range(1001))
     start = hp.muon_momentum_warmup_start
     return collections.Counter(step._replace(lr_scale=1.0, momentum=start) for step in steps)
 
@@ -1248,8 +1251,8 @@ class Clock:
         return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
 
     def record(self, step: int, seconds: float) -> None:
-        """Record rank 0's training time at `step`."""
-        self.recent = [*self.recent[-19:], (seconds - self.seconds) / (step - self.step)]
+        """Record rank 0's training time when it queued the update of the next `step`."""
+        self.recent = [*self.recent[-19:], seconds - self.seconds]
         self.step = step
         self.seconds = seconds
 
@@ -1258,14 +1261,14 @@ class Clock:
         return self.seconds * step / max(self.step + 1, 1)
 
     def spare(self, step: int) -> float:
-        """Seconds that are left when `step`, and all that is queued before it, has ended. It starts
-        only if there are some.
+        """Seconds of the limit that are left when `step` has ended. It starts if this is positive.
 
-        A step takes as long as the second slowest of the last 20, so a single stall does not end
-        the run early."""
+        At the last known time, that of queueing a step, the device had yet to compute that step and
+        those in flight. A step takes as long as the second slowest of the last 20, so a single
+        stall does not end the run early."""
         pace = sorted(self.recent)[-1 - len(self.recent) // 20]
-        unknown = step - self.step + self.in_flight + 1
-        return self.cap * (1 - MARGIN) - self.reserve - (self.seconds + unknown * pace)
+        finished = self.step - self.in_flight - 1
+        return self.cap * (1 - MARGIN) - self.reserve - self.seconds - (step - finished) * pace
 
 
 class WeightAverage:
@@ -1322,7 +1325,6 @@ class Run:
         # On a CPU most texts are scored before their forward would be compiled.
         compiled = self.on_gpu or hp.compile == "1"
         self.eval_forward = self.forward if compiled else self.model
-        # Takes a config and a stride.
         self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
@@ -1399,7 +1401,8 @@ class Run:
         return report
 
     def backward(self, batch: Tensor, settings: StepSettings) -> None:
-        """Add the gradients of the mean loss over this rank's rows (B, T + 1) of a step."""
+        """Add the gradients of this rank's share of the step's mean loss, by its rows (B, T + 1),
+        and the share itself to the report."""
         config = ForwardConfig(
             self.hp.layer_order(settings.looping), settings.qat, doc_len=self.hp.doc_len
         )
@@ -1464,11 +1467,11 @@ class Run:
         )
 
     def validate(self, step: int, looping: bool) -> None:
-        """Log the score before `step`. The clock pauses."""
+        """Log the score of the weights before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
-        one = validation_pass(self.hp, looping)
-        score = one.run(self.make_scorer, self.log, "validation")
+        way = validation_pass(self.hp, looping)
+        score = way.run(self.make_scorer, self.log, "validation")
         self.log_progress(
             "val",
             step,
@@ -1649,7 +1652,7 @@ def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
 
 
 # ---- Evaluation: windows and the banded pass, by one evaluator -----------------------------------
-BAND_TARGETS = 64  # a block of a banded pass scores at most this many EVAL_SEQ_LEN
+BAND_TARGETS = 64  # a block of a banded pass, but the first, scores at most this many EVAL_SEQ_LEN
 
 
 class Score(NamedTuple):
@@ -1673,7 +1676,7 @@ class Score(NamedTuple):
 
 
 def band_block(hp: Hyperparameters) -> tuple[int, int]:
-    """Positions that a block of a banded pass only reads, and those that it scores.
+    """Positions that a block of a banded pass, but the first, only reads, and those that it scores.
 
     Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, so
     the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no longer than that,
@@ -1687,15 +1690,15 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
 
 
 def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
-    """Windows (4, N), in stream order, that score every input of the spans (S, 2) once.
+    """Windows (4, N), in stream order, that score the target of every input of the spans (S, 2) once.
 
-    A column is one window: (start, scored, stop, n). It reads `window` inputs from `start` on. Of
-    the losses of its last n, those in [scored, stop) count. A span begins with a window that scores
-    all its targets. The others are `stride` apart and score their last `stride`. Only `stop`
-    depends on the end of the span, so no loss does.
+    A column is one window: (start, first, stop, n). It reads `window` inputs from `start` on. Of
+    the losses of its last n, those in [first, stop) count. A span begins with a window that scores
+    all its targets. The others are `stride` apart and score their last `stride`. Of a window, only
+    `stop` depends on the end of the span, so no loss does.
 
     A matrix, as there may be a million windows: they are cut into chunks, grouped by n and copied
-    to a device without a loop. `start, scored, stop, n = windows` names its rows."""
+    to a device without a loop. `start, first, stop, n = windows` names its rows."""
     windows = []
     for begin, end in spans:
         start = np.arange(begin, max(begin + 1, end - window + stride), stride)
@@ -1771,24 +1774,24 @@ class Evaluator:
             if self.nats.is_cuda:
                 table = table.pin_memory()  # or the host would wait for the copy
             batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
-            for start, scored, stop in batches:  # (rows, 1) each
-                self.batch(start + offsets, n, scored, stop)
+            for start, first, stop in batches:  # (rows, 1) each
+                self.batch(start + offsets, n, first, stop)
 
     def batch(
         self,
         position: Tensor,
         n: int,
-        scored: Tensor,
+        first: Tensor,
         stop: Tensor,
         adapter: Adapter | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One forward of the inputs at `position` (rows, width). A row scores those of its last n
-        positions that are in [scored, stop), (rows, 1) each. Returns (losses, whether they count),
+        positions that are in [first, stop), (rows, 1) each. Returns (losses, whether they count),
         (rows, n) each.
 
         All rows have one width. Positions behind `stop`, or the end of the stream, read token 0."""
         target = position[:, -n:]
-        counts = (target >= scored) & (target < stop)
+        counts = (target >= first) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)
         targets = self.val.tokens[place[:, -n:] + 1].long()
@@ -1868,15 +1871,15 @@ def ttt_sgd(scorer: Evaluator) -> None:
     hp, comm, targets = scorer.hp, scorer.runtime.comm, scorer.val.targets
     size = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    _, scored, _, _ = windows
-    edges = np.searchsorted(scored, range(size, targets, size))
+    _, first, _, _ = windows
+    edges = np.searchsorted(first, range(size, targets, size))
     *chunks, last = np.split(windows, edges, axis=1)
     if not chunks:
         scorer.log(
             f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
             "so SGD learns nothing: lower it"
         )
-    views = [p.detach().flatten() for p in scorer.forward.parameters()]
+    views = [p.detach().view(-1) for p in scorer.forward.parameters()]
     # In fp32, as bf16 would lose the steps.
     weights = torch.cat(views).float()
     momentum = torch.zeros_like(weights)
@@ -1886,7 +1889,7 @@ def ttt_sgd(scorer: Evaluator) -> None:
         for _ in range(TTT_EPOCHS):
             # Rank 0 decides for all.
             if hp.eval_max_seconds and comm.broadcast(out_of_time(scorer)):
-                log_limit(scorer, number * size)
+                log_limit(scorer, (number + 1) * size)
                 scorer.score(windows[:, edges[number] :])
                 return
             momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(scorer, number * size))
@@ -1897,7 +1900,8 @@ def ttt_sgd(scorer: Evaluator) -> None:
 
 def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     """The chunk's mean gradient over all ranks by all parameters, in fp32 as one vector, clipped to
-    norm 1. A compiled forward meets two shapes at most."""
+    norm 1. Targets behind the last whole sequence of the chunk are left out. A compiled forward
+    meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
     parameters = list(scorer.forward.parameters())
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
@@ -1937,13 +1941,13 @@ def ttt_lora(scorer: Evaluator) -> None:
     do. Documents are dealt to the ranks. B begins at 0; A begins as the mean of the rank's previous
     batch of documents, so the score depends on the number of ranks.
 
-    No loss depends on where a later document begins (C1): the rank, the batch and the first A of a
-    document depend on documents that end before it begins, its chunks and windows on positions,
-    and its row of a forward on how many documents before it in the batch are as long as that. Rows
-    do not see each other."""
+    No loss depends on where a later document begins (C1). The rank, the batch and the first A of a
+    document depend on documents that end before it begins. Its chunks and windows depend on
+    positions. Its row in a forward depends on how many earlier documents of the batch are still
+    there, and rows do not see each other."""
     comm = scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
-    scored = np.zeros(len(spans), np.int64)  # targets of each document
+    done = np.zeros(len(spans), np.int64)  # targets scored of each document
     mine = np.arange(len(spans))[comm.rank :: comm.size]
     adapter = lora_adapter(scorer.hp, scorer.runtime.device)
     for batch in np.split(mine, range(LORA_BATCH, len(mine), LORA_BATCH)):
@@ -1952,12 +1956,12 @@ def ttt_lora(scorer: Evaluator) -> None:
             if out_of_time(scorer):
                 break
             lora_step(scorer, state, begin, stop)
-            scored[batch] = state.lengths[1:].clip(max=stop)
+            done[batch] = state.lengths[1:].clip(max=stop)
         for name in adapter:
             if name.endswith(".a"):
                 adapter[name] = state.factors[name][1 : len(batch) + 1].mean(dim=0, keepdim=True)
     if scorer.hp.eval_max_seconds:
-        score_rest(scorer, spans, scored)
+        score_rest(scorer, spans, done)
 
 
 def score_rest(scorer: Evaluator, spans: np.ndarray, done: np.ndarray) -> None:
@@ -1965,10 +1969,10 @@ def score_rest(scorer: Evaluator, spans: np.ndarray, done: np.ndarray) -> None:
     scored the first `done` (S,) targets of each."""
     done = np.sum(scorer.runtime.comm.gather(done), axis=0)
     windows = plan_windows(spans, scorer.window, scorer.stride)
-    _, scored, stop, _ = windows  # views
-    document = np.searchsorted(spans[:, 0], scored, side="right") - 1
-    scored[:] = np.maximum(scored, (spans[:, 0] + done)[document])
-    left = scored < stop
+    _, first, stop, _ = windows  # views
+    document = np.searchsorted(spans[:, 0], first, side="right") - 1
+    first[:] = np.maximum(first, (spans[:, 0] + done)[document])
+    left = first < stop
     if left.any():
         log_limit(scorer, done.sum())
         scorer.score(windows[:, left])
@@ -2032,7 +2036,7 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> Non
     its factors. Those that go on take an AdamW step."""
     device = scorer.runtime.device
     rows, width, n = lora_shape(scorer, begin, stop)
-    update = compile_whole(lora_update, scorer.runtime.compiled)
+    update = compile_whole(lora_update, scorer.runtime.compiled)  # once: torch keeps its graphs
     state.steps += 1
     present = np.flatnonzero(state.lengths > begin)
     for group in np.pad(present, (0, -len(present) % rows)).reshape(-1, rows):
@@ -2042,7 +2046,7 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> Non
         start, end, index, learner = torch.from_numpy(table).to(device).split(1, dim=1)
         adapter = {name: f[index[:, 0]].requires_grad_() for name, f in state.factors.items()}
         position = start + max(0, stop - width) + torch.arange(width, device=device)
-        scorer.forward.requires_grad_(False)  # or a compiled backward would treat all weights
+        scorer.forward.requires_grad_(False)  # or a backward would compute gradients of all weights
         nats, counts = scorer.batch(position, n, start + begin, end.minimum(start + stop), adapter)
         scorer.forward.requires_grad_(True)
         if learners.any():
@@ -2078,7 +2082,7 @@ def warm_up_lora(scorer: Evaluator) -> None:
     longest = np.ptp(scorer.val.spans(documents=True), axis=1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
     chunks = list(lora_chunks(scorer.hp, longest))
-    # The first of each shape, as the last of all has no step.
+    # The first of each shape, as the last chunk of all takes no step.
     for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}.values():
         lora_step(scorer, state, *chunk)
 
@@ -2124,14 +2128,14 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
 
 def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
     """Compile what the final scores run."""
-    for one in final_passes(hp).values():
-        one.warm_up(make_scorer(one.config, one.stride))
+    for way in final_passes(hp).values():
+        way.warm_up(make_scorer(way.config, way.stride))
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
     """Log the final scores. Returns the last one, for the end of the log."""
-    for name, one in final_passes(hp).items():
-        score = one.run(make_scorer, log, name)
+    for name, way in final_passes(hp).items():
+        score = way.run(make_scorer, log, name)
         score.log(log, f"final_int6_{name}_exact")
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
@@ -2142,9 +2146,9 @@ SEGMENT = 64  # rows of a column that share a path through the trellis
 
 
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
-    """Positive, and without the last bits of fp32. Rounded as integers, as a compiler could drop two
-    casts."""
-    rounded = (steps.clamp(min=1e-18).view(torch.int32) + (1 << dropped - 1)) & -(1 << dropped)
+    """Positive, and without the last bits of fp32: few different steps compress well. Rounded as
+    integers, as a compiler could drop two casts."""
+    rounded = (steps.clamp(min=1e-18).view(torch.int32) + (1 << (dropped - 1))) & -(1 << dropped)
     return rounded.view(torch.float32)
 
 
@@ -2159,7 +2163,8 @@ class Rule(NamedTuple):
     damping: float  # of the Hessian, see `damped`
     limit: int = 2047  # the largest code
     step_type: torch.dtype = torch.bfloat16  # holds the steps exactly
-    fixed: bool = False  # export by `default_steps` (#399), no trellis; else QAT alone takes them
+    # The export has `default_steps` and no trellis (#399). Otherwise they are those of QAT only.
+    fixed: bool = False
 
     def default_steps(self, rows: Tensor) -> Tensor:
         """The steps (..., out, 1) of fp32 rows (..., out, in) whatever they cost: a sixth of their
@@ -2170,8 +2175,8 @@ class Rule(NamedTuple):
         return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
 
 
-# By ROW_RANGE: for the matrices of banks, for the other tensors. With a damping of 0.01 the errors
-# that GPTQ leaves in weak inputs cost more on other text. An embedding is also looked up, and then
+# By ROW_RANGE: for the matrices of banks, for the other tensors. Low damping moves errors to inputs
+# that are weak in the calibration, which other text uses. An embedding is also looked up, and then
 # each of its columns counts equally.
 RULES = {
     "sdclip": (Rule(0.1), Rule(1.0)),
@@ -2192,7 +2197,7 @@ class Calibration:
         self.random = torch.Generator().manual_seed(0)
         self.sums = collections.defaultdict(float)
         for kind, name, view in artifact_tensors(self.parameters):
-            if kind and kind.reads == name:
+            if kind and kind.hessian == name:
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
 
     def add(self, batch: Tensor) -> None:
@@ -2225,8 +2230,8 @@ class Calibration:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """The Hessian (L, in, in) with its diagonal raised by this part of its mean, which is then
-    scaled to 1."""
+    """(H / m + d I) / (1 + d) of a Hessian H (L, in, in) with m the mean of its diagonal, and this
+    damping d. The new diagonal has mean 1."""
     mean = hessian.diagonal(0, 1, 2).mean(dim=-1)[:, None, None]
     hessian = hessian / mean.clamp(min=1e-30)
     hessian.diagonal(0, 1, 2).add_(damping)
@@ -2259,14 +2264,14 @@ def gptq(
     remaining = torch.take_along_dim(weights, order[:, None], 2)
     integers = []
     for first in range(0, weights.size(-1), block):
-        rows = factor[:, first : first + block, first:]
+        part = factor[:, first : first + block, first:]
         inner, outer = remaining[:, :, :block].clone(), remaining[:, :, block:]
         errors = []
         for i, column in enumerate(inner.split(1, dim=2)):
             integers.append(to_integers(column))
-            errors.append((column - integers[-1] * steps) / rows[:, i, i, None, None])
-            inner[:, :, i + 1 :].baddbmm_(errors[-1], rows[:, i : i + 1, i + 1 : block], alpha=-1)
-        remaining = outer.baddbmm_(torch.cat(errors, dim=2), rows[:, :, block:], alpha=-1)
+            errors.append((column - integers[-1] * steps) / part[:, i, i, None, None])
+            inner[:, :, i + 1 :].baddbmm_(errors[-1], part[:, i : i + 1, i + 1 : block], alpha=-1)
+        remaining = outer.baddbmm_(torch.cat(errors, dim=2), part[:, :, block:], alpha=-1)
     return torch.take_along_dim(torch.cat(integers, dim=2), order.argsort()[:, None], 2)
 
 
@@ -2277,9 +2282,9 @@ def next_state(state, odd, states: int):
 
 
 def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
-    """Integers (T, B) near the targets (T, B). Each column is the path through the trellis, from
-    state 0, with the least sum of squared errors times weights (T, B). A state and a code's lowest
-    bit decide the remainder of the integer, divided by 4."""
+    """Integers (rows, paths) near the targets (rows, paths). Each column is the path through the
+    trellis, from state 0, with the least sum of squared errors times weights (rows, paths). A state
+    and a code's lowest bit decide the integer modulo 4."""
     # Edges are pairs of a state and the lowest bit of a code. Two end in each state: with 4 states
     # (0, 0) and (2, 1) in 0, (0, 1) and (2, 0) in 1, (1, 0) and (3, 1) in 2, (1, 1) and (3, 0) in 3.
     edges = itertools.product(range(states), (0, 1))
@@ -2289,9 +2294,9 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     remainder = (previous & 1) + 2 * odd
     number = torch.arange(states, device=targets.device)[:, None]
     rest, targets = number[:4], targets[:, None]
-    integers = 4 * ((targets - rest) / 4).round() + rest  # (T, 4, B)
+    integers = 4 * ((targets - rest) / 4).round() + rest  # (rows, 4, paths)
     costs = weights[:, None] * (targets - integers).square()
-    total = torch.where(number > 0, math.inf, 0.0)  # of the best path to each state (states, B)
+    total = torch.where(number > 0, math.inf, 0.0)  # of the best path to each state (states, paths)
     taken, path = [], []  # whether the second edge into each state is the better one; edges
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
@@ -2299,8 +2304,8 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
         taken.append(second < first)
         total = torch.minimum(first, second)
     state = total.argmin(dim=0, keepdim=True)
-    for second in taken[::-1]:
-        path.append(state.add(second.gather(0, state), alpha=states))  # state + states * second
+    for took in taken[::-1]:
+        path.append(state.add(took.gather(0, state), alpha=states))  # state + states * took
         state = previous.take(path[-1])
     return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
 
@@ -2328,10 +2333,11 @@ class Quantiser:
 
     Multiples of a step have a mean squared error of step^2 / 12, and twice the step saves one bit
     per weight. So at given bytes the total loss is lowest when each weight adds the same `loss`:
-    cost x step^2 / 12.
+    cost x step^2 / 12. The costs of `Calibration` count each weight as all weights of the model, so
+    with them `loss` is also what the whole model loses, in nats per token.
 
-    Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. In each
-    state every second one is open: twice the code, plus the lowest bit of the state. A code takes
+    Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. A state
+    allows every second one: twice the code, plus the lowest bit of the state. A code takes
     as many bits as before, and the choice of the path makes the squared error a fifth smaller
     (1 dB): step^2 / 15."""
 
@@ -2344,25 +2350,30 @@ class Quantiser:
     def __post_init__(self):
         self.deviation = (self.rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()
         self.calibrated = self.cost is not None
-        self.cost = self.cost[..., None] if self.calibrated else self.deviation**-2.0  # (N, out, 1)
-        self.hessian = damped(self.hessian, self.rule.damping)
-        self.factor = inverse_factor(self.hessian)
+        self.costs = (
+            self.cost[..., None] if self.calibrated else self.deviation**-2.0
+        )  # (N, out, 1)
+        self.damped = damped(self.hessian, self.rule.damping)
+        self.factor = inverse_factor(self.damped)
 
     def steps(self, loss: float) -> Tensor:
         """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
             return self.rule.default_steps(self.rows)
-        # GPTQ leaves the pivots of the Hessian where rounding leaves its diagonal, of mean 1.
+        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
+        # which has mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
-        cost = self.cost * pivots.mean(dim=-1)[:, None, None]
+        cost = self.costs * pivots.mean(dim=-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
-        # Below largest / 2000 a step has no code for the largest weight, and `round_steps` lowers
-        # it by up to a sixteenth. A wider one costs much in odd states, which have no code for 0.
+        # The lower bound: below largest / 2000 a step has no code for the largest weight, and
+        # `round_steps` lowers it by up to a sixteenth. The upper bound: odd states have no code
+        # for 0, so wide steps cost much.
         largest = self.rows.abs().amax(dim=-1, keepdim=True)
         return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
 
-    def entropy(self, loss: float) -> float:
-        """The bytes of all codes, if rows were Gaussian."""
+    def expected_bytes(self, loss: float) -> float:
+        """The bytes of all codes by the entropy of Gaussian rows in these steps, which the 1 keeps
+        positive."""
         ratio = self.deviation / self.steps(loss)
         bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
         return float(bits.sum()) * self.rows.size(2) / 8
@@ -2373,7 +2384,7 @@ class Quantiser:
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
-        weights = to_segments(self.cost * steps.square()).flatten(1)
+        weights = to_segments(self.costs * steps.square()).flatten(1)
 
         def to_integers(column):
             if not self.states:
@@ -2384,7 +2395,7 @@ class Quantiser:
 
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
-        expected = (self.cost * errors * (errors @ self.hessian)).sum(dim=(1, 2))
+        expected = (self.costs * errors * (errors @ self.damped)).sum(dim=(1, 2))
         return zip((integers / parts).floor(), steps, expected, strict=True)
 
 
@@ -2400,7 +2411,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         kinds, views = zip(*group, strict=True)
         rows, cost = torch.cat(views), None
         eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (L, in, in)
-        hessian = torch.cat([calibration.get(kind.reads, eye) for kind in kinds])
+        hessian = torch.cat([calibration.get(kind.hessian, eye) for kind in kinds])
         if calibration:
             cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
             # Rows that the calibration has hardly seen are not free of cost.
@@ -2450,8 +2461,8 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Ten
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
 ) -> dict[str, tuple[bytes, Tensor, float]]:
-    """Collective. By name (coded codes, steps, what rounding is expected to cost). The ranks take
-    turns at the quantisers."""
+    """Collective. By name (coded codes, steps, what rounding is expected to cost). The quantisers
+    are dealt to the ranks."""
     encode, _ = CODERS[hp.compressor]
     found = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
@@ -2472,8 +2483,8 @@ def pack_artifact(
     loss: float,
     comm: Comm,
 ) -> bytes:
-    """Collective. The artifact's bytes (docs/formats.md), whose rounding costs `loss` nats per token;
-    the same on any number of ranks."""
+    """Collective. The artifact's bytes (docs/formats.md), with `Quantiser.steps` for `loss`, with
+    calibration in nats per token; the same on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
     streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
@@ -2512,30 +2523,31 @@ def pack_artifact(
 
 
 def fit_bytes(
-    quantisers: Iterable[Quantiser], pack: Callable, max_bytes: float, log: Callable
+    quantisers: Collection[Quantiser], pack: Callable, max_bytes: float, log: Callable, comm: Comm
 ) -> bytes:
-    """The file `pack(loss)` of at most `max_bytes` with the least loss, but with none below FINEST;
-    the smallest that was made if none fits.
+    """Collective. The file `pack(loss)` of at most `max_bytes` with the least loss, but with none
+    below FINEST; the smallest that was made if none fits.
 
-    `entropy` estimates the bytes of all codes for any loss. What a file has beyond that, tables and
-    steps for example, hardly depends on the loss, so a try corrects the next one by it."""
+    What a file has beyond the expected bytes of its codes, tables and steps for example, hardly
+    depends on the loss, so a try corrects the next one by it."""
     losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
-    def entropy(loss):
-        return sum(one.entropy(loss) for one in quantisers)
+    def expected_bytes(loss):
+        return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
     beyond, files = 0, {}
     for _ in range(12):
         room = 0.9995 * max_bytes - beyond
         # The least loss whose codes should fit
-        place = bisect.bisect_left(losses[:-1], True, key=lambda loss: entropy(loss) <= room)
+        place = bisect.bisect_left(losses[:-1], True, key=lambda loss: expected_bytes(loss) <= room)
+        place = comm.broadcast(place)  # another machine may round differently
         if place in files:
             break
         file = files[place] = pack(losses[place])
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
-        beyond = len(file) - entropy(losses[place])
+        beyond = len(file) - expected_bytes(losses[place])
     return min(files.values(), key=lambda file: (len(file) > max_bytes, abs(len(file) - max_bytes)))
 
 
@@ -2689,7 +2701,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
             )
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
-        if hp.ema_enabled and initial > 0.1:
+        if hp.ema_enabled and 0.1 < initial < 1:
             log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
         before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
         before.log(log, "final_average_exact")
@@ -2788,7 +2800,7 @@ def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | 
 def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     """The ranks quantise and pack, rank 0 writes the artifact, with facts about the training.
     Returns its bytes, on all ranks, and the submission's size."""
-    hp, log, comm = run.hp, run.log, run.runtime.comm
+    hp, log, comm = run.hp, run.log, run.comm
     started = time.perf_counter()
     weights = run.optimizer.weights()
     count = count_numbers(weights.values())
@@ -2800,7 +2812,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
     quantisers = make_quantisers(weights, hp, calibration)
     pack = functools.partial(pack_artifact, weights, hp, quantisers, metadata, comm=comm)
-    blob = fit_bytes(quantisers.values(), pack, max_bytes, log)
+    blob = fit_bytes(quantisers.values(), pack, max_bytes, log, comm)
     path = comm.broadcast(keep_artifact(blob, log) if comm.rank == 0 else None)
     require(
         len(blob) <= max_bytes,
@@ -2967,7 +2979,7 @@ def shuffled(blocks: int, *seeds: int) -> np.ndarray:
 class TrainingLoader:
     """Batch number s of the run, for any s.
 
-    Block k of the data is tokens [k*T, k*T + T]. Step s takes the next TRAIN_BATCH_TOKENS / T
+    Block k of the data is tokens [k*T, k*T + T + 1). Step s takes the next TRAIN_BATCH_TOKENS / T
     blocks as its rows, and rank i the i-th part of them: the data depend on nothing but s. The
     order is a permutation of all blocks per epoch, so a batch is not a few documents (see also
     #1060 and #1394). SHUFFLE_SEED=0 reads the shards in #399's order instead."""
@@ -3695,7 +3707,8 @@ MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
 
 
 class Comm:
-    """The collectives of a group of ranks; in a group of one they copy or do nothing.
+    """The collectives of a group of ranks; in a group of one they copy or do nothing. `broadcast`
+    and `gather` are for the group of all ranks.
 
     Those of tensors start the work and return a function that waits for it; on a GPU the stream
     waits, not the host. Reductions are sums: the loss has been divided by the global number of
@@ -4221,7 +4234,7 @@ def load_fa3() -> Callable:
 def mlp_kernel() -> Callable:
     """The Triton kernel behind `load_fused_mlp`. TMA reads and writes its tiles and cuts them at
     the edges."""
-    # Triton reads a kernel's source from a file, which a packed script has not got.
+    # Triton reads a kernel's source from a file, which a packed script does not have.
     linecache.cache[__file__] = (len(SOURCE), None, SOURCE.decode().splitlines(True), __file__)
     import triton
     import triton.language as tl

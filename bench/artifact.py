@@ -273,7 +273,7 @@ def compare_quantisation(
         pack = functools.partial(
             train_gpt.pack_artifact, weights, changed, quantisers, {}, comm=runtime.comm
         )
-        blob = train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log)
+        blob = train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log, runtime.comm)
         seconds = round(time.perf_counter() - began, 1)
         rounded = train_gpt.load_artifact(blob)
         mirrored = {name: 2 * w.cpu() - rounded[name] for name, w in weights.items()}

@@ -171,9 +171,9 @@ def exported(weights, hp, calibration=None, metadata=None, loss=train_gpt.FINEST
 def fitted(weights, hp, calibration, max_bytes, log=lambda line: None, comm=None) -> bytes:
     """The artifact of these weights, of at most so many bytes."""
     quantisers = train_gpt.make_quantisers(weights, hp, calibration)
-    arguments = weights, hp, quantisers, {}
-    pack = functools.partial(train_gpt.pack_artifact, *arguments, comm=comm or train_gpt.Comm())
-    return train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log)
+    comm = comm or train_gpt.Comm()
+    pack = functools.partial(train_gpt.pack_artifact, weights, hp, quantisers, {}, comm=comm)
+    return train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log, comm)
 
 
 def matrices_of(tensors) -> dict[str, torch.Tensor]:

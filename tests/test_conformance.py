@@ -1,6 +1,7 @@
 """Our model, optimizer, schedules and codes against numbers that published scripts compute
 (records/published), the loss of a run against its own earlier one, and that a fault is noticed."""
 
+import math
 import re
 
 import numpy as np
@@ -110,7 +111,7 @@ def trace(run_of, tmp_path, **changes) -> list[float]:
     write_shard(tmp_path / "fineweb_train_000000.bin", tokens)
     knobs = dict(DATA_PATH=tmp_path, ITERATIONS=20, LATE_QAT=1, QAT_THRESHOLD=0.5, WARMDOWN_ITERS=8)
     training = run_of(**{**knobs, **changes})
-    settings = [train_gpt.schedule(training.hp, step, 0.0, 0.0) for step in range(20)]
+    settings = [train_gpt.schedule(training.hp, step, 0.0, math.inf) for step in range(20)]
     return [float(training.train_step(step, each)[0]) for step, each in enumerate(settings)]
 
 

@@ -190,16 +190,16 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, run_of):
     with torch.no_grad():
         matrices = run.model.matrices()
     hessians = {name: total for name, total in sums.items() if not name.endswith(".cost")}
-    kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.reads]
+    kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.hessian]
     assert {kind.name for kind in kinds} == set(matrices)
-    assert {kind.reads for kind in kinds} == set(hessians)
+    assert {kind.hessian for kind in kinds} == set(hessians)
     for kind in kinds:
-        assert len(hessians[kind.reads]) == len(matrices[kind.name])
+        assert len(hessians[kind.hessian]) == len(matrices[kind.name])
         for layer, matrix in enumerate(matrices[kind.name]):
             inputs = [x.detach() for x, joint in products if holds(joint, matrix)]
             x = torch.cat(inputs).flatten(0, 1)
             x = train_gpt.rms_norm(x) if kind.name == "up" else x  # normalised after the product
-            torch.testing.assert_close(hessians[kind.reads][layer], x.T @ x, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(hessians[kind.hessian][layer], x.T @ x, rtol=1e-4, atol=1e-4)
 
 
 def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
@@ -279,10 +279,10 @@ def test_errors_weigh_what_they_cost():
     one = quantiser(rows, cost)
     [(codes, steps, expected)] = one.round(0.02)
     errors = (rows[0] - walked(codes[None])[0] * steps / 2).square()
-    cost = one.cost[0] * errors
+    cost = one.costs[0] * errors
     torch.testing.assert_close(expected, cost.sum())
     plain = train_gpt.viterbi(rows[0] / steps * 2, torch.ones(64, 400), 8)
-    assert cost.sum() < 0.9 * (one.cost[0] * (rows[0] - plain * steps / 2).square()).sum()
+    assert cost.sum() < 0.9 * (one.costs[0] * (rows[0] - plain * steps / 2).square()).sum()
     # Of random errors of the dear rows, a fifteenth of the step's square is left.
     assert errors[1::2].mean() < 1.05 * steps[1::2].square().mean() / 15
 
@@ -688,7 +688,7 @@ def test_target_is_met(knobs, gptq, hyperparameters):
             if kind:
                 calibration[f"{name}.cost"] = torch.rand(view.shape[:2]) + 0.1
         kinds = (*train_gpt.MATRICES, *train_gpt.TABLES)
-        for seed, name in enumerate(kind.reads for kind in kinds if kind.reads):
+        for seed, name in enumerate(kind.hessian for kind in kinds if kind.hessian):
             seeds = enumerate(matrices[name], 3 * seed)
             inputs = [correlated(matrix.size(1), 99, each) for each, matrix in seeds]
             calibration[name] = torch.stack([x.T @ x for x in inputs])
@@ -702,7 +702,9 @@ def test_target_is_met(knobs, gptq, hyperparameters):
             cost = calibration.get(f"{name}.cost")
             if gptq:  # rows that were hardly seen are not free of cost
                 cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-            for parts in quantiser(view, cost, calibration.get(kind.reads), kind=kind).round(0.01):
+            for parts in quantiser(view, cost, calibration.get(kind.hessian), kind=kind).round(
+                0.01
+            ):
                 torch.testing.assert_close(next(together), parts)
     free = len(exported(weights, hp, calibration))
     for enough in (math.inf, free):
@@ -734,7 +736,8 @@ def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):
         sizes = iter((*packed, *[12_000] * 20))
         quantisers = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values()
         pack = lambda loss, sizes=sizes: bytes(next(sizes))  # noqa: E731
-        assert len(train_gpt.fit_bytes(quantisers, pack, most, lambda line: None)) == kept
+        found = train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, train_gpt.Comm())
+        assert len(found) == kept
 
 
 def test_writing_is_atomic(tmp_path, monkeypatch):

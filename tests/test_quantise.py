@@ -210,7 +210,7 @@ def test_an_input_that_is_read_twice_counts_twice_and_no_row_is_free_of_cost():
     assert squares[:7].all() and not squares[8], "row 8 is never read"
     _, (table, _) = quantise.make_groups(model, calibration, 8)
     cost = squares * (9 * 4 * 2 / 2)
-    torch.testing.assert_close(table.cost[0, :, 0], cost + 0.05 * cost.mean())
+    torch.testing.assert_close(table.costs[0, :, 0], cost + 0.05 * cost.mean())
 
 
 def no_grad(model, rows):

@@ -1,6 +1,7 @@
 """Schedules follow the progress, a run never exceeds its cap, and averages are the formulas."""
 
 import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": 
 def test_settings_follow_the_progress(knobs, field, expected):
     hp = Hyperparameters.from_env(knobs)
     for (step, seconds), value in expected.items():
-        found = schedule(hp, step, seconds, hp.max_wallclock_seconds)
+        found = schedule(hp, step, seconds, hp.max_wallclock_seconds or math.inf)
         assert getattr(found, field) == pytest.approx(value), (step, seconds)
 
 
@@ -63,7 +64,7 @@ def test_late_qat_has_whole_sequences(threshold, short, monkeypatch):
     monkeypatch.setattr(train_gpt, "SHORT_SEQ_FRACTION", short)
     knobs = dict(ITERATIONS="1000", MAX_WALLCLOCK_SECONDS="0", WARMDOWN_FRAC="1", LATE_QAT="1")
     knobs["QAT_THRESHOLD"] = threshold
-    steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, 0.0) for step in range(1000)]
+    steps = [schedule(Hyperparameters.from_env(knobs), step, 0.0, math.inf) for step in range(1000)]
     assert {(settings.seq_len, settings.qat) for settings in steps} == {(512, False), (2048, True)}
 
 

@@ -3,6 +3,7 @@ function of (run, folder) or of (folder). The ranks would compute initial weight
 
 import hashlib
 import itertools
+import math
 import os
 import sys
 import time
@@ -50,7 +51,7 @@ def clocks(run: train_gpt.Run, folder: Path) -> None:
 
 def updates(run: train_gpt.Run, count: int) -> None:
     for step in range(count):
-        run.train_step(step, train_gpt.schedule(run.hp, step, 0.0, 0.0))
+        run.train_step(step, train_gpt.schedule(run.hp, step, 0.0, math.inf))
 
 
 def gathered(run: train_gpt.Run) -> dict[str, torch.Tensor]:

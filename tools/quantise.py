@@ -190,7 +190,7 @@ def quantise(
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     groups, quantisers = make_groups(model, calibration, states)
     pack_all = functools.partial(pack, model, groups, quantisers)
-    file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None)
+    file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None, train_gpt.Comm())
     size = len(file)
     require(size <= max_bytes, f"{max_bytes} bytes are too few: the smallest file has {size}")
     header = json.loads(np.load(io.BytesIO(file))["header"].tobytes())

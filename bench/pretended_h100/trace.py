@@ -441,6 +441,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     def counted(*arguments):
         scorer = arguments[-2]
         scorer.forward = compiled(forward)
+        scorer.forward.parameters = forward.parameters
         with mock.patch.object(torch.autograd, "grad", compiled(torch.autograd.grad)), counting:
             note("part", "gradients")
             found = gradients(*arguments)
