@@ -113,7 +113,7 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/plot.py x.txt -o x.xyz", 2, "x.xyz has no known format: end it in one of ."),
     ("tools/plot.py x.txt -o no/x.png", 2, "no/x.png is in no folder: make no first"),
     ("tools/pack_code.py nothing.py", 1, "cannot read nothing.py"),
-    ("tools/pack_code.py -o /dev/null/x", 1, "cannot write /dev/null/x"),
+    ("tools/pack_code.py empty.py -o /dev/null/x", 1, "cannot write /dev/null/x"),
     ("tools/pack_code.py bad.py", 1, "bad.py: comments cannot be removed"),
     ("tools/inspect_artifact.py nothing.xz", 1, "artifact nothing.xz does not exist"),
     ("tools/inspect_artifact.py bad.py", 1, "bad.py cannot"),

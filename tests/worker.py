@@ -121,25 +121,21 @@ def limit(run: train_gpt.Run, folder: Path) -> None:
 
 
 def apart(folder: Path) -> None:
-    """The whole script, each rank in a folder of its own, as on several nodes."""
-    place = folder / f"node{os.environ.get('RANK', 0)}"
+    """The whole script, each rank in a folder of its own, as on several nodes. The timer of rank 1 is
+    1,000 s ahead."""
+    rank, elapsed = int(os.environ["RANK"]), train_gpt.Clock.elapsed
+    train_gpt.Clock.elapsed = lambda clock: 1000 * rank + elapsed(clock)
+    place = folder / f"node{rank}"
     place.mkdir(exist_ok=True)
     os.chdir(place)
     sys.argv[1:] = []
     train_gpt.main()
 
 
-def late(folder: Path) -> None:
-    """The same with a timer that is 1,000 s ahead on rank 1."""
-    ahead, elapsed = 1000 * int(os.environ["RANK"]), train_gpt.Clock.elapsed
-    train_gpt.Clock.elapsed = lambda clock: ahead + elapsed(clock)
-    apart(folder)
-
-
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    if mode in ("apart", "late"):
-        return globals()[mode](folder)
+    if mode == "apart":
+        return apart(folder)
     unequal_start()
     hp = train_gpt.Hyperparameters.from_env(dict(os.environ))
     with train_gpt.Runtime.start(hp) as runtime:
