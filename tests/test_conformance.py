@@ -73,9 +73,8 @@ def test_the_program(capsys, monkeypatch):
         conformance.main()
     assert not ended.value.code
     assert "16 equal, 0 by design, 0 DIFFERS" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["conformance.py", "399", "--all"])
-    table = dict(train_gpt.NEWTON_SCHULZ, quintic=((3.4445, -4.7750, 2.0316),))
-    monkeypatch.setattr(train_gpt, "NEWTON_SCHULZ", table)
+    monkeypatch.setattr("sys.argv", ["conformance.py", "1941", "--all"])
+    monkeypatch.setattr(train_gpt, "NORM_EPS", 0.01)
     with pytest.raises(SystemExit) as ended:
         conformance.main()
     assert ended.value.code == 1 and "DIFFERS" in capsys.readouterr().out

@@ -60,9 +60,8 @@ def test_all_drawn_points_are_in_range(validations, tmp_path, monkeypatch):
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     log = written(tmp_path, "\n".join(lines))
     plot.draw_runs([runs.read_run(log)], tmp_path / "x.png")
-    assert [text.get_text() for text in figures[0].legends[0].texts] == [
-        "train_seed42: not finished"
-    ]
+    (text,) = figures[0].legends[0].texts
+    assert text.get_text() == "train_seed42: not finished"
     for axis, points in zip(figures[0].axes, (96, 96, *[min(validations, 20)] * 2), strict=False):
         (line,) = axis.lines
         x, y = line.get_data()
@@ -76,10 +75,9 @@ def test_the_picture_has_the_scores(swept, monkeypatch):
     figures = []
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     members = [runs.read_run(path) for path in logs_of(swept)]
-    for group, name in (
-        (members, "t_MATRIX_LR=0.025 (2 seeds)"),
-        (members[:1], members[0].path.stem),
-    ):
+    names = {2: "t_MATRIX_LR=0.025 (2 seeds)", 1: members[0].path.stem}
+    for count, name in names.items():
+        group = members[:count]
         plot.draw_runs(group, "x.png")
         (text,) = figures[-1].legends[0].texts
         values = np.array([run.score.bpb for run in group])

@@ -134,8 +134,6 @@ def test_what_is_not_a_single_run_is_refused(tmp_path):
         runs.read_run(written(tmp_path, PUBLISHED + PUBLISHED))
     with user_error("neither steps nor scores"):
         runs.read_run(written(tmp_path, "hello\n"))
-    with user_error("did not finish"):
-        _ = runs.read_run(written(tmp_path, PUBLISHED[: PUBLISHED.index("DIAG")])).score
     (tmp_path / "x.jsonl").write_text("{}")
     for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
         with user_error(part):
