@@ -405,7 +405,7 @@ FORMS += [{"ROW_RANGE": "published"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 
 @pytest.mark.parametrize("knobs, wider", [*((form, 1.0) for form in FORMS), ({}, 2.0)])
 def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     """By any coder, with #399's steps, without trellis, and with wider steps."""
-    model = noise(made(hyperparameters(**knobs)))
+    model = noise(made(hyperparameters(NUM_LAYERS=2, **knobs)))
     hp, weights = model.hp, weights_of(model)
     loss = wider**2 * train_gpt.FINEST
     twin = train_gpt.load_artifact(exported(weights, hp, loss=loss))

@@ -110,7 +110,8 @@ def test_the_odds_of_refused_tokens_are_a_millionth(scored, changes):
 def test_test_time_training_learns_with_the_mask(scored, mode, monkeypatch):
     """Every forward gets it, those that learn too."""
     rates = {"TTT_LR": 0.05, "TTT_LORA_LR": 0.01, "TTT_CHUNK_TOKENS": 300, "TTT_LORA_CHUNK": 24}
-    scorer, model = scored(CANONICAL_MASK=1, TTT_ENABLED=1, TTT_MODE=mode, **rates)
+    knobs = {"CANONICAL_MASK": 1, "NUM_LAYERS": 1, "XSA_LAST_N": 1, "TTT_ENABLED": 1, **rates}
+    scorer, model = scored(TTT_MODE=mode, **knobs)
     masks, forward = [], scorer.forward
     noted = lambda *a, **how: masks.append(how["refused"]) or forward(*a, **how)  # noqa: E731
     scorer.forward, noted.requires_grad_ = noted, forward.requires_grad_
