@@ -11,6 +11,7 @@ import math
 import resource
 import struct
 import zipfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -738,6 +739,18 @@ def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):
         pack = lambda loss, sizes=sizes: bytes(next(sizes))  # noqa: E731
         found = train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, train_gpt.Comm())
         assert len(found) == kept
+
+
+def test_all_ranks_take_the_loss_that_rank_0_has_found(model):
+    """Ranks of unlike machines found others by the last bits, and parted around a collective."""
+    quantisers, taken = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []
+    pack = lambda loss: taken.append(loss) or bytes(9_990)  # noqa: E731
+    comm = SimpleNamespace(broadcast=lambda place: place + 7)
+    for most in (10_000, math.inf):
+        train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, train_gpt.Comm())
+        train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, comm)
+        own, found = np.searchsorted(np.geomspace(train_gpt.FINEST, 1e8, 20_000), taken[-2:])
+        assert found == own + 7
 
 
 def test_writing_is_atomic(tmp_path, monkeypatch):

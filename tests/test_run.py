@@ -62,6 +62,7 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert len(losses) == 12 and losses[0] == pytest.approx(math.log(VOCAB), abs=0.3)
     assert losses[-1] < losses[0] - 0.5, "it learns"
     assert "* NUM_LAYERS=3" in log and "  EMA_DECAY=0.997" in log
+    assert re.search(r"\nchanged from the defaults:\n  Data: .*\n  Model: NUM_LAYERS=3 ", log)
     assert f"torch {version('torch')}" in log and f"cuda {torch.version.cuda}" in log
     # Fault B1b: #399 announces late QAT although nothing changes.
     switched = re.findall(r"lr_scale:(\S+) momentum:\S+ qat:(\d)", log)
