@@ -487,8 +487,8 @@ class Matrix(NamedTuple):
         return size[self.out], size[self.into]
 
 
-# Three banks of 2L rows: 8 ranks pad 22 rows to 24. The down projection is stored transposed, so
-# that it has the shape of the up projection.
+# Three banks of 2L rows: 8 ranks pad 22 rows to 24; a bank of one kind would have 11, padded to 16.
+# The down projection is stored transposed, so that it has the shape of the up projection.
 #
 #               reads                                     multiplied by
 #     q, k, v   rms_norm of the stream                    the layer scale (`normed`)
@@ -809,25 +809,26 @@ class GPT(nn.Module):
             weights = self.attn_gate[call.layer] * self.layer_scale[call.layer]
             gate = F.linear(x[..., :GATE_INPUTS], weights.to(x.dtype))  # (B, T, H)
             y = y * torch.sigmoid(0.5 * gate)[..., None]
+        # The matrix "out" includes `attn_scale`. Another gain here must not make the stream fp32.
         return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
 
-    def mlp(self, x: Tensor, call: LayerCall) -> Tensor:
-        """The MLP of rms_norm(x), (B, T, D), with a squared leaky ReLU (#1948).
+    def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
+        """The MLP of rms_norm(stream), (B, T, D), with a squared leaky ReLU (#1948).
 
         The activation f is written three times: here, in `plain_mlp` and in `mlp_kernel`. All need
-        f(c z) = c^2 f(z) for c > 0: then the norm is one factor behind f. With another f, give "up"
-        rms_norm(x) instead, drop `scale`, and let FUSED_MLP be 0."""
-        scale = 1 / mean_square(x)
+        f(c z) = c^2 f(z) for c > 0: then the norm is one factor after f. With another f, give "up"
+        rms_norm(stream) instead, drop `scale`, and let FUSED_MLP be 0."""
+        scale = 1 / mean_square(stream)  # the square of the norm's factor
         if self.fused_mlp and not (call.hook or call.factors):
-            y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
+            y = self.fused_mlp(stream, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = F.leaky_relu(call.linear(x, "up"), self.hp.mlp_slope).square() * scale
+            hidden = F.leaky_relu(call.linear(stream, "up"), self.hp.mlp_slope).square() * scale
             y = call.linear(hidden.to(self.dtype), "down")
         if "mlp.a" in call.factors:
-            y = call.adapt(y, rms_norm(x), "mlp")
+            y = call.adapt(y, rms_norm(stream), "mlp")
         if self.hp.mlp_gate:  # (#1941)
-            weights = self.mlp_gate[call.layer].to(x.dtype)
-            gate = F.linear(x[..., :GATE_INPUTS], weights[None, :-1], weights[-1:])
+            weights = self.mlp_gate[call.layer].to(stream.dtype)
+            gate = F.linear(stream[..., :GATE_INPUTS], weights[None, :-1], weights[-1:])
             y = y * torch.sigmoid(gate)
         return y
 
@@ -948,13 +949,13 @@ class BankShard:
         padded       (S*r, a, b)  the bank; the model's parameter is a view of its first R rows
         owned_rows   (r, a, b)    view of `padded`
         master       (r, a, b)    fp32 weights of the owned rows
-        state        (r, a, b)    fp32, by name: momentum
+        state        (r, ...)     fp32, by name: momentum (r, a, b)
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
         grad_sum     (S*r, a, b)  the sum over all micro-batches
         comm_buffer  (S*r, a, b)  what is reduced
         grad_shard   (r, a, b)    the reduced gradient of the owned rows
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
-        transposed   (r, 1, 1)    whether a row is stored as (in, out); None if no row is
+        transposed   (r, 1, 1)    whether a matrix is stored as (in, out); None if none is
 
     What is the same memory:
 
@@ -964,8 +965,9 @@ class BankShard:
         more   one            `grad`         `grad`       its own
         more   several        fp32           `grad`       its own
 
-    New state of Muon is another entry of `state`, (r, ...). Then checkpoints and the warm-up restore
-    it. All ranks need the same entries, but `transposed` is None on some.
+    New state of Muon is another entry of `state`, but "weight" and "average" are taken. Then
+    checkpoints and the warm-up restore it. All ranks need the same entries, but `transposed` is
+    None on some: state per output is two entries, (r, a, 1) and (r, 1, b).
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -1206,6 +1208,7 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
     progress = max(step / planned, used)
     expected = min(planned, step / used) if used else planned  # steps of the run at this pace
     warmdown = hp.warmdown_frac or min(hp.warmdown_iters / expected, PHASE_LIMIT)
+    # Another shape of the warmdown also moves late QAT, below, and SWA, which begin by this value.
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     qat = hp.late_qat and lr_scale < hp.qat_threshold
     warmed = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
@@ -3487,7 +3490,7 @@ class Log(contextlib.AbstractContextManager):
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, or delete its log, "
-            f"{self.path}.txt and .jsonl",
+            f"{self.path}.txt and .jsonl; README.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:

@@ -197,6 +197,12 @@ def test_help_lists_every_knob_without_data_or_gpu(script):
     assert "usage: NUM_LAYERS=4 python train_gpt.py (knobs are environment var" in result.stderr
 
 
+def test_the_smallest_mlp_has_a_hidden_unit():
+    one_head = {"NUM_HEADS": "1", "NUM_KV_HEADS": "1", "ROPE_DIMS": "0"}
+    hp = Hyperparameters.from_env({"MODEL_DIM": "8", "MLP_MULT": "0.1", **one_head})
+    assert train_gpt.bank_shape("mlp_bank", hp)[1:] == (1, 8)
+
+
 def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):
     before = dataclasses.asdict(hyperparameters())
     del before["mlp_gate"]
