@@ -2704,7 +2704,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
             )
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
-        if hp.ema_enabled and 0.1 < initial < 1:
+        if hp.ema_enabled and initial > 0.1:
             log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
         before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
         before.log(log, "final_average_exact")

@@ -444,6 +444,7 @@ def test_the_average_is_what_is_scored_and_exported(script):
     first, last, averaged, exported = map(float, found)
     assert abs(last - first) > 0.1
     assert averaged == pytest.approx(first, abs=1e-4) and exported == pytest.approx(first, abs=0.02)
+    assert "note: 100% of the average is the initial weights: lower EMA_DECAY\n" in result.stdout
 
 
 def test_micro_batches_do_not_change_the_step(run_of):
