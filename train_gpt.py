@@ -2170,7 +2170,7 @@ class Rule(NamedTuple):
     fixed: bool = False
 
     def default_steps(self, rows: Tensor) -> Tensor:
-        """The steps (..., out, 1) of fp32 rows (..., out, in) whatever they cost: a sixth of their
+        """The steps (..., out, 1) of fp32 rows (..., out, in) without their costs: a sixth of the
         deviation, or #399's, which reach the largest weight, at least 1."""
         if self.fixed:
             largest = rows.abs().amax(dim=-1, keepdim=True)
@@ -2406,8 +2406,9 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
-    """Quantisers of all matrices, in file order, by what `Calibration` sums or nothing. Kinds of one
-    bank and shape, such as k and v, are rounded together, as a GPU takes no longer for both."""
+    """Quantisers of all matrices, in file order. `calibration`: the sums of `Calibration`, or {}.
+    Kinds of one bank and shape, such as k and v, are rounded together, as a GPU takes no longer for
+    both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
