@@ -273,7 +273,9 @@ def compare_quantisation(
         pack = functools.partial(
             train_gpt.pack_artifact, weights, changed, quantisers, {}, comm=runtime.comm
         )
-        blob = train_gpt.fit_bytes(quantisers.values(), pack, max_bytes, log, runtime.comm)
+        blob = train_gpt.fit_bytes(
+            quantisers.values(), pack, max_bytes, lambda line: None, runtime.comm
+        )
         seconds = round(time.perf_counter() - began, 1)
         rounded = train_gpt.load_artifact(blob)
         mirrored = {name: 2 * w.cpu() - rounded[name] for name, w in weights.items()}
