@@ -299,7 +299,6 @@ class Hyperparameters:
     ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
-
     ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "run")
     ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "run", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
@@ -1646,7 +1645,7 @@ def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if received and error.__cause__:  # the signal has ended another rank
+        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
             raise KeyboardInterrupt(received[0]) from error
         raise
     finally:
@@ -1792,7 +1791,7 @@ class Evaluator:
         positions that are in [first, stop), (rows, 1) each. Returns (losses, whether they count),
         (rows, n) each.
 
-        All rows have one width. Positions behind `stop`, or the end of the stream, read token 0."""
+        All rows have one width. Positions from `stop` on read token 0."""
         target = position[:, -n:]
         counts = (target >= first) & (target < stop)
         place = position.clamp(max=self.val.targets - 1)
@@ -2353,9 +2352,8 @@ class Quantiser:
     def __post_init__(self):
         self.deviation = (self.rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()
         self.calibrated = self.cost is not None
-        self.costs = (
-            self.cost[..., None] if self.calibrated else self.deviation**-2.0
-        )  # (N, out, 1)
+        # (N, out, 1)
+        self.costs = self.cost[..., None] if self.calibrated else self.deviation**-2.0
         self.damped = damped(self.hessian, self.rule.damping)
         self.factor = inverse_factor(self.damped)
 
@@ -2487,8 +2485,8 @@ def pack_artifact(
     loss: float,
     comm: Comm,
 ) -> bytes:
-    """Collective. The artifact's bytes (docs/formats.md), with `Quantiser.steps` for `loss`, with
-    calibration in nats per token; the same on any number of ranks."""
+    """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, which is in
+    nats per token after a calibration. They are the same on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
     streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
@@ -2560,8 +2558,9 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     file. Raises an error if the file is invalid.
 
     Sizes are checked before memory is filled, and nothing is executed."""
+    # In a ZIP file the name of the first entry begins at byte 30.
     require(
-        blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,  # as in any ZIP file
+        blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,
         "it is not an artifact, or one before version 11: use the script that made it, or "
         "tools/adopt.py for a checkpoint of torch.save",
     )
@@ -3563,7 +3562,6 @@ class Checkpoints:
         self.folder = CHECKPOINTS / hp.run_id
         self.writer = ThreadPoolExecutor(1)
         self.written = self.writer.submit(lambda: None)  # future of the last `write`
-
         self.last = {"step": 0, "seconds": 0.0}  # what the last one holds: intervals count from it
         if hp.checkpoint_every and comm.rank == 0:
             with writing(self.folder):

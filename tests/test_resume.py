@@ -177,6 +177,16 @@ def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path)
     assert result.stderr.count("error: ") == result.stderr.count(sentence) == 1, result.stderr
 
 
+def test_a_signal_does_not_hide_another_error():
+    """A lost collective is the work of the signal, a full disk during the export is not."""
+    with (
+        user_error("cannot write x"),
+        train_gpt.stop_signals([signal.SIGTERM]),
+        train_gpt.writing("x"),
+    ):
+        raise OSError("full")
+
+
 def test_the_second_interrupt_ends_a_run_at_once():
     """But a launcher repeats SIGTERM, and the first one's checkpoint must be written."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
