@@ -3070,6 +3070,10 @@ class ByteCounter:
             f"{setting} has no piece for U+2581, so a space could become 3 byte pieces: use "
             "another one",
         )
+        require(
+            not pieces.normalize("a").endswith("\u2581"),
+            f"{setting} adds a space to the end of a text, which would be charged: use another one",
+        )
         ids = list(range(vocab_size))
         texts = pieces.id_to_piece(ids)
         self.boundary = np.any(

@@ -112,6 +112,14 @@ def test_a_tokenizer_without_byte_fallback_is_refused(tmp_path):
         tokenize_text.Encoder(str(path), Reading()).encode(records)
 
 
+def test_a_tokenizer_that_adds_to_the_end_is_refused(tmp_path):
+    """It would charge one byte more for each document, beside any shards."""
+    path = tmp_path / "t.model"
+    train_pieces(path, TEXT.splitlines(), 400, treat_whitespace_as_suffix=True, **SPECIAL)
+    with user_error("t.model adds a space to the end of a text"):
+        train_gpt.ByteCounter(str(path), 400)
+
+
 @pytest.mark.parametrize("vocab_size", [262, 263, 2000])
 def test_tokenizers_of_any_size(vocab_size, tmp_path):
     (tmp_path / "t.model").write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, vocab_size))
