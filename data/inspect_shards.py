@@ -218,6 +218,8 @@ def main() -> None:
         help="number of validation documents to print (default: 3)",
     )
     arguments = parser.parse_args()
+    if arguments.samples < 0:
+        parser.error("--samples must not be negative")
     wrong = inspect(arguments.folder, arguments.tokenizer, arguments.samples)
     if wrong:
         sys.exit("\n".join(f"error: {sentence}" for sentence in wrong))

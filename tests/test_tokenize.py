@@ -630,6 +630,8 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     for folder, part in ((out, "error: "), (tmp_path / "in", "in has no fineweb_train_NNNNNN.bin")):
         folder.mkdir(exist_ok=True)
         assert_mistake([ROOT / "data" / "inspect_shards.py", folder], tmp_path, part)
+    command = [ROOT / "data" / "inspect_shards.py", out, "--samples", -1]
+    assert_mistake(command, tmp_path, "error: --samples must not be negative", 2)
 
 
 def with_tokens(shard: bytes, more) -> bytes:
