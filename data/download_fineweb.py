@@ -24,6 +24,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -271,12 +272,19 @@ def check_space(files: list[Wanted], cache: Path, target: Path) -> None:
             )
 
 
+def require_writable(folders: Iterable[Path]) -> None:
+    """Make these folders. Raises UserError, before the download, if one cannot be written."""
+    for folder in sorted(folders):
+        with train_gpt.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+
+
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to the file behind `source`, or a copy if the file system does not
     allow it."""
     partial = target.with_name(target.name + ".partial")
     with train_gpt.writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
         try:
             os.link(source.resolve(), partial)
@@ -397,8 +405,10 @@ def download(
     if documents:
         texts = [Wanted(f"{remote.folder}/{name}", target / name) for name in DOCUMENTS]
         files += hub.described(texts)
-    fetched = have(files, hub, target)
-    record(files, folder, remote)
+    with shards.locked(folder):
+        require_writable({file.local.parent for file in files})
+        fetched = have(files, hub, target)
+        record(files, folder, remote)
     size = sum(file.size for file in files)
     return f"complete: {len(files)} files, {fetched} of them downloaded now, {size:,} bytes, in {folder}"
 

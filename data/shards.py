@@ -14,11 +14,13 @@ The manifest is written last and atomically, so a folder that has one is complet
 checks data against it.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,6 +34,36 @@ import numpy as np
 MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD_TOKENS = 100_000_000  # as in the published shards
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make `folder`, and keep other programs of data/ from writing to it. A new folder that stays
+    empty is removed. Raises UserError if another one writes there."""
+    new = not folder.exists()
+    train_gpt.require(new or folder.is_dir(), f"{folder} is a file: choose a folder")
+    with train_gpt.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with train_gpt.as_user_error(
+            f"another program writes to {folder}",
+            BlockingIOError,
+            advice="wait for it, or choose another folder",
+        ):
+            try:  # until this process and its workers end
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError as error:  # some network file systems have no locks
+                said = f"{folder} cannot be locked ({error.strerror})"
+                print(f"note: {said}: let no other program write there", file=sys.stderr)
+        yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):  # it has files
+                folder.rmdir()
+        os.close(descriptor)
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -137,12 +137,19 @@ def test_no_network(download, hub):
         (["--train-shards", 9], {}, "has 3 training shards of sp1024, not 9"),
         ([], {"MATCHED_FINEWEB_REPO_ID": "no/body"}, "could not get no/body"),
         ([], {"MATCHED_FINEWEB_REMOTE_ROOT_PREFIX": "elsewhere"}, "could not get somebody/some-da"),
-        (["--target", "/proc/none"], {}, "the disk of /proc has 0 left"),
-        (["--target", "/dev/null/none"], {}, "cannot write /dev/null/none/tokenizers"),
+        (["--target", "/dev/null/none"], {}, "cannot write /dev/null/none/datasets"),
     ],
 )
-def test_errors_are_one_sentence(download, arguments, changes, part):
+def test_errors_are_one_sentence(download, hub, arguments, changes, part):
+    """Before anything large is fetched."""
     assert part in sentence(download("--train-shards", 1, *arguments, status=1, **changes))
+    assert not any(path.endswith(".bin") for path in hub.fetched())
+
+
+def test_one_program_writes_to_a_folder(download, tmp_path):
+    with shards.locked(tmp_path / "data" / "datasets" / NAME):
+        told = sentence(download("--train-shards", 1, status=1))
+        assert told.startswith("error: another program writes to ")
 
 
 LIMIT = "the hub limits your requests (HTTP 429) and asks to wait"
@@ -179,6 +186,16 @@ def test_a_limit_behind_another_error_is_found():
     other.response = mock.Mock(status_code=503, headers={"Retry-After": "9"})
     error.__cause__ = limit
     assert list(map(download_fineweb.seconds_to_wait, (error, other))) == [300, None]
+
+
+def test_a_limit_without_a_time_is_waited_for(monkeypatch):
+    """For the longest time that is."""
+    error, waited = OSError(), []
+    error.response = mock.Mock(status_code=429, headers={})
+    monkeypatch.setattr(time, "sleep", waited.append)
+    asked = mock.Mock(side_effect=[error, error, "answer"])
+    assert download_fineweb.Hub._ask(mock.Mock(), asked) == "answer"
+    assert waited == [download_fineweb.LONGEST_WAIT] * 2
 
 
 def test_ctrl_c_does_not_wait_for_the_files(hub, tmp_path):
