@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +364,18 @@ def test_a_fraction_does_not_depend_on_the_order(sources, tmp_path):
     assert sample() == texts, "in their order, or the tokenizer may depend on it"
 
 
+def test_a_small_sample_has_no_document_of_validation(sources):
+    """The first documents are in validation, whether the sample has them or not."""
+    path, first = sources["jsonl"][0], len(DOCUMENTS) // 3
+    size = path.stat().st_size // 4
+    share = size / path.stat().st_size * 2**32
+    lines = path.read_bytes().splitlines(keepends=True)[first : len(DOCUMENTS)]
+    chosen = [json.loads(line)["text"] for line in lines if zlib.crc32(line) <= share]
+    split = tokenize_text.Split(first, 0)
+    found = tokenize_text.sample_texts([path], Reading(), "identity", split, size)
+    assert found == sorted(chosen) and 5 < len(found) < len(lines)
+
+
 @pytest.mark.parametrize("rule, options", [("identity", {}), ("nmt_nfkc", FRACTION)])
 def test_no_document_on_both_sides(sources, tmp_path, rule, options):
     """Not even documents that are equal only after normalisation."""
@@ -478,6 +491,15 @@ def test_bad_documents_are_skipped_on_demand(tmp_path, model):
     assert decoded(tmp_path / "out", "val") + decoded(tmp_path / "out", "train") == DOCUMENTS
     status, _, (*_, last) = tokenize(3)
     assert status == 1 and last.startswith("error: docs.jsonl, line 13 has no text in a field 'te")
+
+
+def test_bad_documents_are_counted_over_all_chunks(sources, tmp_path, monkeypatch):
+    (tmp_path / "t.model").write_bytes(tokenizer_bytes("identity"))
+    with open(sources["jsonl"][0], "a") as file:
+        file.write("{\n{\n")
+    monkeypatch.setattr(tokenize_text, "CHUNK_BYTES", 1)  # one document
+    with user_error(f"line {len(DOCUMENTS) + 3} is not JSON"):  # behind an empty line
+        build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model", skip_bad=1)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "b.txt", "a.jsonl"])
