@@ -13,7 +13,6 @@ the folder was made from the same texts, nothing is done.
 import argparse
 import hashlib
 import json
-import os
 import sys
 import sysconfig
 import tempfile
@@ -67,6 +66,11 @@ def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
 
 def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> str:
     """Make the data in `folder` unless it exists. Returns a description of it. Raises UserError."""
+    with shards.locked(folder):
+        return _build(folder, library, val_bytes)
+
+
+def _build(folder: Path, library: Path, val_bytes: int) -> str:
     texts = documents(library)
     digest = hashlib.sha256(
         "\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()
@@ -77,7 +81,7 @@ def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> st
     if before == made_by:
         return f"already there: {json.dumps(manifest['splits'])}"
     ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
-    if not ours and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not ours and tokenize_text.content(folder):
         raise UserError(
             f"{folder} holds something else than the demonstration's data: choose another folder"
         )
@@ -89,14 +93,14 @@ def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> st
             "or another --val-bytes"
         )
     names = first + [name for name in texts if name not in set(first)]
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, tokenize_text.new_folder(folder, True) as new:
         path = Path(temporary, "documents.jsonl")
         path.write_text("".join(json.dumps({"text": texts[name]}) + "\n" for name in names))
         options = tokenize_text.Options(
-            vocab_size=VOCAB_SIZE, val_docs=len(first), workers=os.cpu_count()
+            vocab_size=VOCAB_SIZE, val_docs=len(first), workers=tokenize_text.cores()
         )
         reading = tokenize_text.Reading()
-        tally = tokenize_text.build([path], folder, options, reading, force=True, made_by=made_by)
+        tally = tokenize_text.build([path], new, options, reading, made_by=made_by)
     return f"made in {time.perf_counter() - started:.0f} s\n" + "\n".join(tally.lines())
 
 

@@ -7,16 +7,16 @@
 
 A document is the --field of a line of a .jsonl file or of a row of a .parquet file, a .txt file,
 or, with --separator, each part of a .txt file. Folders are searched for such files in the order of
-their paths.
+their paths; hidden files are skipped.
 
     files -> chunks of documents (in order) -> worker processes: normalise, encode, count bytes -> split -> shards
 
 With --caseops the tokenizer is one for lower-case text with operators (caseops.py). Such a
 tokenizer is recognised by its operators, so --tokenizer needs no option.
 
-The result does not depend on the number of workers. It is built in a folder beside --out and moved
-there when it is complete. Documents that are identical after the tokenizer's normalisation are
-never in both splits.
+The result does not depend on the number of workers. It is built in the folder .partial of --out,
+whose files move to --out when all are complete. Documents that are identical after the tokenizer's
+normalisation are never in both splits.
 """
 
 import argparse
@@ -30,12 +30,14 @@ import inspect
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,6 +58,8 @@ import sentencepiece
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHUNK_BYTES = 1 << 20  # text per task of a worker
+PARTIAL = ".partial"  # the folder in --out that holds what is not complete
+UNWOUND = (signal.SIGTERM, signal.SIGHUP)  # signals that also remove that folder
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 PAD, BOS, EOS, UNK = 0, train_gpt.BOS, 2, 3  # as in the published tokenizers
 FEWEST_PIECES = 4 + 256 + 2  # these four, the bytes, U+2581 and the newline
@@ -83,38 +87,63 @@ class Record(NamedTuple):
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
-    """The text files in `inputs`, which are files and folders. Raises UserError for anything
-    else."""
+    """The text files in `inputs`, which are files and folders. Raises UserError for anything else.
+    Prints which files and linked folders of a folder are left out; hidden ones need no word."""
     found = []
     for path in inputs:
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            inside, left_out = search(path)
+            endings = ", ".join(SUFFIXES)
             if not inside:
-                raise UserError(
-                    f"{path} has no file that ends in {', '.join(SUFFIXES)}: give another folder"
-                )
+                raise UserError(f"{path} has no file that ends in {endings}: give another folder")
+            if left_out:
+                names = left_out[:9] + [f"{len(left_out) - 9} more"] * (len(left_out) > 9)
+                why = f"linked folders, and what does not end in {endings}"
+                print(f"note: left out of {path} ({why}): {', '.join(names)}", file=sys.stderr)
             found += inside
         elif not path.is_file():
             raise UserError(
                 f"{path} does not exist: give a file, a folder, or - for standard input"
             )
-        elif path.suffix not in SUFFIXES:
+        elif suffix_of(path) not in SUFFIXES:
             raise UserError(f"{path} does not end in {', '.join(SUFFIXES)}: rename or convert it")
         else:
             found.append(path)
     return found
 
 
+def search(folder: Path) -> tuple[list[Path], list[str]]:
+    """(text files, names of other files and of linked folders) in a folder and its folders, both
+    sorted. Hidden files and folders are in neither. Raises OSError for an unreadable folder."""
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    inside, left_out = [], []
+    for place, folders, files in os.walk(folder, onerror=stop):
+        folders[:] = (name for name in folders if not name.startswith("."))
+        for path in (Path(place, name) for name in folders + files if not name.startswith(".")):
+            if suffix_of(path) in SUFFIXES and path.is_file():
+                inside.append(path)
+            elif path.is_symlink() or not path.is_dir():
+                left_out.append(str(path.relative_to(folder)))
+    return sorted(inside), sorted(left_out)
+
+
+def suffix_of(path: Path) -> str:
+    return path.suffix.lower()
+
+
 def records(path: Path, reading: Reading) -> Iterator[Record]:
     """The documents of one file, in order."""
     try:
-        if path.suffix == ".parquet":
+        if suffix_of(path) == ".parquet":
             yield from _parquet(path, reading.field)
             return
         with open(path, "rb") as file:
             if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:  # else it is left out
                 file.seek(0)
-            if path.suffix == ".jsonl":
+            if suffix_of(path) == ".jsonl":
                 yield from (
                     Record(f"{path}, line {number}", line, True)
                     for number, line in enumerate(file, 1)
@@ -129,13 +158,17 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
-    number, rest = 1, b""
+    number, begun, rest = 1, [], b""  # the document's bytes so far; in the last ones one can begin
     while block := file.read(CHUNK_BYTES):
         *whole, rest = (rest + block).split(separator)
         for part in whole:
-            yield Record(f"{path}, document {number}", part)
-            number += 1
-    yield Record(f"{path}, document {number}", rest)
+            yield Record(f"{path}, document {number}", b"".join([*begun, part]))
+            number, begun = number + 1, []
+        # Not searched and copied again with each block
+        searched = max(0, len(rest) - len(separator) + 1)
+        begun.append(rest[:searched])
+        rest = rest[searched:]
+    yield Record(f"{path}, document {number}", b"".join([*begun, rest]))
 
 
 def _parquet(path: Path, field: str) -> Iterator[Record]:
@@ -150,12 +183,17 @@ def _parquet(path: Path, field: str) -> Iterator[Record]:
                 raise UserError(f"{path} has no column {field!r}: set --field to one of {names}")
             number = 0
             for batch in table.iter_batches(columns=[field], batch_size=256):
-                for text in batch.column(0).to_pylist():
+                for value in batch.column(0):
                     number += 1
                     where, fault = f"{path}, row {number}", ""
-                    if not isinstance(text, str):
-                        kind = type(text).__name__
-                        fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
+                    try:
+                        text = value.as_py()  # str, or the bytes of a column without a type of text
+                    except UnicodeError as error:
+                        fault = f"{where} is not UTF-8 text ({error.reason}): convert it"
+                    else:
+                        if not isinstance(text, str | bytes):
+                            kind = type(text).__name__
+                            fault = f"{where}: column {field!r} holds {kind}, not text: set --field"
                     yield Record(where, "" if fault else text, fault=fault)
     except ArrowException as error:
         raise UserError(f"{path} is not a readable parquet file: {error}") from error
@@ -303,12 +341,31 @@ def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encod
     return encoder(tokenizer, reading).encode(chunk)
 
 
+def cores() -> int:
+    """The CPU cores that this process may use."""
+    linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+
+
+def begin_worker() -> None:
+    """Leave Ctrl-C to the main process: a worker that it ends would print a traceback or hold a
+    queue's lock. End with the main process, even if that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in UNWOUND:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
 def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
     """`map(function, items)` in worker processes, in order, with a bounded number of pending
     items."""
-    # Ctrl-C is this process's: a worker that it ends would print a traceback or hold a queue's lock.
-    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    with concurrent.futures.ProcessPoolExecutor(workers, **ignore) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
         pending = collections.deque()
         try:
             for item in items:
@@ -318,8 +375,9 @@ def in_workers(function: Callable, items: Iterator, workers: int) -> Iterator:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool as error:
+            fewer = "use fewer --workers" if workers > 1 else "cut the longest documents"
             raise UserError(
-                "a worker process died, perhaps out of memory: use fewer --workers"
+                f"a worker process died, perhaps out of memory: {fewer}, or free memory"
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -552,29 +610,46 @@ def write_shards(
     }
 
 
+def content(out: Path) -> set[str]:
+    """The names in a folder, without that of a build."""
+    return {path.name for path in out.iterdir()} - {PARTIAL}
+
+
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
-    """A folder beside `out` that replaces it if the body succeeds and is removed otherwise."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file: choose another folder")
-    if out.exists() and not force and any(out.iterdir()):
-        raise UserError(
-            f"--out {out} exists already: choose another folder, or --force to replace its contents"
-        )
-    partial, old = (out.with_name(out.name + suffix) for suffix in (".partial", ".old"))
-    with train_gpt.writing(partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    """An empty folder in `out`, which is locked. If the body succeeds, its files replace the shards
+    of `out`, else it is removed, also on SIGTERM and SIGHUP. Raises UserError if `out` has files,
+    unless `force`."""
+    train_gpt.require(
+        force or not content(out),
+        f"--out {out} exists already: choose another folder, or --force to replace its shards",
+    )
+    partial = out / PARTIAL
+    # What nohup ignores stays ignored
+    caught = [number for number in UNWOUND if signal.getsignal(number) == signal.SIG_DFL]
+    for number in caught:
+        signal.signal(number, unwind)
     try:
+        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
+        with train_gpt.writing(partial):
+            partial.mkdir()
         yield partial
         with train_gpt.writing(out):
-            if out.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                out.rename(old)
-            partial.rename(out)
-            shutil.rmtree(old, ignore_errors=True)
+            # A folder with a manifest is complete
+            for old in (out / shards.MANIFEST, *out.glob("fineweb_*.bin")):
+                old.unlink(missing_ok=True)
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == shards.MANIFEST):
+                path.replace(out / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for number in caught:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def unwind(number: int, frame: object) -> None:
+    """A signal handler: end the program in order."""
+    signal.signal(number, signal.SIG_IGN)  # it may be repeated
+    sys.exit(128 + number)
 
 
 class Options(NamedTuple):
@@ -594,20 +669,18 @@ class Options(NamedTuple):
 
 def build(
     files: list[Path],
-    out: Path,
+    folder: Path,
     options: Options,
     reading: Reading,
     *,
-    force: bool = False,
     progress: Callable = lambda chunks: chunks,
     made_by: dict | None = None,
 ) -> Tally:
-    """Make tokenizer.model, shards and manifest.json in `out` from the documents of `files`. Raises
-    UserError.
+    """Make tokenizer.model, shards and manifest.json in the empty `folder` from the documents of
+    `files`. Raises UserError.
 
-    `force` replaces the contents of `out`; `progress` wraps the iterator of chunks; `made_by` is
-    the manifest's entry on the origin of the data (default: the options that determine the
-    documents).
+    `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin of the
+    data (default: the options that determine the documents).
     """
     if (
         "return_type"
@@ -617,38 +690,32 @@ def build(
             f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt"
         )
     side = options.val_docs, options.val_fraction
-    for path in (Path.cwd(), *files):
-        if path.resolve().is_relative_to(out.resolve()) and force:
-            raise UserError(
-                f"--out {out} would be replaced, but {path} is in it: choose another folder"
-            )
-    with new_folder(out, force) as folder:
-        model = folder / "tokenizer.model"
-        if options.tokenizer:
-            adopt_tokenizer(options.tokenizer, model)
-        else:
-            sampling = options.normalizer, Split(*side), options.sample_bytes, options.skip_bad
-            texts = sample_texts(files, reading, *sampling)
-            operators = train_gpt.CASE_OPERATORS if options.caseops else ""
-            texts = [caseops.encode(text) for text in texts] if options.caseops else texts
-            shards.write_file(
-                model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
-            )
-        work = functools.partial(encode_chunk, str(model), reading)
-        encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
-        writing = Split(*side), options.shard_tokens, options.skip_bad
-        tally, entries = write_shards(encoded, folder, *writing)
-        made_by = made_by or {
-            "tool": "tokenize_text.py",
-            "val_docs": side[0],
-            "val_fraction": side[1],
-            **reading._asdict(),
-        }
-        tokenizer = shards.tokenizer_entry(model, folder)
-        tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
-        shards.write_manifest(
-            folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries
+    model = folder / "tokenizer.model"
+    if options.tokenizer:
+        adopt_tokenizer(options.tokenizer, model)
+    else:
+        sampling = options.normalizer, Split(*side), options.sample_bytes, options.skip_bad
+        texts = sample_texts(files, reading, *sampling)
+        operators = train_gpt.CASE_OPERATORS if options.caseops else ""
+        texts = [caseops.encode(text) for text in texts] if options.caseops else texts
+        shards.write_file(
+            model, train_tokenizer(texts, options.vocab_size, options.normalizer, operators)
         )
+    work = functools.partial(encode_chunk, str(model), reading)
+    encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
+    writing = Split(*side), options.shard_tokens, options.skip_bad
+    tally, entries = write_shards(encoded, folder, *writing)
+    made_by = made_by or {
+        "tool": "tokenize_text.py",
+        "val_docs": side[0],
+        "val_fraction": side[1],
+        **reading._asdict(),
+    }
+    tokenizer = shards.tokenizer_entry(model, folder)
+    tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
+    shards.write_manifest(
+        folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries
+    )
     return tally
 
 
@@ -659,7 +726,7 @@ def progress_bar(files: list[Path]) -> Callable:
     except ImportError:
         return lambda chunks: chunks
     # The file size is not the size of the text
-    compressed = any(path.suffix == ".parquet" for path in files)
+    compressed = any(suffix_of(path) == ".parquet" for path in files)
 
     def shown(chunks: Iterator[list[Record]]) -> Iterator[list[Record]]:
         total = None if compressed else sum(path.stat().st_size for path in files)
@@ -738,10 +805,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=int,
-        default=os.cpu_count(),
-        help="processes (default: the number of CPUs)",
+        default=cores(),
+        help="processes (default: the CPU cores that this one may use)",
     )
-    parser.add_argument("--force", action="store_true", help="replace the contents of --out")
+    parser.add_argument("--force", action="store_true", help="replace the shards in --out")
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
     return arguments
@@ -769,43 +836,34 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 @contextlib.contextmanager
-def spooled(inputs: list[str], stdin_format: str, out: Path) -> Iterator[list[Path]]:
-    """The inputs as paths. Standard input becomes a temporary file, as training a tokenizer reads
-    it twice."""
-    if "-" not in inputs:
-        yield [Path(name) for name in inputs]
-        return
-    spool = out.with_name(f"{out.name}.stdin.{stdin_format}")
-    try:
-        with train_gpt.writing(spool):
-            spool.parent.mkdir(parents=True, exist_ok=True)
-            with open(spool, "wb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file)
-        yield [spool if name == "-" else Path(name) for name in inputs]
-    finally:
-        with contextlib.suppress(OSError):  # there is none if it could not be written
-            spool.unlink()
+def spooled(inputs: list[str], stdin_format: str, folder: Path) -> Iterator[list[Path]]:
+    """The inputs as paths. Standard input becomes a temporary file in `folder`, as training a
+    tokenizer reads it twice."""
+    spool = folder / f"stdin.{stdin_format}"
+    if "-" in inputs:
+        with train_gpt.writing(spool), open(spool, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+    yield [spool if name == "-" else Path(name) for name in inputs]
+    spool.unlink(missing_ok=True)
 
 
 def main() -> None:
     arguments = parse_arguments()
+    out = arguments.out
     if arguments.tokenizer and not arguments.tokenizer.is_file():
         sys.exit(f"error: --tokenizer {arguments.tokenizer} is not a file")
     options = Options(**{name: getattr(arguments, name) for name in Options._fields})
     reading = Reading(arguments.field, arguments.separator.replace("\\n", "\n"), arguments.strip)
-    with spooled(arguments.inputs, arguments.stdin_format, arguments.out) as inputs:
+    with (
+        shards.locked(out),
+        new_folder(out, arguments.force) as folder,
+        spooled(arguments.inputs, arguments.stdin_format, folder) as inputs,
+    ):
         files = find_files(inputs)
-        tally = build(
-            files,
-            arguments.out,
-            options,
-            reading,
-            force=arguments.force,
-            progress=progress_bar(files),
-        )
+        tally = build(files, folder, options, reading, progress=progress_bar(files))
     print(*tally.lines(), sep="\n")
-    vocab_size = shards.read_manifest(arguments.out)["tokenizer"]["vocab_size"]
-    data, model = (shlex.quote(str(p)) for p in (arguments.out, arguments.out / "tokenizer.model"))
+    vocab_size = shards.read_manifest(out)["tokenizer"]["vocab_size"]
+    data, model = (shlex.quote(str(path)) for path in (out, out / "tokenizer.model"))
     start = "./run.sh" if Path.cwd() == ROOT else shlex.quote(str(ROOT / "run.sh"))
     print(f"train on it: DATA_PATH={data} TOKENIZER_PATH={model} VOCAB_SIZE={vocab_size} {start}")
 

@@ -72,9 +72,10 @@ def test_corpus_is_made_once(built, library):
 def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
     (tmp_path / "mine").mkdir()
     file, inside = tmp_path / "notes.txt", tmp_path / "mine" / "notes.txt"
-    for target, mine in ((file, file), (inside.parent, inside)):
+    other = "holds something else than the demonstration's data"
+    for target, mine, said in ((file, file, "is a file"), (inside.parent, inside, other)):
         mine.write_text("mine")
-        with user_error("holds something else than the demonstration's data"):
+        with user_error(said):
             demo_corpus.build(target, library, val_bytes=4000)
         assert mine.read_text() == "mine"
 

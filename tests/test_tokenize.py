@@ -1,5 +1,7 @@
 """data/tokenize_text.py and data/inspect_shards.py: exact bytes and disjoint splits."""
 
+import errno
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -8,10 +10,12 @@ import os
 import random
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +28,7 @@ import tokenize_text
 import train_gpt
 import warm_python
 from caseops import ALLCAPS, CAPNEXT, ESC, LITERALS, TITLE
-from conftest import ROOT, assert_mistake, train_pieces, user_error, write_shard
+from conftest import ROOT, assert_mistake, start, train_pieces, user_error, write_shard
 from tokenize_text import Options, Reading, Record
 from train_gpt import BOS, CASE_OPERATORS, UserError
 
@@ -293,12 +297,93 @@ def test_every_format_gives_the_same_documents(sources, kind, monkeypatch):
         assert found == DOCUMENTS
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 7])
+def test_separators_across_blocks(tmp_path, monkeypatch, block):
+    """As bytes.split finds them, also those that overlap themselves."""
+    monkeypatch.setattr(tokenize_text, "CHUNK_BYTES", block)
+    path = tmp_path / "a.txt"
+    for letters in itertools.product("ab", repeat=6):
+        path.write_text("".join(letters))
+        for separator in ("a", "aa", "aba", "abab"):
+            found = documents_of([path], Reading(separator=separator))
+            assert found == "".join(letters).split(separator)
+
+
+def test_a_separator_that_never_comes_is_searched_once():
+    """Else the time would grow with the square of the file."""
+    searched = []
+
+    class Block(bytes):
+        def __radd__(self, rest):
+            searched.append(len(rest))
+            return rest + bytes(self)
+
+    blocks = [Block(b"a" * 100)] * 50
+    file = SimpleNamespace(read=lambda count: blocks.pop() if blocks else b"")
+    (record,) = tokenize_text._parts(Path("x"), file, b"\n%%\n")
+    assert len(record.raw) == 5000 and len(searched) == 50 and max(searched) == 3
+
+
+def test_what_a_folder_leaves_out_is_named(tmp_path, capsys):
+    """Hidden files are no text of the user's."""
+    folder = tmp_path / ".in"
+    names = [
+        "B.JSONL",
+        "f.TXT",
+        "d.parquet/g.txt",
+        "c.jsonl.gz",
+        "d.json",
+        ".ipynb_checkpoints/a.txt",
+    ]
+    for name in [*names, "._a.jsonl", ".hidden.json"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "x"}')
+    (folder / "linked").symlink_to(folder / "d.parquet")
+    (folder / "broken.txt").symlink_to("nothing")
+    found = tokenize_text.find_files([folder])
+    assert [str(path.relative_to(folder)) for path in found] == sorted(names[:3])
+    told = capsys.readouterr().err
+    assert told.startswith(f"note: left out of {folder} (linked folders, and what does not end in ")
+    assert told.endswith("): broken.txt, c.jsonl.gz, d.json, linked\n")
+    assert documents_of([folder / "B.JSONL"], Reading()) == ["x"]
+    for number in range(7):
+        (folder / f"x{number}").touch()
+    tokenize_text.find_files([folder])
+    assert capsys.readouterr().err.endswith(", x3, x4, 2 more\n")
+
+
+def test_a_row_that_is_no_text_is_one_bad_document(tmp_path):
+    """Bytes are text if they are UTF-8, in a column of text or of bytes."""
+    import pyarrow
+    from pyarrow import parquet
+
+    texts = pyarrow.array([b"caf\xc3\xa9", b"\xff", None, b"x"], pyarrow.binary())
+    parquet.write_table(
+        pyarrow.table({"raw": texts, "text": texts.view(pyarrow.string())}), tmp_path / "a.parquet"
+    )
+    for field in ("raw", "text"):
+        found = []
+        for record in tokenize_text.records(tmp_path / "a.parquet", Reading(field)):
+            try:
+                found.append(tokenize_text.text_of(record, Reading(field)))
+            except UserError as error:
+                found.append(str(error).partition("a.parquet, ")[2])
+        assert found[::3] == ["caf\u00e9", "x"]
+        assert found[1].startswith("row 2 is not UTF-8 text (invalid start byte): convert it")
+        assert found[2] == f"row 3: column {field!r} holds NoneType, not text: set --field"
+
+
 FRACTION = {"val_docs": 0, "val_fraction": 0.2}
 
 
 def build(sources, out, force=False, **options):
     options = Options(**{"vocab_size": 400, "val_docs": 5, **options})
-    return tokenize_text.build(sources["jsonl"], out, options, Reading(), force=force)
+    return build_of(sources["jsonl"], out, options, force)
+
+
+def build_of(files, out, options, force=False):
+    with shards.locked(out), tokenize_text.new_folder(out, force) as folder:
+        return tokenize_text.build(files, folder, options, Reading())
 
 
 def decoded(folder: Path, split: str) -> list[str]:
@@ -427,16 +512,102 @@ def test_standard_input_and_what_is_printed(tmp_path):
     out = tmp_path / "my out"
     text = "\n\n".join([*DOCUMENTS, "", "caf\u00e9 \u2581"])
     options = ["--vocab-size", 400, "--val-docs", 5, "--separator", r"\n\n", "--workers", 1]
-    result = run_tool("-", "--out", out, *options, stdin=text)
+    (tmp_path / "a.txt").write_text("more")
+    result = run_tool("-", ".", "--out", out, *options, stdin=text, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "val: 5 documents" in result.stdout
+    assert f"train: {len(DOCUMENTS) - 5 + 2} documents" in result.stdout, "each once"
     assert "also in validation, 1 empty" in result.stdout
     assert "normaliser: 1 documents, 2 bytes removed" in result.stdout
     line = result.stdout.splitlines()[-1].removeprefix("train on it: ")
     variables = [f"DATA_PATH={out}", f"TOKENIZER_PATH={out}/tokenizer.model", "VOCAB_SIZE=400"]
     assert shlex.split(line)[:3] == variables and line.endswith("/run.sh")
     # The copy of standard input is gone
-    assert [path.name for path in tmp_path.iterdir()] == ["my out"]
+    assert {path.name for path in tmp_path.iterdir()} == {"my out", "a.txt"}
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json", ".model"}
+
+
+def test_a_wrong_place_is_named_before_standard_input_is_read(tmp_path, monkeypatch):
+    (tmp_path / "mine").touch()
+    command = ["tokenize_text.py", "-", "--out", str(tmp_path), "--vocab-size", "400"]
+    monkeypatch.setattr(sys, "argv", [*command, "--val-docs", "1"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with user_error("exists already: choose another folder, or --force to replace its shards"):
+        tokenize_text.main()
+
+
+def test_one_program_writes_to_a_folder(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    text = tmp_path / "a.txt"
+    text.write_text("one")
+    with shards.locked(out):
+        said = "error: another program writes to out: "
+        for command in (
+            ["tokenize_text.py", text, "--out", "out", *SMALL, "--val-docs", 1],
+            ["demo_corpus.py", "out"],
+        ):
+            assert_mistake([ROOT / "data" / command[0], *command[1:]], tmp_path, said)
+    assert not out.exists(), "it is free, and was new"
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    out.mkdir()
+    with shards.locked(out):
+        assert capsys.readouterr().err == (
+            f"note: {out} cannot be locked (No locks available): let no other program write there\n"
+        )
+    assert out.exists()
+
+
+WAITS = """
+import os, sys, time
+sys.path[:0] = {path}
+import program, shards, tokenize_text
+from pathlib import Path
+
+def items():
+    yield 1
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+def main():
+    with shards.locked(Path("out")), tokenize_text.new_folder(Path("out"), False):
+        list(tokenize_text.in_workers(abs, items(), 3))
+
+program.run_program(main)
+"""
+
+
+@pytest.mark.usefixtures("nothing_is_left_running")
+@pytest.mark.parametrize("number, status", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_a_signal_to_the_main_process_ends_all(tmp_path, number, status):
+    """Its workers end with it, and what is not complete is removed."""
+    code = WAITS.format(path=[str(ROOT), str(ROOT / "data")])
+    process = start(["-c", code], {}, tmp_path)
+    os.kill(int(process.stdout.readline()), signal.Signals[number])
+    _, told = process.communicate(timeout=30)
+    assert (process.returncode, told) == (status, "")
+    left = ["out", ".partial"] if number == "SIGKILL" else []
+    assert [path.name for path in tmp_path.rglob("*")] == left
+
+
+def test_a_repeated_signal_does_not_stop_the_removal(monkeypatch):
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    with pytest.raises(SystemExit):
+        tokenize_text.unwind(signal.SIGHUP, None)
+    assert handlers == {signal.SIGHUP: signal.SIG_IGN}
+
+
+def test_workers_are_as_many_as_cores_may_be_used(monkeypatch):
+    command = ["tokenize_text.py", "a.txt", "--out", "out", "--vocab-size", "300"]
+    monkeypatch.setattr(sys, "argv", [*command, "--val-docs", "1"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 9}, raising=False)
+    assert tokenize_text.parse_arguments().workers == 3
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
+    assert tokenize_text.cores() == os.cpu_count()
 
 
 @pytest.mark.parametrize(
@@ -467,7 +638,7 @@ def test_wrong_text_is_named(tmp_path, name, content, part):
     with user_error(start + part):
         files = tokenize_text.find_files([path])
         options = Options(tokenizer=tmp_path / "t.model", val_docs=1)
-        tokenize_text.build(files, tmp_path / "out", options, Reading())
+        build_of(files, tmp_path / "out", options)
     assert not (tmp_path / "out").exists()
 
 
@@ -565,10 +736,11 @@ def die(*arguments):
     os._exit(9)
 
 
-def test_a_worker_that_dies_is_named(sources, tmp_path, monkeypatch):
+@pytest.mark.parametrize("workers, advice", [(1, "cut the longest"), (2, "use fewer --workers")])
+def test_a_worker_that_dies_is_named(sources, tmp_path, monkeypatch, workers, advice):
     monkeypatch.setattr(tokenize_text, "encode_chunk", die)
-    with user_error("a worker process died"):
-        build(sources, tmp_path / "out")
+    with user_error(f"a worker process died, perhaps out of memory: {advice}"):
+        build(sources, tmp_path / "out", workers=workers)
 
 
 def test_foreign_tokenizers(sources, tmp_path):
@@ -580,18 +752,32 @@ def test_foreign_tokenizers(sources, tmp_path):
         build(sources, tmp_path / "out", tokenizer=tmp_path / "t.model")
 
 
-@pytest.mark.parametrize("place", ["here", "input", "file"])
-def test_force_replaces_no_input_and_no_file(sources, tmp_path, monkeypatch, place):
-    (tmp_path / "in").mkdir()
-    inside = tmp_path / "in" / "a.txt"
-    inside.write_text("one")
-    if place == "here":
-        monkeypatch.chdir(tmp_path / "in")
-    out = {"here": Path("."), "input": tmp_path / "in", "file": inside}[place]
-    files = sources["jsonl"] if place != "input" else [inside]
-    with user_error("--out .* (would be replaced, but .* is in it|is a file)"):
-        tokenize_text.build(files, out, Options(vocab_size=400, val_docs=5), Reading(), force=True)
-    assert inside.read_text() == "one"
+def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
+    """Not the text, not a link, and not the place, which can be a mount point."""
+    place = tmp_path / "place"
+    place.mkdir()
+    (tmp_path / "link").symlink_to(place)
+    (place / "a.txt").write_text("one")
+    for name in ("fineweb_train_000099.bin", "fineweb_val_bytes_000000.bin"):
+        (place / name).write_bytes(b"old")
+    before = place.stat().st_ino
+    monkeypatch.chdir(place)
+    for out in (tmp_path / "link", Path(".")):
+        with user_error("--out .* exists already"):
+            build(sources, out)
+        build(sources, out, force=True)
+        (place / ".partial").mkdir()  # as after a kill
+    build(sources, place, force=True)
+    assert (tmp_path / "link").is_symlink() and place.stat().st_ino == before
+    assert sorted(path.name for path in place.iterdir()) == [
+        "a.txt",
+        "fineweb_train_000000.bin",
+        "fineweb_val_000000.bin",
+        "manifest.json",
+        "tokenizer.model",
+    ]
+    with user_error("a.txt is a file: choose a folder"):
+        build(sources, place / "a.txt", force=True)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "-"])
@@ -601,7 +787,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
     out = tmp_path / "a.txt" / "out"
     source = tmp_path / name if name != "-" else name
     result = run_tool(source, "--out", out, "--vocab-size", 300, "--val-docs", 1, stdin="one")
-    assert result.returncode == 1 and result.stderr.startswith(f"error: cannot write {out}.")
+    assert result.returncode == 1 and result.stderr.startswith(f"error: cannot write {out}: ")
     assert result.stderr.endswith("; free space or choose a writable folder\n")
 
 
