@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -840,6 +841,35 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
         assert_mistake([ROOT / "data" / "inspect_shards.py", folder], tmp_path, part)
     command = [ROOT / "data" / "inspect_shards.py", out, "--samples", -1]
     assert_mistake(command, tmp_path, "error: --samples must not be negative", 2)
+
+
+def test_a_tokenizer_of_other_shards_is_found(data, other_tokenizer, tmp_path, capsys):
+    """It has as many pieces, so nothing but the text shows it."""
+    folder = shutil.copytree(data, tmp_path / "data")
+    own = folder / "tokenizer.model"
+    assert inspect_shards.inspect(folder, own, 1) == []
+    assert "note: " not in capsys.readouterr().out
+    (found,) = inspect_shards.inspect(folder, Path(other_tokenizer), 1)
+    assert f"% of the first validation tokens come back when {other_tokenizer} encodes" in found
+    shard = folder / "fineweb_val_000000.bin"
+    tokens = train_gpt.read_shard(shard).copy()
+    tokens[1:40] = 5
+    write_shard(shard, tokens)
+    assert inspect_shards.inspect(folder, own, 1) == []
+    assert "note: 99." in capsys.readouterr().out
+    # Another encoding of the text is no other tokenizer
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "tokens": len(train_gpt.read_shard(path)),
+            "sha256": shards.file_sha256(path),
+        }
+        for path in folder.glob("*.bin")
+    }
+    other = Path(other_tokenizer)
+    entry = {"path": "t", "sha256": shards.file_sha256(other), "canonical": False}
+    shards.write_manifest(folder, files=files, tokenizer=entry)
+    assert inspect_shards.inspect(folder, other, 1) == []
 
 
 def with_tokens(shard: bytes, more) -> bytes:
