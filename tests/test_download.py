@@ -140,9 +140,15 @@ def test_no_network(download, hub):
         (["--target", "/dev/null/none"], {}, "cannot write /dev/null/none/datasets"),
     ],
 )
-def test_errors_are_one_sentence(download, hub, arguments, changes, part):
-    """Before anything large is fetched."""
+def test_errors_are_one_sentence(download, arguments, changes, part):
     assert part in sentence(download("--train-shards", 1, *arguments, status=1, **changes))
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_the_download(download, hub, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "tokenizers").touch()
+    told = sentence(download("--train-shards", 1, status=1))
+    assert told.startswith(f"error: cannot write {tmp_path}/data/tokenizers: File exists")
     assert not any(path.endswith(".bin") for path in hub.fetched())
 
 

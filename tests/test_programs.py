@@ -40,6 +40,17 @@ def test_every_program_answers_help(path, tmp_path):
     assert not result.stderr and not list(tmp_path.iterdir())
 
 
+DATA_PROGRAMS = [path for path in PROGRAMS if path.parent.name == "data"]
+
+
+@pytest.mark.parametrize("path", DATA_PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_names_the_folders_of_its_modules(path, tmp_path):
+    """PYTHONSAFEPATH leaves out the folder of the program, and so does runpy."""
+    code = f"import runpy, sys; sys.argv = [{path.name!r}, '--help']; "
+    result = run(["-c", f"{code}runpy.run_path({str(path)!r}, run_name='__main__')"], {}, tmp_path)
+    assert result.stdout.startswith(f"usage: {path.name} ")
+
+
 @pytest.mark.parametrize(
     "mistake, status, sentence",
     [
