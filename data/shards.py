@@ -58,11 +58,13 @@ def locked(folder: Path) -> Iterator[None]:
             except OSError as error:  # some network file systems have no locks
                 said = f"{folder} cannot be locked ({error.strerror})"
                 print(f"note: {said}: let no other program write there", file=sys.stderr)
-        yield
+        try:
+            yield
+        finally:
+            if new:
+                with contextlib.suppress(OSError):  # it has files
+                    folder.rmdir()
     finally:
-        if new:
-            with contextlib.suppress(OSError):  # it has files
-                folder.rmdir()
         os.close(descriptor)
 
 

@@ -158,13 +158,14 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
-    number, begun, rest = 1, [], b""  # the document's bytes so far; in the last ones one can begin
+    # `begun` holds the document so far but for `rest`, in which a separator can begin
+    number, begun, rest = 1, [], b""
     while block := file.read(CHUNK_BYTES):
         *whole, rest = (rest + block).split(separator)
         for part in whole:
             yield Record(f"{path}, document {number}", b"".join([*begun, part]))
             number, begun = number + 1, []
-        # Not searched and copied again with each block
+        # Else each block would search and copy all of them again
         searched = max(0, len(rest) - len(separator) + 1)
         begun.append(rest[:searched])
         rest = rest[searched:]

@@ -548,6 +548,12 @@ def test_one_program_writes_to_a_folder(tmp_path, monkeypatch, capsys):
             ["demo_corpus.py", "out"],
         ):
             assert_mistake([ROOT / "data" / command[0], *command[1:]], tmp_path, said)
+        # As if the folder were made meanwhile
+        with monkeypatch.context() as patch, user_error("another program writes to"):
+            patch.setattr(Path, "exists", lambda path: False)
+            with shards.locked(out):
+                pass
+        assert out.is_dir()
     assert not out.exists(), "it is free, and was new"
 
     def without_locks(*_):
@@ -588,7 +594,7 @@ def test_a_signal_to_the_main_process_ends_all(tmp_path, number, status):
     code = WAITS.format(path=[str(ROOT), str(ROOT / "data")])
     process = start(["-c", code], {}, tmp_path)
     os.kill(int(process.stdout.readline()), signal.Signals[number])
-    _, told = process.communicate(timeout=30)
+    _, told = process.communicate(timeout=100)
     assert (process.returncode, told) == (status, "")
     left = ["out", ".partial"] if number == "SIGKILL" else []
     assert [path.name for path in tmp_path.rglob("*")] == left
