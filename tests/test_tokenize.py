@@ -500,6 +500,22 @@ def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path,
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_a_folder_that_has_a_manifest_is_complete(sources, tmp_path, monkeypatch):
+    """The old one goes first, and the new one comes last."""
+    out, replace, moved = tmp_path / "out", Path.replace, []
+    build(sources, out)
+
+    def seen(path, target):
+        if target.parent == out:
+            assert not (out / "manifest.json").exists()
+            moved.append(path.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", seen)
+    build(sources, out, tokenizer=out / "tokenizer.model", shard_tokens=1 << 20, force=True)
+    assert sorted(moved) == sorted(path.name for path in out.iterdir()) and len(moved) == 4
+
+
 SMALL = ["--vocab-size", 280]
 TOKENIZER = ["--tokenizer", "t.model"]
 
