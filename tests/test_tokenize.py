@@ -778,7 +778,8 @@ def test_foreign_tokenizers(sources, tmp_path):
 def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
     """Not the text, not a link, and not the place, which can be a mount point."""
     place = tmp_path / "place"
-    place.mkdir()
+    (place / ".partial" / "old").mkdir(parents=True)  # as after a kill
+    build(sources, place)
     (tmp_path / "link").symlink_to(place)
     (place / "a.txt").write_text("one")
     for name in ("fineweb_train_000099.bin", "fineweb_val_bytes_000000.bin"):
@@ -789,7 +790,6 @@ def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
         with user_error("--out .* exists already"):
             build(sources, out)
         build(sources, out, force=True)
-        (place / ".partial").mkdir()  # as after a kill
     build(sources, place, force=True)
     assert (tmp_path / "link").is_symlink() and place.stat().st_ino == before
     assert sorted(path.name for path in place.iterdir()) == [
