@@ -65,7 +65,7 @@ from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: this needs Python 3.11 or later, and this is {sys.version.split()[0]}")
@@ -89,20 +89,66 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # torchrun --virtual-local-rank.
 PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
 # What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal (nohup ignores the last).
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    STOP_SIGNALS.remove(signal.SIGHUP)
+STOP_SIGNALS = [
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+
+
+def on_signals(act: Callable | signal.Handlers) -> None:
+    """Set what STOP_SIGNALS do."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, act)
+
+
+def interrupt(number, frame) -> None:
+    """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
+    that, or has failed, and its launcher sent the signal: the others end at once."""
+    if PLACE_IN_NODE:
+        os._exit(128 + number)
+    on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+# What a signal does from an error on: it raises nothing, but ends ranks that wait for a sentence.
+ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
+
+    def note(number, frame):
+        if number == signal.SIGINT and number in received:
+            interrupt(number, frame)
+        received.append(signal.Signals(number))
+
+    on_signals(note)
+    try:
+        yield
+    except UserError as error:
+        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
+            interrupt(received[0], None)
+        raise
+    on_signals(interrupt)
+
+
+def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
+    """Print. Without a reader, as of `| head`, on a full disk or a lost terminal it goes nowhere."""
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except OSError:  # else also at the end, with status 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_error(sentence: str) -> None:
     """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
     the others."""
+    on_signals(ENDING)
     if PLACE_IN_NODE:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
         time.sleep(5)  # if this rank still runs then, it alone has failed
-    with contextlib.suppress(OSError):  # the terminal is lost
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print_to(sys.stderr, f"error: {sentence}")
 
 
 @contextlib.contextmanager
@@ -1629,28 +1675,6 @@ class Run:
         )
         self.clock.reserve = reserve
         self.log(f"warmup: reserving {reserve:.2f} s for calibration")
-
-
-@contextlib.contextmanager
-def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
-    """Only note STOP_SIGNALS, which a launcher repeats, in `received`. A second Ctrl-C ends the run
-    at once."""
-
-    def note(number, frame):
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
-        received.append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
-        yield
-    except UserError as error:
-        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
-            raise KeyboardInterrupt(received[0]) from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- Evaluation: windows and the banded pass, by one evaluator -----------------------------------
@@ -3429,6 +3453,8 @@ class Log(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace) -> None:
         """Remove the bar from the terminal and write what ended the run."""
+        if error:
+            on_signals(ENDING)
         self.show("")
         if self.begun and error:
             known = isinstance(error, UserError)
@@ -3451,7 +3477,7 @@ class Log(contextlib.AbstractContextManager):
             self.stage(*bar)
         elif console:
             self.show("")
-            self.print(line)
+            print_to(sys.stdout, line)
         text, events = self.files
         try:
             with writing(text.name):
@@ -3470,14 +3496,7 @@ class Log(contextlib.AbstractContextManager):
         """Replace the last line of a terminal."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            self.print(f"\r{text[:width]}\x1b[K\r", end="")
-
-    def print(self, text: str, end: str = "\n") -> None:
-        """Print. Without a reader, as of `| head`, or on a full disk the run continues."""
-        try:
-            print(text, end=end, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
     def require_unused(self) -> None:
         """Collective. Raise UserError if the run would replace the log of a finished run or, with
@@ -4375,13 +4394,14 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
-    # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
-    for number in STOP_SIGNALS - {signal.SIGINT}:
-        signal.signal(number, interrupt)
+    on_signals(interrupt)
     try:
-        if artifact := os.environ.get("EVAL_ONLY", "").strip():
-            return evaluate_only(os.environ, artifact)
-        return train_and_score(Hyperparameters.from_env(os.environ))
+        try:
+            if artifact := os.environ.get("EVAL_ONLY", "").strip():
+                return evaluate_only(os.environ, artifact)
+            return train_and_score(Hyperparameters.from_env(os.environ))
+        finally:
+            on_signals(ENDING)
     except UserError as error:
         status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:
@@ -4390,26 +4410,15 @@ def main() -> None:
             f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
         )
     except KeyboardInterrupt as interrupted:
-        number = (*interrupted.args, signal.SIGINT)[0]
+        (number,) = interrupted.args
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
-        if PLACE_IN_NODE:
-            # Another rank of the node prints it. Or that rank has failed, and its launcher sent
-            # this signal.
-            os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def interrupt(number, frame) -> None:
-    """Treat a signal like Ctrl-C."""
-    for other in STOP_SIGNALS - {signal.SIGINT}:
-        signal.signal(other, signal.SIG_IGN)  # a launcher repeats it
-    raise KeyboardInterrupt(signal.Signals(number))
 
 
 if __name__ == "__main__":

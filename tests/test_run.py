@@ -536,6 +536,55 @@ def test_other_ranks_wait_for_the_sentence_of_the_first(ranks, monkeypatch, caps
         assert waited == before and capsys.readouterr().err == "error: it failed\n"
 
 
+REPEATED = f"""
+import os, signal, sys
+from unittest import mock
+sys.path.append({str(ROOT)!r})
+import train_gpt
+
+def repeat():
+    for number in {{number}}, 15, 2, 10, 1:
+        os.kill(os.getpid(), number)
+
+def require_space(hp):
+    try:
+        os.kill(os.getpid(), {{number}})
+    finally:
+        repeat()
+        print("cleaned up")
+
+def write(text):
+    repeat()
+    return os.write(2, text.encode())
+
+train_gpt.require_space = require_space
+sys.stderr = mock.Mock(write=write)
+train_gpt.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "number, status, said",
+    [
+        (2, 130, "interrupted by Ctrl-C; what "),
+        (15, 143, "interrupted by SIGTERM; what "),
+        (1, 1, ""),
+    ],
+)
+def test_no_signal_disturbs_an_error(number, status, said, env, tmp_path):
+    """A launcher repeats signals, as one of them or of a mistake comes to its sentence."""
+    knobs = env(RUN_ID="r") if said else env(NUM_LAYERS=0)
+    result = run(["-c", REPEATED.format(number=number)], knobs, tmp_path, status=status)
+    assert result.stderr.startswith(f"error: {said or 'NUM_LAYERS=0 is not at least 1'}")
+    assert result.stderr.count("\n") == 1 and result.stdout.endswith("cleaned up\n" if said else "")
+
+
+def test_a_rank_that_waits_for_the_sentence_of_another_ends_quietly(env, tmp_path):
+    code = script_after("import os, time; time.sleep = lambda _: os.kill(os.getpid(), 2)")
+    knobs = env(NUM_LAYERS=0, RANK=1, WORLD_SIZE=2)
+    assert not run(code, knobs, tmp_path, status=130).stderr
+
+
 NO_READER = "import os; out, target = os.pipe(); os.close(out)"
 NO_SPACE = "import os; target = os.open('/dev/full', os.O_WRONLY)"
 
@@ -547,6 +596,13 @@ def test_a_run_needs_no_standard_output(target, env, tmp_path):
     assert not result.stderr
     lines = (tmp_path / "logs" / "r.txt").read_text().splitlines()
     assert lines[-3].startswith("finished: ") and lines[-1].startswith("next: ")
+
+
+def test_a_lost_terminal_has_its_status(env, tmp_path):
+    """The error cannot be printed."""
+    hangup = "import shutil; shutil.disk_usage = lambda _: os.kill(os.getpid(), 1)"
+    code = script_after(f"{NO_SPACE}; os.dup2(target, 2); {hangup}")
+    assert not run(code, env(), tmp_path, status=129).stderr
 
 
 def test_nohup_is_respected(env, tmp_path):
