@@ -2569,7 +2569,7 @@ def fit_bytes(
         place = comm.broadcast(place)  # another machine may round differently
         if place in files:
             break
-        file = files[place] = pack(losses[place])
+        file = files[place] = comm.broadcast(pack(losses[place]))  # another liblzma packs otherwise
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
@@ -3402,9 +3402,9 @@ CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 # ---- Log and files -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Atomic write: yields a temporary path, then fsync and rename. A crash leaves the old file or
-    the complete new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Atomic write: yields a temporary path of its own, then fsync and rename. A crash leaves the
+    old file or the complete new one."""
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     with writing(path):
         try:
             yield partial

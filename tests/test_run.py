@@ -627,12 +627,12 @@ def test_full_disk(env, tmp_path):
 def test_full_disk_at_the_export(env, tmp_path):
     """The artifact goes to the temporary folder, as the last line says; the scores follow."""
     (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
-    (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
     (tmp_path / "spare").mkdir()
     knobs = env(RUN_ID="full", TMPDIR=tmp_path / "spare")
-    # A fork keeps another TMPDIR
-    command = script_after("import tempfile; tempfile.tempdir = None")
-    result = run(command, knobs, tmp_path, status=1)
+    # A fork keeps another TMPDIR. The disk is full when the copy is synced.
+    full = "os.fsync = mock.Mock(side_effect=[None, OSError(28, 'No space left on device')])"
+    prepared = f"import os, tempfile; from unittest import mock; tempfile.tempdir = None; {full}"
+    result = run(script_after(prepared), knobs, tmp_path, status=1)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
     assert sentence(result).startswith("error: cannot write final_model.int6.xz: No space left")
     assert sentence(result).endswith(f"; the artifact is {spare}")
