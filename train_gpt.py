@@ -421,6 +421,8 @@ class Hyperparameters:
             not re.search("^[.]|[/,]", self.run_id),
             f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
+        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.int6.xz.XXXXXXXX.partial
+        require(size <= 255 - 25, f"RUN_ID={self.run_id} has {size} bytes: set one of at most 230")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",

@@ -171,6 +171,7 @@ def test_a_signal_ends_a_sweep_with_what_is_there(number, copied, sweep_knobs):
         ({"GRID": "matrix_lr=1"}, "GRID has 'matrix_lr=1'"),
         ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
         ({"SEEDS": "1 1"}, "names a seed twice"),
+        ({"GRID": f"MATRIX_LR=0.{'0' * 210}1"}, " has 236 bytes: set one of at most 230"),
         ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple"),
     ],
 )
