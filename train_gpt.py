@@ -1406,11 +1406,14 @@ class Run:
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         while not self.stopping:
+            last = step >= hp.iterations
             due = hp.val_loss_every and step % hp.val_loss_every == 0
-            if due or clock.spare(step) <= 0:
+            if last or due or clock.spare(step) <= 0:
                 # Decide from what a checkpoint holds, so that a resumed run decides the same.
                 self.read_reports()
-            if step >= hp.iterations or clock.spare(step) <= 0:
+                if any(self.comm.gather(self.signals)):
+                    break
+            if last or clock.spare(step) <= 0:
                 self.validate(step, looping=True)
                 break
             # Schedules end where the run does: at the latest start of a step that still fits.

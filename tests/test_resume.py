@@ -170,6 +170,25 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
 
 
 @pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("every, steps", [(4, 12), (0, 4)])
+def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
+    """As on a GPU. Neither was a signal in the last step's report, nor was that read in time."""
+    training = run_of(RUN_ID="r", CHECKPOINT_EVERY=9, VAL_LOSS_EVERY=every, ITERATIONS=steps)
+    training.clock.in_flight, step = 2, training.train_step
+    training.validate = lambda number, looping: number and pytest.fail("there is one")
+
+    def signalled(number, settings):
+        report = step(number, settings)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    training.train_step = signalled
+    with user_error("stopped by SIGTERM after step 4"), train_gpt.stop_signals(training.signals):
+        training.train()
+    assert kept(tmp_path) == [4]
+
+
 def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path):
     """The other rank notes the signal and waits for the first: it said that a collective was lost."""
     result = faulty("start", 0, knobs, tmp_path, ranks=2, rank=early, status=1)
