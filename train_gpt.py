@@ -2702,10 +2702,10 @@ def train_and_score(hp: Hyperparameters) -> None:
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
-        blob, total, seconds = train_and_export(run, log)
-        run.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.make_scorer, hp, log)
-        run.checkpoints.written.result()
+        with run.checkpoints:
+            blob, total, seconds = train_and_export(run, log)
+            run.model.load_state_dict(load_artifact(blob))
+            score = score_artifact(run.make_scorer, hp, log)
         command = (
             f"DATA_PATH={shlex.quote(hp.data_path)} "
             f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
@@ -3576,7 +3576,7 @@ SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
 CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
     metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
     are kept."""
@@ -3599,6 +3599,12 @@ class Checkpoints:
         every = self.hp.checkpoint_every
         unit, now = ("seconds", seconds) if every.endswith("s") else ("step", step)
         return every != "" and now - self.last[unit] >= int(every.rstrip("s"))
+    def __exit__(self, kind, error, trace) -> None:
+        """Wait for the file that is being written: the process may end without its threads."""
+        if error:
+            on_signals(ENDING)
+        self.written.result()
+
 
     def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
         """Collective. Copy the whole tensors and start writing them, with this metadata."""

@@ -582,6 +582,33 @@ def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
 
 
 def test_a_report_is_read_after_its_copy(run_of):
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(run_of, tmp_path, monkeypatch):
+    """Of several ranks the process ends without its threads; its launcher sends SIGTERM."""
+    training, real = run_of(CHECKPOINT_EVERY=1, RUN_ID="r"), train_gpt.replacing
+    waits = threading.Event()
+
+    def slow(path):
+        waits.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return real(path)
+
+    def failing(run, log):
+        set_signals = train_gpt.on_signals
+        set_signals(mock.Mock(side_effect=AssertionError("the signal ends the wait")))
+        set_and_tell = lambda act: (set_signals(act), waits.set())  # noqa: E731
+        monkeypatch.setattr(train_gpt, "on_signals", set_and_tell)
+        monkeypatch.setattr(train_gpt, "replacing", slow)
+        run.save(1)
+        raise UserError("another rank has died")
+
+    monkeypatch.setattr(train_gpt, "prepare", lambda *_: training)
+    monkeypatch.setattr(train_gpt, "train_and_export", failing)
+    with user_error("another rank has died"):
+        train_gpt.train_and_score(training.hp)
+    assert kept(tmp_path) == [1]
+
+
     training, values = run_of(), torch.full((3,), float("nan"))
     # A fake event of a copy that arrives late
     event = SimpleNamespace(synchronize=lambda: values.copy_(torch.tensor([2.0, 7.0, 1.0])))
