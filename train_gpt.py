@@ -3439,6 +3439,7 @@ class Log(contextlib.AbstractContextManager):
         training = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
         self.kept = "" if hp.eval_only else training
         self.begun = False  # the log is of this run, not of an earlier one
+        self.notes = []
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
         if comm.rank > 0:
@@ -3448,13 +3449,15 @@ class Log(contextlib.AbstractContextManager):
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
                 self.files.append(path.open("a", encoding="utf-8", buffering=1))
-        with as_user_error(
-            f"RUN_ID={self.name}: another run is writing {self.path}.txt",
-            BlockingIOError,
-            advice="wait or set another",
-        ):
+        name = f"RUN_ID={self.name}"
+        try:
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            wait = f"{name}: another run is writing {self.path}.txt; wait or set another"
+            raise UserError(wait) from error
+        except OSError as error:  # the file system has no locks
+            self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
 
     def __exit__(self, kind, error, trace) -> None:
         """Remove the bar from the terminal and write what ended the run."""
@@ -3550,7 +3553,7 @@ class Log(contextlib.AbstractContextManager):
             started=started,
             hyperparameters=dataclasses.asdict(self.hp),
         )
-        for note in (*runtime.notes, *notes):
+        for note in (*self.notes, *runtime.notes, *notes):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 

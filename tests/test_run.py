@@ -1,6 +1,7 @@
 """The script as a user starts it: the run, its log, its artifact, and errors as one sentence."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -221,6 +222,22 @@ def test_other_ranks_end_by_what_the_first_found(hyperparameters, monkeypatch):
     """Only rank 0 has a log. Without its answer they would wait for it in a collective."""
     log = train_gpt.Log(hyperparameters(RUN_ID="r"), train_gpt.Comm(1, 2))
     answers = iter([True, "the disk was full"])
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_folder_without_locks_is_noted(code, one_rank, tmp_path, monkeypatch):
+    flock = mock.Mock(side_effect=OSError(code, "no locks"))
+    monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
+    hp, runtime = one_rank(RUN_ID="r")
+    train_gpt.Log(hp, runtime.comm, tmp_path).header(runtime)
+    note = f"\nnote: {tmp_path}: no locks; start no second run with RUN_ID=r\n"
+    assert note in (tmp_path / "r.txt").read_text()
+
+
+def test_what_is_kept_before_the_first_checkpoint(hyperparameters):
+    """To set CHECKPOINT_EVERY was advised although it was set."""
+    hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=3)
+    assert train_gpt.Log(hp, train_gpt.Comm(1, 2)).kept == "only the log is kept"
+
+
     monkeypatch.setattr(log.comm, "broadcast", lambda _: next(answers))
     with user_error("RUN_ID=r is used by an earlier run"):
         log.require_unused()
