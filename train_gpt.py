@@ -3436,8 +3436,8 @@ class Log(contextlib.AbstractContextManager):
         self.started = time.perf_counter()
         self.failure = ""  # the first failed write, and what to do
         # How to go on from what is kept, if the run ends early
-        training = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        self.kept = "" if hp.eval_only else training
+        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
+        self.kept = "" if hp.eval_only else f"only the log is kept{advice}"
         self.begun = False  # the log is of this run, not of an earlier one
         self.notes = []
         self.files = []
@@ -3507,17 +3507,20 @@ class Log(contextlib.AbstractContextManager):
             print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
     def require_unused(self) -> None:
-        """Collective. Raise UserError if the run would replace the log of a finished run or, with
-        EVAL_ONLY, of a training."""
+        """Collective. Raise UserError if the run would replace the log of a finished run, an
+        artifact without RESUME or, with EVAL_ONLY, the log of a training."""
         used = None
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
             kept = "finished|train" if self.hp.eval_only else "finished"
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
+            replacing = not (self.hp.eval_only or self.hp.resume)
+            used = used or (replacing and self.artifact.exists())
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: set another, or delete its log, "
-            f"{self.path}.txt and .jsonl; README.md says how to lengthen a finished run",
+            f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
+            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
+            ".int6.xz; README.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
@@ -3596,18 +3599,18 @@ class Checkpoints(contextlib.AbstractContextManager):
                 for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
 
-    def due(self, step: int, seconds: float) -> bool:
-        """Whether to save before `step`, which begins `seconds` into the run; the same on all
-        ranks."""
-        every = self.hp.checkpoint_every
-        unit, now = ("seconds", seconds) if every.endswith("s") else ("step", step)
-        return every != "" and now - self.last[unit] >= int(every.rstrip("s"))
     def __exit__(self, kind, error, trace) -> None:
         """Wait for the file that is being written: the process may end without its threads."""
         if error:
             on_signals(ENDING)
         self.written.result()
 
+    def due(self, step: int, seconds: float) -> bool:
+        """Whether to save before `step`, which begins `seconds` into the run; the same on all
+        ranks."""
+        every = self.hp.checkpoint_every
+        unit, now = ("seconds", seconds) if every.endswith("s") else ("step", step)
+        return every != "" and now - self.last[unit] >= int(every.rstrip("s"))
 
     def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
         """Collective. Copy the whole tensors and start writing them, with this metadata."""
@@ -4408,6 +4411,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     on_signals(interrupt)
     try:
         try:

@@ -194,34 +194,34 @@ def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, mo
 
 
 def log_of(hyperparameters, folder, *kinds, **changes):
-    """A new log where an earlier run left these events."""
+    """A new log where an earlier run left these events, and their artifact."""
+    if "artifact" in kinds:
+        (folder / "r.int6.xz").touch()
     events = [f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds]
     (folder / "r.jsonl").write_text("".join(events))
     return train_gpt.Log(hyperparameters(RUN_ID="r", **changes), train_gpt.Comm(), folder)
 
 
 @pytest.mark.parametrize(
-    "kinds, evaluation, used",
+    "kinds, changes, used",
     [
-        ((), "", False),
-        (("start", "train"), "", False),
-        (("start", "train", "artifact", "final_int6_roundtrip_exact"), "", False),
-        (("start", "train", "finished"), "", True),
-        (("start", "train"), "x.xz", True),
-        (("start", "final_int6_roundtrip_exact"), "x.xz", False),
-        (("start", "final_int6_roundtrip_exact", "finished"), "x.xz", True),
+        ((), {}, False),
+        (("start", "train"), {}, False),
+        (("start", "train", "artifact", "final_int6_roundtrip_exact"), {}, True),
+        (("start", "train", "artifact"), {"RESUME": "auto"}, False),
+        (("start", "train", "finished"), {"RESUME": "auto"}, True),
+        (("start", "train"), {"EVAL_ONLY": "x.xz"}, True),
+        (("start", "artifact"), {"EVAL_ONLY": "x.xz"}, False),
+        (("start", "final_int6_roundtrip_exact", "finished"), {"EVAL_ONLY": "x.xz"}, True),
     ],
 )
-def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
-    log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
-    with user_error("RUN_ID=r is used") if used else contextlib.nullcontext():
+def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, changes, used):
+    log = log_of(hyperparameters, tmp_path, *kinds, **changes)
+    score = r"set another, also to score its artifact \(EVAL_ONLY=.*/r.int6.xz\), or delete "
+    with user_error(f"RUN_ID=r is used by .*: {score}") if used else contextlib.nullcontext():
         log.require_unused()
 
 
-def test_other_ranks_end_by_what_the_first_found(hyperparameters, monkeypatch):
-    """Only rank 0 has a log. Without its answer they would wait for it in a collective."""
-    log = train_gpt.Log(hyperparameters(RUN_ID="r"), train_gpt.Comm(1, 2))
-    answers = iter([True, "the disk was full"])
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_folder_without_locks_is_noted(code, one_rank, tmp_path, monkeypatch):
     flock = mock.Mock(side_effect=OSError(code, "no locks"))
@@ -238,6 +238,10 @@ def test_what_is_kept_before_the_first_checkpoint(hyperparameters):
     assert train_gpt.Log(hp, train_gpt.Comm(1, 2)).kept == "only the log is kept"
 
 
+def test_other_ranks_end_by_what_the_first_found(hyperparameters, monkeypatch):
+    """Only rank 0 has a log. Without its answer they would wait for it in a collective."""
+    log = train_gpt.Log(hyperparameters(RUN_ID="r"), train_gpt.Comm(1, 2))
+    answers = iter([True, "the disk was full"])
     monkeypatch.setattr(log.comm, "broadcast", lambda _: next(answers))
     with user_error("RUN_ID=r is used by an earlier run"):
         log.require_unused()
@@ -602,24 +606,28 @@ def test_a_rank_that_waits_for_the_sentence_of_another_ends_quietly(env, tmp_pat
     assert not run(code, knobs, tmp_path, status=130).stderr
 
 
-NO_READER = "import os; out, target = os.pipe(); os.close(out)"
-NO_SPACE = "import os; target = os.open('/dev/full', os.O_WRONLY)"
+NO_READER = "import os; out, target = os.pipe(); os.close(out); os.dup2(target, {})"
+NO_SPACE = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), {})"
+CLOSED = "import os, sys; os.close({0}); vars(sys)[('stdout', 'stderr')[{0} - 1]] = None"
 
 
-@pytest.mark.parametrize("target", [NO_READER, NO_SPACE])
+@pytest.mark.parametrize("target", [NO_READER, NO_SPACE, CLOSED])
 def test_a_run_needs_no_standard_output(target, env, tmp_path):
-    """As with `| head`, a `tee` that has died, a lost terminal. A run ended with a traceback."""
-    result = run(script_after(f"{target}; os.dup2(target, 1)"), env(RUN_ID="r"), tmp_path)
+    """As with `| head`, a `tee` that has died, a lost terminal, `>&-`. A run ended with a
+    traceback."""
+    result = run(script_after(target.format(1)), env(RUN_ID="r"), tmp_path)
     assert not result.stderr
     lines = (tmp_path / "logs" / "r.txt").read_text().splitlines()
     assert lines[-3].startswith("finished: ") and lines[-1].startswith("next: ")
 
 
 def test_a_lost_terminal_has_its_status(env, tmp_path):
-    """The error cannot be printed."""
+    """The error cannot be printed. It does not go to standard output."""
     hangup = "import shutil; shutil.disk_usage = lambda _: os.kill(os.getpid(), 1)"
-    code = script_after(f"{NO_SPACE}; os.dup2(target, 2); {hangup}")
+    code = script_after(f"{NO_SPACE.format(2)}; {hangup}")
     assert not run(code, env(), tmp_path, status=129).stderr
+    closed = run(script_after(CLOSED.format(2)), env(NUM_LAYERS=0), tmp_path, status=1)
+    assert not closed.stdout
 
 
 def test_nohup_is_respected(env, tmp_path):
