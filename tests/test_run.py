@@ -545,59 +545,63 @@ def test_mistakes_end_with_one_sentence(script, finished, tmp_path, changes, par
 @pytest.mark.parametrize("ranks", ["LOCAL_WORLD_SIZE", "WORLD_SIZE"])  # a launcher may set only one
 def test_other_ranks_wait_for_the_sentence_of_the_first(ranks, monkeypatch, capsys):
     """A launcher ends the others as soon as the first has printed."""
-    waited = []
+    waited, handled = [], set()
     sleep = lambda seconds: waited.append((seconds, capsys.readouterr().err))  # noqa: E731
     monkeypatch.setattr(train_gpt.time, "sleep", sleep)
-    monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda number, act: handled.add(number))
     monkeypatch.setenv(ranks, "2")
     monkeypatch.setenv("LOCAL_RANK", "0")  # of all ranks, with torchrun --virtual-local-rank
     for rank, before in (("2", []), ("1", [(5, "")])):
         monkeypatch.setenv("RANK", rank)
         runpy.run_path(train_gpt.__file__)["print_error"]("it failed")
+        assert handled >= {*train_gpt.STOP_SIGNALS}
+        handled.clear()
         assert waited == before and capsys.readouterr().err == "error: it failed\n"
 
 
 REPEATED = f"""
-import os, signal, sys
+import os, sys
 from unittest import mock
 sys.path.append({str(ROOT)!r})
 import train_gpt
+print_error = train_gpt.print_error
 
-def repeat():
-    for number in {{number}}, 15, 2, 10, 1:
+def repeat(*_):
+    for number in 15, 15, 2, 10, 1:
         os.kill(os.getpid(), number)
 
-def require_space(hp):
-    try:
-        os.kill(os.getpid(), {{number}})
-    finally:
-        repeat()
-        print("cleaned up")
+def read_validation(*_):
+    train_gpt.Log.show = repeat
+    if {{number}}:
+        try:
+            os.kill(os.getpid(), {{number}})
+        finally:
+            repeat()
+            print("cleaned up")
+    raise train_gpt.UserError("it failed")
 
-def write(text):
-    repeat()
-    return os.write(2, text.encode())
-
-train_gpt.require_space = require_space
-sys.stderr = mock.Mock(write=write)
+train_gpt.read_validation = read_validation
+train_gpt.print_error = lambda sentence: (repeat(), print_error(sentence))
+sys.stderr = mock.Mock(write=lambda text: (repeat(), os.write(2, text.encode())))
 train_gpt.main()
 """
 
 
 @pytest.mark.parametrize(
-    "number, status, said",
+    "number, status, logged, said",
     [
-        (2, 130, "interrupted by Ctrl-C; what "),
-        (15, 143, "interrupted by SIGTERM; what "),
-        (1, 1, ""),
+        (2, 130, "KeyboardInterrupt(<Signals.SIGINT: 2>)", "interrupted by Ctrl-C; what "),
+        (15, 143, "KeyboardInterrupt(<Signals.SIGTERM: 15>)", "interrupted by SIGTERM; what "),
+        (0, 1, "it failed", "it failed\n"),
     ],
 )
-def test_no_signal_disturbs_an_error(number, status, said, env, tmp_path):
-    """A launcher repeats signals, as one of them or of a mistake comes to its sentence."""
-    knobs = env(RUN_ID="r") if said else env(NUM_LAYERS=0)
-    result = run(["-c", REPEATED.format(number=number)], knobs, tmp_path, status=status)
-    assert result.stderr.startswith(f"error: {said or 'NUM_LAYERS=0 is not at least 1'}")
-    assert result.stderr.count("\n") == 1 and result.stdout.endswith("cleaned up\n" if said else "")
+def test_no_signal_disturbs_an_error(number, status, logged, said, env, tmp_path):
+    """A launcher repeats signals: during the cleanup, and while the error is logged and printed."""
+    code = REPEATED.format(number=number)
+    result = run(["-c", code], env(RUN_ID="r"), tmp_path, status=status)
+    assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert ("cleaned up\n" in result.stdout) == (number > 0)
+    assert (tmp_path / "logs" / "r.txt").read_text().endswith(f"\nerror: {logged}\n")
 
 
 def test_a_rank_that_waits_for_the_sentence_of_another_ends_quietly(env, tmp_path):
