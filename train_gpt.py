@@ -88,7 +88,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
 # torchrun --virtual-local-rank.
 PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal (nohup ignores the last).
+# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
+# shell's background the first.
 STOP_SIGNALS = [
     number
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

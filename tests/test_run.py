@@ -593,15 +593,17 @@ train_gpt.main()
         (2, 130, "KeyboardInterrupt(<Signals.SIGINT: 2>)", "interrupted by Ctrl-C; what "),
         (15, 143, "KeyboardInterrupt(<Signals.SIGTERM: 15>)", "interrupted by SIGTERM; what "),
         (0, 1, "it failed", "it failed\n"),
+        (0, 1, "", "NUM_LAYERS=0 is not at least 1\n"),
     ],
 )
 def test_no_signal_disturbs_an_error(number, status, logged, said, env, tmp_path):
     """A launcher repeats signals: during the cleanup, and while the error is logged and printed."""
-    code = REPEATED.format(number=number)
-    result = run(["-c", code], env(RUN_ID="r"), tmp_path, status=status)
+    code, knobs = REPEATED.format(number=number), env(RUN_ID="r", NUM_LAYERS=3 if logged else 0)
+    result = run(["-c", code], knobs, tmp_path, status=status)
     assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
     assert ("cleaned up\n" in result.stdout) == (number > 0)
-    assert (tmp_path / "logs" / "r.txt").read_text().endswith(f"\nerror: {logged}\n")
+    if logged:
+        assert (tmp_path / "logs" / "r.txt").read_text().endswith(f"\nerror: {logged}\n")
 
 
 def test_a_rank_that_waits_for_the_sentence_of_another_ends_quietly(env, tmp_path):
