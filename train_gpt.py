@@ -65,7 +65,7 @@ from configparser import ConfigParser
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: this needs Python 3.11 or later, and this is {sys.version.split()[0]}")
@@ -88,21 +88,68 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
 # torchrun --virtual-local-rank.
 PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal (nohup ignores the last).
-STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    STOP_SIGNALS.remove(signal.SIGHUP)
+# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
+# shell's background the first.
+STOP_SIGNALS = [
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+
+
+def on_signals(act: Callable | signal.Handlers) -> None:
+    """Set what STOP_SIGNALS do."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, act)
+
+
+def interrupt(number, frame) -> None:
+    """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
+    that, or has failed, and its launcher sent the signal: the others end at once."""
+    if PLACE_IN_NODE:
+        os._exit(128 + number)
+    on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+# What a signal does from an error on: it raises nothing, but ends ranks that wait for a sentence.
+ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
+
+    def note(number, frame):
+        if number == signal.SIGINT and number in received:
+            interrupt(number, frame)
+        received.append(signal.Signals(number))
+
+    on_signals(note)
+    try:
+        yield
+    except UserError as error:
+        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
+            interrupt(received[0], None)
+        raise
+    on_signals(interrupt)
+
+
+def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
+    """Print. Without a reader, as of `| head`, on a full disk or a lost terminal it goes nowhere."""
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except OSError:  # else also at the end, with status 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def print_error(sentence: str) -> None:
     """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
     the others."""
+    on_signals(ENDING)
     if PLACE_IN_NODE:
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
         time.sleep(5)  # if this rank still runs then, it alone has failed
-    with contextlib.suppress(OSError):  # the terminal is lost
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
+    print_to(sys.stderr, f"error: {sentence}")
 
 
 @contextlib.contextmanager
@@ -375,6 +422,8 @@ class Hyperparameters:
             not re.search("^[.]|[/,]", self.run_id),
             f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
+        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.int6.xz.XXXXXXXX.partial
+        require(size <= 255 - 25, f"RUN_ID={self.run_id} has {size} bytes: set one of at most 230")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
@@ -1358,11 +1407,14 @@ class Run:
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
         while not self.stopping:
+            last = step >= hp.iterations
             due = hp.val_loss_every and step % hp.val_loss_every == 0
-            if due or clock.spare(step) <= 0:
+            if last or due or clock.spare(step) <= 0:
                 # Decide from what a checkpoint holds, so that a resumed run decides the same.
                 self.read_reports()
-            if step >= hp.iterations or clock.spare(step) <= 0:
+                if any(self.comm.gather(self.signals)):
+                    break
+            if last or clock.spare(step) <= 0:
                 self.validate(step, looping=True)
                 break
             # Schedules end where the run does: at the latest start of a step that still fits.
@@ -1629,28 +1681,6 @@ class Run:
         )
         self.clock.reserve = reserve
         self.log(f"warmup: reserving {reserve:.2f} s for calibration")
-
-
-@contextlib.contextmanager
-def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
-    """Only note STOP_SIGNALS, which a launcher repeats, in `received`. A second Ctrl-C ends the run
-    at once."""
-
-    def note(number, frame):
-        if number == signal.SIGINT:
-            signal.signal(number, signal.default_int_handler)
-        received.append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
-        yield
-    except UserError as error:
-        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
-            raise KeyboardInterrupt(received[0]) from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # ---- Evaluation: windows and the banded pass, by one evaluator -----------------------------------
@@ -2545,7 +2575,7 @@ def fit_bytes(
         place = comm.broadcast(place)  # another machine may round differently
         if place in files:
             break
-        file = files[place] = pack(losses[place])
+        file = files[place] = comm.broadcast(pack(losses[place]))  # another liblzma packs otherwise
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
@@ -2673,10 +2703,10 @@ def train_and_score(hp: Hyperparameters) -> None:
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
-        blob, total, seconds = train_and_export(run, log)
-        run.model.load_state_dict(load_artifact(blob))
-        score = score_artifact(run.make_scorer, hp, log)
-        run.checkpoints.written.result()
+        with run.checkpoints:
+            blob, total, seconds = train_and_export(run, log)
+            run.model.load_state_dict(load_artifact(blob))
+            score = score_artifact(run.make_scorer, hp, log)
         command = (
             f"DATA_PATH={shlex.quote(hp.data_path)} "
             f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
@@ -3401,9 +3431,9 @@ CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
 # ---- Log and files -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Atomic write: yields a temporary path, then fsync and rename. A crash leaves the old file or
-    the complete new one."""
-    partial = path.with_name(f"{path.name}.partial")
+    """Atomic write: yields a temporary path of its own, then fsync and rename. A crash leaves the
+    old file or the complete new one."""
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     with writing(path):
         try:
             yield partial
@@ -3430,9 +3460,10 @@ class Log(contextlib.AbstractContextManager):
         self.started = time.perf_counter()
         self.failure = ""  # the first failed write, and what to do
         # How to go on from what is kept, if the run ends early
-        training = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
-        self.kept = "" if hp.eval_only else training
+        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
+        self.kept = "" if hp.eval_only else f"only the log is kept{advice}"
         self.begun = False  # the log is of this run, not of an earlier one
+        self.notes = []
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
         if comm.rank > 0:
@@ -3442,16 +3473,20 @@ class Log(contextlib.AbstractContextManager):
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
                 self.files.append(path.open("a", encoding="utf-8", buffering=1))
-        with as_user_error(
-            f"RUN_ID={self.name}: another run is writing {self.path}.txt",
-            BlockingIOError,
-            advice="wait or set another",
-        ):
+        name = f"RUN_ID={self.name}"
+        try:
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            wait = f"{name}: another run is writing {self.path}.txt; wait or set another"
+            raise UserError(wait) from error
+        except OSError as error:  # the file system has no locks
+            self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
 
     def __exit__(self, kind, error, trace) -> None:
         """Remove the bar from the terminal and write what ended the run."""
+        if error:
+            on_signals(ENDING)
         self.show("")
         if self.begun and error:
             known = isinstance(error, UserError)
@@ -3474,7 +3509,7 @@ class Log(contextlib.AbstractContextManager):
             self.stage(*bar)
         elif console:
             self.show("")
-            self.print(line)
+            print_to(sys.stdout, line)
         text, events = self.files
         try:
             with writing(text.name):
@@ -3493,27 +3528,23 @@ class Log(contextlib.AbstractContextManager):
         """Replace the last line of a terminal."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            self.print(f"\r{text[:width]}\x1b[K\r", end="")
-
-    def print(self, text: str, end: str = "\n") -> None:
-        """Print. Without a reader, as of `| head`, or on a full disk the run continues."""
-        try:
-            print(text, end=end, flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
     def require_unused(self) -> None:
-        """Collective. Raise UserError if the run would replace the log of a finished run or, with
-        EVAL_ONLY, of a training."""
+        """Collective. Raise UserError if the run would replace the log of a finished run, an
+        artifact without RESUME or, with EVAL_ONLY, the log of a training."""
         used = None
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
             kept = "finished|train" if self.hp.eval_only else "finished"
             used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
+            replacing = not (self.hp.eval_only or self.hp.resume)
+            used = used or (replacing and self.artifact.exists())
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: set another, or delete its log, "
-            f"{self.path}.txt and .jsonl; README.md says how to lengthen a finished run",
+            f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
+            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
+            ".int6.xz; README.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
@@ -3549,7 +3580,7 @@ class Log(contextlib.AbstractContextManager):
             started=started,
             hyperparameters=dataclasses.asdict(self.hp),
         )
-        for note in (*runtime.notes, *notes):
+        for note in (*self.notes, *runtime.notes, *notes):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
@@ -3575,7 +3606,7 @@ SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
 CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
 
 
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager):
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
     metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
     are kept."""
@@ -3591,6 +3622,12 @@ class Checkpoints:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Wait for the file that is being written: the process may end without its threads."""
+        if error:
+            on_signals(ENDING)
+        self.written.result()
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
@@ -4398,13 +4435,17 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
-    # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
-    for number in STOP_SIGNALS - {signal.SIGINT}:
-        signal.signal(number, interrupt)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    on_signals(interrupt)
     try:
-        if artifact := os.environ.get("EVAL_ONLY", "").strip():
-            return evaluate_only(os.environ, artifact)
-        return train_and_score(Hyperparameters.from_env(os.environ))
+        try:
+            if artifact := os.environ.get("EVAL_ONLY", "").strip():
+                return evaluate_only(os.environ, artifact)
+            return train_and_score(Hyperparameters.from_env(os.environ))
+        finally:
+            on_signals(ENDING)
     except UserError as error:
         status, sentence = error.status, str(error)
     except torch.OutOfMemoryError as error:
@@ -4413,26 +4454,15 @@ def main() -> None:
             f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
         )
     except KeyboardInterrupt as interrupted:
-        number = (*interrupted.args, signal.SIGINT)[0]
+        (number,) = interrupted.args
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         status = 128 + number
         sentence = f"interrupted by {name}; what was finished until then is in the log"
-        if PLACE_IN_NODE:
-            # Another rank of the node prints it. Or that rank has failed, and its launcher sent
-            # this signal.
-            os._exit(status)
     print_error(sentence)
     if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
-
-
-def interrupt(number, frame) -> None:
-    """Treat a signal like Ctrl-C."""
-    for other in STOP_SIGNALS - {signal.SIGINT}:
-        signal.signal(other, signal.SIG_IGN)  # a launcher repeats it
-    raise KeyboardInterrupt(signal.Signals(number))
 
 
 if __name__ == "__main__":

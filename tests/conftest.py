@@ -136,6 +136,15 @@ def one_rank(hyperparameters):
     return make
 
 
+@pytest.fixture(autouse=True)
+def signals_are_restored():
+    """The script's handlers would stay after a test that calls it in this process."""
+    before = {number: signal.getsignal(number) for number in train_gpt.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """A pretended H100."""

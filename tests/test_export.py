@@ -745,7 +745,7 @@ def test_all_ranks_take_the_loss_that_rank_0_has_found(model):
     """Ranks of unlike machines found others by the last bits, and parted around a collective."""
     quantisers, taken = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []
     pack = lambda loss: taken.append(loss) or bytes(9_990)  # noqa: E731
-    comm = SimpleNamespace(broadcast=lambda place: place + 7)
+    comm = SimpleNamespace(broadcast=lambda sent: sent + 7 if isinstance(sent, int) else sent)
     for most in (10_000, math.inf):
         train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, train_gpt.Comm())
         train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, comm)
@@ -753,21 +753,38 @@ def test_all_ranks_take_the_loss_that_rank_0_has_found(model):
         assert found == own + 7
 
 
+def test_all_ranks_take_the_file_that_rank_0_has_packed(model):
+    """Another liblzma packs other bytes. Ranks that went by their own parted around a collective."""
+    quantisers, sent = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []
+
+    def rank(size: int, broadcast) -> bytes:
+        comm, pack = SimpleNamespace(broadcast=broadcast), lambda loss: bytes(size)
+        return train_gpt.fit_bytes(quantisers, pack, 10_000, lambda line: None, comm)
+
+    first = rank(9_995, lambda found: sent.append(found) or found)
+    assert rank(10_001, lambda found: sent.pop(0)) == first and not sent
+
+
 def test_writing_is_atomic(tmp_path, monkeypatch):
-    """A full disk leaves the old file and no temporary one."""
-    path = tmp_path / "final_model.int6.xz"
+    """A full disk leaves the old file and no temporary one, two processes can write at once, and
+    there is room for the longest RUN_ID."""
+    path = tmp_path / f"{'r' * 230}.int6.xz"
 
     def write(content):
         with train_gpt.replacing(path) as partial:
             partial.write_bytes(content)
-            assert not path.exists() or path.read_bytes() == b"old"
+            assert not path.exists() or path.read_bytes() in (b"old", b"first")
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    with train_gpt.replacing(path) as partial:
+        partial.write_bytes(b"first")
+        write(b"old")
+    assert path.read_bytes() == b"first"
     write(b"old")
     monkeypatch.setattr(train_gpt.os, "fsync", full)
-    with user_error("cannot write .*final_model.int6.xz: No space left"):
+    with user_error("cannot write .*r.int6.xz: No space left"):
         write(b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 

@@ -107,6 +107,7 @@ def test_challenge_names_are_knobs():
         ("RUN_ID", "..x", "must not have a slash or a comma, or begin with a dot"),
         ("RUN_ID", "a,b", "comma"),
         ("RUN_ID", "a/b", "slash"),
+        ("RUN_ID", "x" + "ü" * 115, "has 231 bytes: set one of at most 230"),
         ("RESUME", "yes", "RESUME='yes' is not one of ('', 'auto')"),
         ("CHECKPOINT_EVERY", "5m", "'5m' is neither steps (500) nor seconds (60s)"),
         ("CHECKPOINT_EVERY", "0", "is neither steps"),

@@ -59,6 +59,7 @@ def kept(folder) -> list[int]:
 
 def unfinished(folder: Path) -> None:
     """Cut the log of run r, as if it had been killed before its export."""
+    (folder / "logs" / "r.int6.xz").unlink()
     for suffix, mark in ((".txt", "exporting"), (".jsonl", '{"event": "artifact"')):
         log = folder / "logs" / f"r{suffix}"
         before, found, _ = log.read_text().rpartition(f"\n{mark}")
@@ -123,7 +124,7 @@ SIGNALS = {  # (changed knobs, status, the sentence, in the log, a line of the o
     "usr1": (PLAIN, 138, f"stopped by SIGUSR1 after step 8; {LOST}", LOST, ""),
     "late": ({}, 143, f"stopped by SIGTERM after step 12; {KEPT[:11]}", "00012.npz", ""),
     "export": (PLAIN, 130, f"stopped by SIGINT after step 12; {SCORES}", SCORES, ""),
-    "twice": ({}, 130, INTERRUPTED.format("Ctrl-C"), "Interrupt()", KEPT.format(step_file(12))),
+    "twice": ({}, 130, INTERRUPTED.format("Ctrl-C"), "SIGINT: 2>)", KEPT.format(step_file(12))),
     "score": (PLAIN, 129, INTERRUPTED.format("SIGHUP"), "(<Signals.SIGHUP: 1>)", SCORES),
 }
 CASES = [*((fault, 1) for fault in SIGNALS), ("int", 2), ("late", 2), ("export", 2), ("score", 2)]
@@ -169,6 +170,25 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
         training.raise_if_stopped()
 
 
+@pytest.mark.parametrize("every, steps", [(4, 12), (0, 4)])
+def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
+    """As on a GPU. Neither was a signal in the last step's report, nor was that read in time."""
+    training = run_of(RUN_ID="r", CHECKPOINT_EVERY=9, VAL_LOSS_EVERY=every, ITERATIONS=steps)
+    training.clock.in_flight, step = 2, training.train_step
+    training.validate = lambda number, looping: number and pytest.fail("there is one")
+
+    def signalled(number, settings):
+        report = step(number, settings)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return report
+
+    training.train_step = signalled
+    with user_error("stopped by SIGTERM after step 4"), train_gpt.stop_signals(training.signals):
+        training.train()
+    assert kept(tmp_path) == [4]
+
+
 @pytest.mark.parametrize("early", [0, 1])
 def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path):
     """The other rank notes the signal and waits for the first: it said that a collective was lost."""
@@ -187,9 +207,10 @@ def test_a_signal_does_not_hide_another_error():
         raise OSError("full")
 
 
-def test_the_second_interrupt_ends_a_run_at_once():
-    """But a launcher repeats SIGTERM, and the first one's checkpoint must be written."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+def test_the_second_interrupt_ends_a_run_at_once(monkeypatch):
+    """But a launcher repeats SIGTERM, and the first one's checkpoint must be written. A shell's
+    background ignores Ctrl-C."""
+    monkeypatch.setattr(train_gpt, "STOP_SIGNALS", [signal.SIGINT, signal.SIGTERM])
     received = []
     with pytest.raises(KeyboardInterrupt), train_gpt.stop_signals(received):
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
@@ -559,6 +580,33 @@ def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
         assert set(written) == set(wanted)
         assert all(torch.equal(written[name], wanted[name]) for name in wanted)
     assert not torch.equal(states[0]["qo_bank.weight"], states[1]["qo_bank.weight"])
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(run_of, tmp_path, monkeypatch):
+    """Of several ranks the process ends without its threads; its launcher sends SIGTERM."""
+    training, real = run_of(CHECKPOINT_EVERY=1, RUN_ID="r"), train_gpt.replacing
+    waits = threading.Event()
+
+    def slow(path):
+        waits.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        return real(path)
+
+    def failing(run, log):
+        set_signals = train_gpt.on_signals
+        set_signals(mock.Mock(side_effect=AssertionError("the signal ends the wait")))
+        set_and_tell = lambda act: (set_signals(act), waits.set())  # noqa: E731
+        monkeypatch.setattr(train_gpt, "on_signals", set_and_tell)
+        monkeypatch.setattr(train_gpt, "replacing", slow)
+        run.save(1)
+        raise UserError("another rank has died")
+
+    monkeypatch.setattr(train_gpt, "prepare", lambda *_: training)
+    monkeypatch.setattr(train_gpt, "train_and_export", failing)
+    with user_error("another rank has died"):
+        train_gpt.train_and_score(training.hp)
+    assert kept(tmp_path) == [1]
 
 
 def test_a_report_is_read_after_its_copy(run_of):

@@ -1,6 +1,7 @@
 """The script as a user starts it: the run, its log, its artifact, and errors as one sentence."""
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -193,28 +194,48 @@ def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, mo
 
 
 def log_of(hyperparameters, folder, *kinds, **changes):
-    """A new log where an earlier run left these events."""
+    """A new log where an earlier run left these events, and their artifact."""
+    if "artifact" in kinds:
+        (folder / "r.int6.xz").touch()
     events = [f'{{"event": "{kind}", "seconds": 1}}\n' for kind in kinds]
     (folder / "r.jsonl").write_text("".join(events))
     return train_gpt.Log(hyperparameters(RUN_ID="r", **changes), train_gpt.Comm(), folder)
 
 
 @pytest.mark.parametrize(
-    "kinds, evaluation, used",
+    "kinds, changes, used",
     [
-        ((), "", False),
-        (("start", "train"), "", False),
-        (("start", "train", "artifact", "final_int6_roundtrip_exact"), "", False),
-        (("start", "train", "finished"), "", True),
-        (("start", "train"), "x.xz", True),
-        (("start", "final_int6_roundtrip_exact"), "x.xz", False),
-        (("start", "final_int6_roundtrip_exact", "finished"), "x.xz", True),
+        ((), {}, False),
+        (("start", "train"), {}, False),
+        (("start", "train", "artifact", "final_int6_roundtrip_exact"), {}, True),
+        (("start", "train", "artifact"), {"RESUME": "auto"}, False),
+        (("start", "train", "finished"), {"RESUME": "auto"}, True),
+        (("start", "train"), {"EVAL_ONLY": "x.xz"}, True),
+        (("start", "artifact"), {"EVAL_ONLY": "x.xz"}, False),
+        (("start", "final_int6_roundtrip_exact", "finished"), {"EVAL_ONLY": "x.xz"}, True),
     ],
 )
-def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, evaluation, used):
-    log = log_of(hyperparameters, tmp_path, *kinds, EVAL_ONLY=evaluation)
-    with user_error("RUN_ID=r is used") if used else contextlib.nullcontext():
+def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, changes, used):
+    log = log_of(hyperparameters, tmp_path, *kinds, **changes)
+    score = r"set another, also to score its artifact \(EVAL_ONLY=.*/r.int6.xz\), or delete "
+    with user_error(f"RUN_ID=r is used by .*: {score}") if used else contextlib.nullcontext():
         log.require_unused()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_folder_without_locks_is_noted(code, one_rank, tmp_path, monkeypatch):
+    flock = mock.Mock(side_effect=OSError(code, "no locks"))
+    monkeypatch.setattr(train_gpt.fcntl, "flock", flock)
+    hp, runtime = one_rank(RUN_ID="r")
+    train_gpt.Log(hp, runtime.comm, tmp_path).header(runtime)
+    note = f"\nnote: {tmp_path}: no locks; start no second run with RUN_ID=r\n"
+    assert note in (tmp_path / "r.txt").read_text()
+
+
+def test_what_is_kept_before_the_first_checkpoint(hyperparameters):
+    """To set CHECKPOINT_EVERY was advised although it was set."""
+    hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=3)
+    assert train_gpt.Log(hp, train_gpt.Comm(1, 2)).kept == "only the log is kept"
 
 
 def test_other_ranks_end_by_what_the_first_found(hyperparameters, monkeypatch):
@@ -524,29 +545,95 @@ def test_mistakes_end_with_one_sentence(script, finished, tmp_path, changes, par
 @pytest.mark.parametrize("ranks", ["LOCAL_WORLD_SIZE", "WORLD_SIZE"])  # a launcher may set only one
 def test_other_ranks_wait_for_the_sentence_of_the_first(ranks, monkeypatch, capsys):
     """A launcher ends the others as soon as the first has printed."""
-    waited = []
+    waited, handled = [], set()
     sleep = lambda seconds: waited.append((seconds, capsys.readouterr().err))  # noqa: E731
     monkeypatch.setattr(train_gpt.time, "sleep", sleep)
-    monkeypatch.setattr(train_gpt.signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(train_gpt.signal, "signal", lambda number, act: handled.add(number))
     monkeypatch.setenv(ranks, "2")
     monkeypatch.setenv("LOCAL_RANK", "0")  # of all ranks, with torchrun --virtual-local-rank
     for rank, before in (("2", []), ("1", [(5, "")])):
         monkeypatch.setenv("RANK", rank)
         runpy.run_path(train_gpt.__file__)["print_error"]("it failed")
+        assert handled >= {*train_gpt.STOP_SIGNALS}
+        handled.clear()
         assert waited == before and capsys.readouterr().err == "error: it failed\n"
 
 
-NO_READER = "import os; out, target = os.pipe(); os.close(out)"
-NO_SPACE = "import os; target = os.open('/dev/full', os.O_WRONLY)"
+REPEATED = f"""
+import os, sys
+from unittest import mock
+sys.path.append({str(ROOT)!r})
+import train_gpt
+print_error = train_gpt.print_error
+
+def repeat(*_):
+    for number in 15, 15, 2, 10, 1:
+        os.kill(os.getpid(), number)
+
+def read_validation(*_):
+    train_gpt.Log.show = repeat
+    if {{number}}:
+        try:
+            os.kill(os.getpid(), {{number}})
+        finally:
+            repeat()
+            print("cleaned up")
+    raise train_gpt.UserError("it failed")
+
+train_gpt.read_validation = read_validation
+train_gpt.print_error = lambda sentence: (repeat(), print_error(sentence))
+sys.stderr = mock.Mock(write=lambda text: (repeat(), os.write(2, text.encode())))
+train_gpt.main()
+"""
 
 
-@pytest.mark.parametrize("target", [NO_READER, NO_SPACE])
+@pytest.mark.parametrize(
+    "number, status, logged, said",
+    [
+        (2, 130, "KeyboardInterrupt(<Signals.SIGINT: 2>)", "interrupted by Ctrl-C; what "),
+        (15, 143, "KeyboardInterrupt(<Signals.SIGTERM: 15>)", "interrupted by SIGTERM; what "),
+        (0, 1, "it failed", "it failed\n"),
+        (0, 1, "", "NUM_LAYERS=0 is not at least 1\n"),
+    ],
+)
+def test_no_signal_disturbs_an_error(number, status, logged, said, env, tmp_path):
+    """A launcher repeats signals: during the cleanup, and while the error is logged and printed."""
+    code, knobs = REPEATED.format(number=number), env(RUN_ID="r", NUM_LAYERS=3 if logged else 0)
+    result = run(["-c", code], knobs, tmp_path, status=status)
+    assert result.stderr.startswith(f"error: {said}") and result.stderr.count("\n") == 1
+    assert ("cleaned up\n" in result.stdout) == (number > 0)
+    if logged:
+        assert (tmp_path / "logs" / "r.txt").read_text().endswith(f"\nerror: {logged}\n")
+
+
+def test_a_rank_that_waits_for_the_sentence_of_another_ends_quietly(env, tmp_path):
+    code = script_after("import os, time; time.sleep = lambda _: os.kill(os.getpid(), 2)")
+    knobs = env(NUM_LAYERS=0, RANK=1, WORLD_SIZE=2)
+    assert not run(code, knobs, tmp_path, status=130).stderr
+
+
+NO_READER = "import os; out, target = os.pipe(); os.close(out); os.dup2(target, {})"
+NO_SPACE = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), {})"
+CLOSED = "import os, sys; os.close({0}); vars(sys)[('stdout', 'stderr')[{0} - 1]] = None"
+
+
+@pytest.mark.parametrize("target", [NO_READER, NO_SPACE, CLOSED])
 def test_a_run_needs_no_standard_output(target, env, tmp_path):
-    """As with `| head`, a `tee` that has died, a lost terminal. A run ended with a traceback."""
-    result = run(script_after(f"{target}; os.dup2(target, 1)"), env(RUN_ID="r"), tmp_path)
+    """As with `| head`, a `tee` that has died, a lost terminal, `>&-`. A run ended with a
+    traceback."""
+    result = run(script_after(target.format(1)), env(RUN_ID="r"), tmp_path)
     assert not result.stderr
     lines = (tmp_path / "logs" / "r.txt").read_text().splitlines()
     assert lines[-3].startswith("finished: ") and lines[-1].startswith("next: ")
+
+
+def test_a_lost_terminal_has_its_status(env, tmp_path):
+    """The error cannot be printed. It does not go to standard output."""
+    hangup = "import shutil; shutil.disk_usage = lambda _: os.kill(os.getpid(), 1)"
+    code = script_after(f"{NO_SPACE.format(2)}; {hangup}")
+    assert not run(code, env(), tmp_path, status=129).stderr
+    closed = run(script_after(CLOSED.format(2)), env(NUM_LAYERS=0), tmp_path, status=1)
+    assert not closed.stdout
 
 
 def test_nohup_is_respected(env, tmp_path):
@@ -571,12 +658,12 @@ def test_full_disk(env, tmp_path):
 def test_full_disk_at_the_export(env, tmp_path):
     """The artifact goes to the temporary folder, as the last line says; the scores follow."""
     (tmp_path / "final_model.int6.xz").write_bytes(b"of an earlier run")
-    (tmp_path / "final_model.int6.xz.partial").symlink_to("/dev/full")
     (tmp_path / "spare").mkdir()
     knobs = env(RUN_ID="full", TMPDIR=tmp_path / "spare")
-    # A fork keeps another TMPDIR
-    command = script_after("import tempfile; tempfile.tempdir = None")
-    result = run(command, knobs, tmp_path, status=1)
+    # A fork keeps another TMPDIR. The disk is full when the copy is synced.
+    full = "os.fsync = mock.Mock(side_effect=[None, OSError(28, 'No space left on device')])"
+    prepared = f"import os, tempfile; from unittest import mock; tempfile.tempdir = None; {full}"
+    result = run(script_after(prepared), knobs, tmp_path, status=1)
     (spare,) = (tmp_path / "spare").glob("*/full.int6.xz")
     assert sentence(result).startswith("error: cannot write final_model.int6.xz: No space left")
     assert sentence(result).endswith(f"; the artifact is {spare}")

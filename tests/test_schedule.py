@@ -159,9 +159,10 @@ def test_two_stalls_do_not_push_a_run_over_its_cap(base, length):
 
 def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     """On a GPU its report is read at the validation. Then no step may follow: the margin exceeds
-    what is left, and the schedules would divide by a negative time."""
+    what is left, and the schedules would divide by a negative time. They end where the run does,
+    before the time for calibration."""
     run = run_of(MAX_WALLCLOCK_SECONDS=600, VAL_LOSS_EVERY=7, ITERATIONS=100, GPTQ_BATCHES=0)
-    run.clock.in_flight = 2
+    run.clock.in_flight, run.clock.reserve = 2, 50.0
     asked, steps = [], []
 
     def step_of(step, settings):
@@ -174,7 +175,15 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     run.make_scorer = scoring(lambda config, stride: None)
     run.train()
     assert steps == list(range(7))
-    assert all(0 <= seconds < end for seconds, end in asked)
+    assert all(0 <= seconds < end < 550 for seconds, end in asked)
+
+
+def test_a_step_is_expected_at_the_pace_of_the_run():
+    clock = Clock(10.0, 0)
+    assert clock.begins(3) == 0.0, "nothing is known"
+    for step in range(2):
+        clock.record(step, step + 1.0)
+        assert [clock.begins(later) for later in (step + 1, step + 4)] == [step + 1.0, step + 4.0]
 
 
 def scoring(note):

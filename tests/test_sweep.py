@@ -41,6 +41,9 @@ def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
 
 def test_the_next_comparison_does_not_mix_configurations(copied, monkeypatch):
     planned = sweep.plan({"GRID": "MATRIX_LR=0.005,0.025", "SEEDS": "1 2", "RUN_ID": "t"})
+    assert all(variables["RESUME"] == "auto" for variables in planned), (
+        "also a trained, unscored one"
+    )
     words = shlex.split(sweep.patterns(planned))
     assert words == ["logs/t_MATRIX_LR=0.005_*.txt", "logs/t_MATRIX_LR=0.025_*.txt"]
     result = run([ROOT / "tools" / "compare.py", *words], {}, copied, status=None)
@@ -171,6 +174,7 @@ def test_a_signal_ends_a_sweep_with_what_is_there(number, copied, sweep_knobs):
         ({"GRID": "matrix_lr=1"}, "GRID has 'matrix_lr=1'"),
         ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
         ({"SEEDS": "1 1"}, "names a seed twice"),
+        ({"GRID": f"MATRIX_LR=0.{'0' * 210}1"}, " has 236 bytes: set one of at most 230"),
         ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple"),
     ],
 )

@@ -74,8 +74,7 @@ def plan(environ: dict[str, str]) -> list[dict[str, str]]:
     could not start."""
     planned = members(environ)
     for variables in planned:
-        if {**environ, **variables}.get("CHECKPOINT_EVERY"):
-            variables["RESUME"] = "auto"  # a run without checkpoints begins
+        variables["RESUME"] = "auto"  # a run without checkpoints begins
         Hyperparameters.from_env({**environ, **variables})
     return planned
 
