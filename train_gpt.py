@@ -167,13 +167,13 @@ def importing(requirements: str) -> Iterator[None]:
 
 
 with importing("requirements.txt"):
-    import constriction
     import numpy as np
     import sentencepiece
     import torch
     import torch.distributed as dist
     import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
     import torch.nn.functional as F
+    import zstandard
     from torch import Tensor, nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.linalg import vector_norm
@@ -331,7 +331,7 @@ class Hyperparameters:
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
-    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma"))
+    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
@@ -2551,7 +2551,7 @@ def pack_artifact(
     }
     file = io.BytesIO()
     np.savez(file, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
-    return file.getvalue()
+    return comm.broadcast(file.getvalue())  # a node's other liblzma would pack other bytes
 
 
 def fit_bytes(
@@ -2779,6 +2779,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
 def require_exportable(hp: Hyperparameters) -> None:
     """Raise UserError, before the training, if no artifact could be written or nothing could load
     it."""
+    if hp.compressor == "ans":
+        ans_package()
     require(
         not 0 < hp.target_bytes <= CODE_BYTES,
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
@@ -3330,6 +3332,21 @@ def lzma_unpack(blob: bytes, most: int) -> bytes:
     return raw
 
 
+def zstd_pack(raw: bytes) -> bytes:
+    """One Zstandard frame, as in #399's first revision. It states its size and has a checksum."""
+    return zstandard.ZstdCompressor(level=22, write_checksum=True).compress(raw)
+
+
+def zstd_unpack(blob: bytes, most: int) -> bytes:
+    """The inverse of `zstd_pack`, like `lzma_unpack`."""
+    frame = zstandard.get_frame_parameters(blob)
+    require(
+        frame.content_size == frame.window_size <= most,  # the window is memory, too
+        f"a frame states no size of at most {most} bytes",
+    )
+    return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+
+
 def to_planes(values: np.ndarray) -> bytes:
     """16-bit values as all low bytes, then all high bytes, which compresses better."""
     return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
@@ -3340,18 +3357,31 @@ def from_planes(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
 
 
-def encode_lzma(codes: np.ndarray) -> bytes:
-    """Codes (L, out, in) int16, packed column by column, as columns hold like codes (1.5 % fewer
-    bytes), with zero high bytes."""
-    return lzma_pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
-
-
-def decode_lzma(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
-    """The codes (L, out, in) int16 of `encode_lzma`. Raises an error if they are damaged or of
+def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
+    """(encode, decode): codes (L, out, in) int16 packed column by column, as columns hold like codes
+    (1.5 % fewer bytes), with zero high bytes. `decode` raises an error if they are damaged or of
     another shape."""
-    layers, out, width = shape
-    codes = from_planes(lzma_unpack(blob, 2 * math.prod(shape))) - np.int16(128)
-    return codes.reshape(layers, width, out).transpose(0, 2, 1)
+
+    def encode(codes):
+        return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
+
+    def decode(blob, shape):
+        layers, out, width = shape
+        codes = from_planes(unpack(blob, 2 * math.prod(shape))) - np.int16(128)
+        return codes.reshape(layers, width, out).transpose(0, 2, 1)
+
+    return encode, decode
+
+
+def ans_package():
+    """constriction, which only the coder `ans` needs. Raises UserError without it."""
+    with as_user_error(
+        "COMPRESSOR=ans",
+        ImportError,
+        advice="run `pip install constriction`, or train with COMPRESSOR=lzma or COMPRESSOR=zstd",
+    ):
+        import constriction
+    return constriction
 
 
 def encode_ans(codes: np.ndarray) -> bytes:
@@ -3368,7 +3398,7 @@ def encode_ans(codes: np.ndarray) -> bytes:
     parts = [symbols.ravel()[places] for places in positions_by_class(numbers, codes.shape)]
     count = symbols.max() + 2  # the coder needs two symbols, also if all codes are equal
     tables = frequencies(np.stack([np.bincount(part, minlength=count) for part in parts]))
-    coder = constriction.stream.stack.AnsCoder()
+    coder = ans_package().stream.stack.AnsCoder()
     for table, part in zip(tables[::-1], parts[::-1], strict=True):  # last in, first out
         coder.encode_reverse(part, distribution(table))
     side = struct.pack("<3h", least, *tables.shape) + numbers.tobytes()
@@ -3391,7 +3421,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
         len(positions) == number and (tables.sum(axis=1) == ANS_TOTAL).all(),
         "its tables of frequencies do not fit",
     )
-    coder = constriction.stream.stack.AnsCoder(stream.astype(np.uint32))
+    coder = ans_package().stream.stack.AnsCoder(stream.astype(np.uint32))
     codes = np.empty(math.prod(shape), dtype=np.int16)
     for table, places in zip(tables, positions, strict=True):
         codes[places] = least + coder.decode(distribution(table), len(places))
@@ -3422,10 +3452,14 @@ def frequencies(counts: np.ndarray) -> np.ndarray:
 def distribution(table: np.ndarray):
     """The coder's model. Its fixed-point weights are exact for frequencies that sum to a power of
     two."""
-    return constriction.stream.model.Categorical(table.astype(np.float64), perfect=False)
+    return ans_package().stream.model.Categorical(table.astype(np.float64), perfect=False)
 
 
-CODERS = {"ans": (encode_ans, decode_ans), "lzma": (encode_lzma, decode_lzma)}
+CODERS = {
+    "ans": (encode_ans, decode_ans),
+    "lzma": columnwise(lzma_pack, lzma_unpack),
+    "zstd": columnwise(zstd_pack, zstd_unpack),
+}
 
 
 # ---- Log and files -------------------------------------------------------------------------------
@@ -3444,8 +3478,9 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-# Their versions are logged; the last three decide the speed of kernels.
-PACKAGES = ["torch", "numpy", "sentencepiece", "constriction", "triton", "flash_attn_3", "kernels"]
+# Their versions are logged.
+PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
+PACKAGES += ["triton", "flash_attn_3", "kernels"]  # the speed of kernels
 
 
 class Log(contextlib.AbstractContextManager):

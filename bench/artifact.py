@@ -7,8 +7,8 @@
 
 With an artifact the table has bytes, their ratio to the order-0 entropy of the codes (one frequency
 table per matrix), and seconds. Every result is decoded and compared. The coders of train_gpt.py
-come first, then the published container (torch.save, then xz -9e), and xz, zstd, brotli and lrzip
-where they are installed, on the codes by rows and by columns.
+come first, then the published container (torch.save, then xz -9e), and xz, zstd, and brotli and
+lrzip where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
 averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by the
@@ -145,14 +145,8 @@ def coders() -> Iterator[tuple[str, Coder]]:
     for name, (encode, decode) in train_gpt.CODERS.items():
         yield name, by_tensor(encode, decode)
     yield "published", published()
-    programs = {"xz -9e": (xz, lzma.decompress)}
-    if importlib.util.find_spec("zstandard"):
-        import zstandard
-
-        programs["zstd 22"] = (
-            zstandard.ZstdCompressor(level=22).compress,
-            zstandard.ZstdDecompressor().decompress,
-        )
+    unpack = functools.partial(train_gpt.zstd_unpack, most=1 << 30)
+    programs = {"xz -9e": (xz, lzma.decompress), "zstd 22": (train_gpt.zstd_pack, unpack)}
     if importlib.util.find_spec("brotli"):
         import brotli
 

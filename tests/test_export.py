@@ -8,17 +8,33 @@ import io
 import itertools
 import json
 import math
+import re
 import resource
 import struct
+import sys
 import zipfile
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 
 import train_gpt
-from conftest import ROOT, exported, fitted, made, noise, quantised, run, user_error, weights_of
+from conftest import (
+    ROOT,
+    TINY,
+    exported,
+    fitted,
+    made,
+    noise,
+    quantised,
+    run,
+    script_after,
+    user_error,
+    variables,
+    weights_of,
+)
 from inspect_artifact import order0_entropy
 from train_gpt import GPT, Hyperparameters, knobs_with
 
@@ -392,21 +408,55 @@ def test_streams_of_another_length_are_refused(coder):
     encode, decode = train_gpt.CODERS[coder]
     blob = encode(codes)
     for wrong in (blob[:-4], blob[: len(blob) // 2], b"", blob + bytes(4)):
-        with pytest.raises((ValueError, struct.error)):
+        with pytest.raises((ValueError, struct.error, zstandard.ZstdError)):
             decode(wrong, codes.shape)
     with pytest.raises((ValueError, struct.error)):
         decode(blob, (2, 60, 91))
 
 
+# fmt: off
+NO_SIZE = "a frame states no size of at most 21600 bytes"
+FRAMES = {  # of 21,600 bytes; byte 4 of a frame says which fields follow: here 2 bytes of size less 256
+    "no size": (NO_SIZE, lambda frame, raw: zstandard.ZstdCompressor(write_content_size=False).compress(raw)),
+    "more": (NO_SIZE, lambda frame, raw: train_gpt.zstd_pack(raw + b"x")),
+    "states more": (NO_SIZE, lambda frame, raw: frame[:5] + b"\xff\xff" + frame[7:]),
+    "states petabytes": (NO_SIZE, lambda frame, raw: frame[:4] + b"\xe4" + struct.pack("<Q", 1 << 50) + frame[7:]),
+    "states less": ("ZstdError: decompression error", lambda frame, raw: frame[:5] + bytes(2) + frame[7:]),
+    "a window of 2 GiB": (NO_SIZE, lambda frame, raw: frame[:4] + b"\x44\xa8" + frame[5:]),
+    "a dictionary": ("Dictionary mismatch", lambda frame, raw: frame[:4] + b"\x65\x07" + frame[5:]),
+    "checksum": ("doesn't match checksum", lambda frame, raw: flipped(frame, -1)),
+    "a byte more": ("1 bytes of unused data", lambda frame, raw: frame + b"x"),
+    "two frames": ("bytes of unused data", lambda frame, raw: frame + frame),
+    "a skippable frame": (NO_SIZE, lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame),
+    "another magic": ("Unknown frame descriptor", lambda frame, raw: b"x" + frame[1:]),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_forged_frame_is_refused_before_memory_is_filled(kind):
+    message, forge = FRAMES[kind]
+    raw = train_gpt.to_planes(some_codes()["products"])
+    frame = zstandard.ZstdCompressor(level=22, write_checksum=True).compress(raw)
+    assert train_gpt.zstd_pack(raw) == frame and train_gpt.zstd_unpack(frame, 21600) == raw
+    assert len(raw) == 21600 and frame[4] == 0x64
+    forged = forge(frame, raw)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with user_error(f"a.xz cannot be used: .*{message}"), train_gpt.reading_artifact("a.xz"):
+        train_gpt.zstd_unpack(forged, 21600)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20 << 10  # KiB
+
+
 # ---- The file ------------------------------------------------------------------------------------
 FORMS = [{"COMPRESSOR": name} for name in train_gpt.CODERS]
 FORMS += [{"ROW_RANGE": "published"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 1}]
+FORMS += [variables("published") | TINY | {"COMPRESSOR": "zstd"}]  # #399's first revision
 
 
 @pytest.mark.parametrize("knobs, wider", [*((form, 1.0) for form in FORMS), ({}, 2.0)])
 def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     """By any coder, with #399's steps, without trellis, and with wider steps."""
-    model = noise(made(hyperparameters(NUM_LAYERS=2, **knobs)))
+    model = noise(made(hyperparameters(**knobs | {"NUM_LAYERS": 2})))
     hp, weights = model.hp, weights_of(model)
     loss = wider**2 * train_gpt.FINEST
     twin = train_gpt.load_artifact(exported(weights, hp, loss=loss))
@@ -491,7 +541,9 @@ def replaced(blob, **arrays) -> bytes:
 
 
 def flipped(blob, place) -> bytes:
-    return blob[:place] + bytes([blob[place] ^ 1]) + blob[place + 1 :]
+    changed = bytearray(blob)
+    changed[place] ^= 1
+    return bytes(changed)
 
 
 def claiming(blob, size) -> bytes:
@@ -514,6 +566,41 @@ def test_numpy_alone_opens_an_artifact(model, packed):
     assert json.loads(arrays["header"].tobytes())["version"] == train_gpt.ARTIFACT_VERSION
     assert len(packed) - sum(array.nbytes for array in arrays.values()) < 800
     assert exported(weights_of(model), model.hp) == packed
+
+
+def test_all_ranks_have_the_file_of_rank_0(model):
+    """The library that packs it may be another one on another node."""
+    quantisers, comm = train_gpt.make_quantisers(weights_of(model), model.hp, {}), train_gpt.Comm()
+    comm.broadcast = lambda blob: b"rank 0"
+    arguments = model.hp, quantisers, {}, train_gpt.FINEST, comm
+    assert train_gpt.pack_artifact(weights_of(model), *arguments) == b"rank 0"
+
+
+@pytest.mark.parametrize("coder", ["lzma", "zstd"])
+def test_a_run_needs_constriction_only_for_ans(coder, env, tmp_path):
+    """Training, export and EVAL_ONLY where its import fails."""
+    script = script_after("import sys; sys.modules['constriction'] = None")
+    run(script, env(COMPRESSOR=coder, RUN_ID="a", ITERATIONS=2), tmp_path)
+    run(script, env(EVAL_ONLY="logs/a.int6.xz", RUN_ID="b"), tmp_path)
+    made, read = (
+        re.findall("final_int6.*val_bpb:[0-9.]+", (tmp_path / f"logs/{name}.txt").read_text())
+        for name in "ab"
+    )
+    assert made == read and len(read) == 2
+
+
+def test_without_constriction_the_default_is_refused_before_the_run(
+    packed, env, hyperparameters, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_gpt.Runtime, "start", lambda hp: pytest.fail("the run has begun"))
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    path = tmp_path / "a.xz"
+    path.write_bytes(packed)
+    advice = "run `pip install constriction`, or train with COMPRESSOR=lzma or COMPRESSOR=zstd"
+    with user_error(f"^COMPRESSOR=ans: ModuleNotFoundError: .*; {advice}$"):
+        train_gpt.train_and_score(hyperparameters())
+    with user_error(f"a.xz cannot be used: COMPRESSOR=ans: .*; {advice}"):
+        train_gpt.evaluate_only(env(), str(path))
 
 
 def rewritten(blob, change) -> bytes:
@@ -628,12 +715,14 @@ def test_an_artifact_is_decoded_before_the_run_begins(packed, env, tmp_path, mon
         train_gpt.evaluate_only(env(), str(path))
 
 
-def test_what_unpacks_to_more_than_it_should_is_refused():
+@pytest.mark.parametrize("coder", ["lzma", "zstd"])
+def test_what_unpacks_to_more_than_it_should_is_refused(coder):
     """A few bytes could unpack to gigabytes."""
-    blob = train_gpt.encode_lzma(np.zeros((1, 1 << 10, 1 << 10), np.int16))
+    encode, decode = train_gpt.CODERS[coder]
+    blob = encode(np.zeros((1, 1 << 10, 1 << 10), np.int16))
     assert len(blob) < 4000
-    with pytest.raises(ValueError, match="a packed part .*exceeds 1000 bytes"):
-        train_gpt.decode_lzma(blob, (1, 5, 100))
+    with user_error("(a packed part .*exceeds|a frame states no size of at most) 1000 bytes"):
+        decode(blob, (1, 5, 100))
 
 
 @pytest.mark.parametrize("files", [400, pytest.param(10_000, marks=pytest.mark.slow)])

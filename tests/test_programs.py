@@ -176,14 +176,14 @@ def test_a_python_without_packages_is_one_sentence(path, tmp_path):
     """As after ./run.sh without `source .venv/bin/activate`. -S hides the packages."""
     command = [sys.executable, "-SE", path, "--help"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.stderr == f"error: No module named 'constriction': {INSTALL.format('')}\n"
+    assert result.stderr == f"error: No module named 'numpy': {INSTALL.format('')}\n"
     assert result.returncode == 1
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_waiting_openmp_threads_sleep(path, tmp_path):
     """On a busy machine spinning ones made a sample slow. OpenMP reads it with torch."""
-    for name in ("constriction", "numpy", "sentencepiece"):
+    for name in ("numpy", "sentencepiece"):
         (tmp_path / f"{name}.py").touch()
     code = "import os, sys; sys.exit(f\"policy {os.environ.get('OMP_WAIT_POLICY')}\")"
     (tmp_path / "torch.py").write_text(code)

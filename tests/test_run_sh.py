@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from conftest import ROOT
 
-NAMES = ("numpy", "sentencepiece", "constriction")
+NAMES = ("numpy", "sentencepiece", "zstandard", "constriction")
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the
 # file `system` names. Its pip writes the pinned packages there, or fails if the file `managed`
