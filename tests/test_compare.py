@@ -55,6 +55,8 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
     found, text = compare.report(a, b)
     assert found is counts and part in text
+    nats = statistics.fmean(losses.values()) - 1.9
+    assert f"\nB - A: {nats:+.5f} nats per token, {nats / 1.7:+.5f} bits per byte\n" in text
     assert ("paired by seed (1 2 3)" in text) == (len(losses) == 3)
 
 

@@ -229,6 +229,7 @@ def log_of(size: str, path: Path) -> None:
     [
         ({"RESUME": "auto"}, "demo", "4 3"),
         ({"RESUME": "auto", "RUN_ID": "mine", "NPROC": "2"}, "mine", "2 3"),
+        ({"RESUME": "auto", "RUN_ID": "NUM_LAYERS=5", "NUM_LAYERS": "5"}, "NUM_LAYERS=5", "4 3"),
         ({"SEEDS": "1 2"}, "demo_seed2", "4 3"),
         ({"GRID": "NUM_LAYERS=3,5", "SEED": "9"}, "demo_NUM_LAYERS=5_seed9", "4 3"),
         ({}, "demo", "1 1"),
