@@ -21,8 +21,8 @@ GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of th
 TEXT
 }
 
-caller=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+caller=$(pwd -P)
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 given=""  # the user's data, as words of a command
 for name in DATA_PATH TOKENIZER_PATH VOCAB_SIZE; do
     if [ -z "${!name:-}" ]; then continue; fi
@@ -34,15 +34,18 @@ done
 
 # Ctrl-C ends a run with a sentence of its own, and everything else with this one.
 interrupted() {
-    if [ -n "${helper:-}" ]; then kill "$helper" 2>/dev/null || true; fi
     echo "error: interrupted by Ctrl-C; start again to go on" >&2
+    end_helper
+}
+end_helper() {  # which may have workers and files to remove
+    if [ -n "${helper:-}" ]; then { kill "$helper" && wait "$helper"; } 2>/dev/null || true; fi
     exit 130
 }
 trap interrupted INT
 
 # Run a command that Ctrl-C ends without a traceback: bash lets it ignore SIGINT in the background, and kills it.
 quietly() {
-    if [ "$BASH_SUBSHELL" -gt 0 ]; then trap 'kill "$helper"; exit 130' INT; fi  # it does not inherit the trap
+    if [ "$BASH_SUBSHELL" -gt 0 ]; then trap end_helper INT; fi  # it does not inherit the trap
     "$@" &
     helper=$!
     local status=0
