@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench", "data")]
 
 import program
 import compare
