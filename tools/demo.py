@@ -336,8 +336,9 @@ def main() -> None:
     print(about_size, about_ranks, sep="\n")
     if kept:
         print(f"kept as {log} began:", *(f"{name}={value}" for name, value in kept.items()))
+    sys.stdout.flush()
     for name, value in settings.items():
-        print(f"{name}={value}")
+        sys.stdout.buffer.write(os.fsencode(f"{name}={value}\n"))  # paths as they are
 
 
 if __name__ == "__main__":
