@@ -75,7 +75,8 @@ def names(path):
             yield re.match(r"[\w-]+", words[0])[0]
 
 pins = dict(line.split("==") for line in open("constraints.txt").read().split() if "==" in line)
-assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]
+if [int(number) for number in torch.__version__.split(".")[:2]] < [2, 9]:
+    sys.exit(1)
 for name in names(sys.argv[1]):
     try:
         print("keep", f"{name}=={version(name)}")
@@ -259,8 +260,9 @@ case "${1:-}" in
     test)
         set_up requirements-dev.txt
         export OMP_WAIT_POLICY=PASSIVE
-        # One process more than cores, as tests often wait for what they start.
-        processes=$(($(getconf _NPROCESSORS_ONLN) + 1))
+        # One process more than cores that it may use, as tests often wait for what they start.
+        code='import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'
+        processes=$(($("$PYTHON" -c "$code") + 1))
         exec "$PYTHON" -m pytest -q -n "$processes" --maxprocesses 8 --dist worksteal "${@:2}"
         ;;
     setup)

@@ -292,9 +292,10 @@ time.sleep(60)
 
 @pytest.mark.parametrize("version", ["", "2.8.0"])
 def test_without_a_supported_torch_everything_is_installed(machine, version):
+    """PYTHONOPTIMIZE removes assertions."""
     if version:
         machine.torch(machine.root / "site", version)
-    machine.trains()
+    machine.trains(PYTHONOPTIMIZE="1")
     made, command = machine.installations()
     assert made == "venv .venv" and command.startswith(".venv install ")
     assert command.endswith("-r requirements.txt --constraint constraints.txt")
@@ -410,6 +411,18 @@ def test_the_check_has_the_settings_of_the_run(complete):
     assert complete.run("check", **gpus).returncode == 1
     no_data = complete.run("check", **gpus | {"DATA_PATH": "nowhere"})
     assert no_data.returncode == 1 and "has no fineweb_train_NNNNNN.bin" in no_data.stderr
+
+
+def test_the_tests_get_one_process_more_than_the_cores_that_they_may_use(machine):
+    machine.complete()
+    (machine.root / "site" / "pytest").mkdir()
+    (machine.root / "site" / "pytest" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
+    one = min(os.sched_getaffinity(0))
+    command = [machine.repository / "run.sh", "test", "-x"]
+    limited = {"preexec_fn": lambda: os.sched_setaffinity(0, {one})}
+    result = subprocess.run(command, **machine.how(), **limited)
+    words = "'-q', '-n', '2', '--maxprocesses', '8', '--dist', 'worksteal', '-x'"
+    assert result.stdout == f"[{words}]\n", result.stderr
 
 
 def test_the_demonstration_has_the_settings_of_its_tool(complete):

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 
+LIBC = ctypes.CDLL(None)  # loaded before a fork
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -48,8 +49,9 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    """Have Linux send SIGTERM to this process when its parent dies."""
+    if sys.platform == "linux":
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def launch(command: list[str], ranks: int) -> int:
@@ -73,8 +75,8 @@ def launch(command: list[str], ranks: int) -> int:
             environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[int(rank)]}
         # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
         # a sentence.
-        tied = end_with_parent if sys.platform == "linux" else None
-        processes.append(subprocess.Popen(command, env=environ, process_group=0, preexec_fn=tied))
+        options = {"process_group": 0, "preexec_fn": end_with_parent}
+        processes.append(subprocess.Popen(command, env=environ, **options))
     status = first_failure(processes)
     for process in processes:
         process.terminate()
