@@ -1,6 +1,7 @@
-"""How the programs of tools/, data/ and bench/ end, and the files of variables that they read. They
+"""How the programs of tools/, data/ and bench/ end, and arguments and files that they share. They
 import it before all other modules, so that Ctrl-C while those are imported is one sentence, too."""
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -17,8 +18,13 @@ def interrupted(kind: type, *error: object) -> None:
 
 
 sys.excepthook = interrupted
+for name in ("stdin", "stdout", "stderr"):
+    if getattr(sys, name) is None:  # closed, as by `<&-`; the next open file would get its number
+        setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
 
 from train_gpt import KNOBS, UserError, error_message, importing, require  # noqa: E402
+
+LONGEST_NAME = 230  # bytes of a file's name; partial files have longer ones, of at most 255
 
 
 def read_env(path: str | Path) -> dict[str, str]:
@@ -32,9 +38,54 @@ def read_env(path: str | Path) -> dict[str, str]:
     return found
 
 
+def utf8(text: str) -> str:
+    """A text of the command line, which is UTF-8 whatever the locale, as the type of an argument."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"it is not UTF-8 ({error.reason}): convert it") from error
+
+
+def output_file(text: str) -> Path:
+    """The path of a file to write, as the type of an argument: refused before the work begins."""
+    path, folder = Path(text), Path(text).parent
+    for wrong, why in (
+        (path.is_dir(), "is a folder: add the name of a file"),
+        (not folder.is_dir(), f"is in no folder: make {folder} first"),
+        (len(os.fsencode(path.name)) > LONGEST_NAME, "is too long: choose a shorter name"),
+        (not is_writable(folder), "is in a folder that is not writable: choose another folder"),
+        (path.exists() and not is_writable(path), "is not writable: choose another name"),
+    ):
+        if wrong:
+            raise argparse.ArgumentTypeError(f"{text} {why}")
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """The same for a folder, which need not exist."""
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not (there.is_dir() and is_writable(there)):
+        raise argparse.ArgumentTypeError(
+            f"{there} is not a writable folder: choose another one than {text}"
+        )
+    return Path(text)
+
+
+def is_writable(path: Path) -> bool:
+    return os.access(path, os.W_OK)
+
+
+def cores() -> int:
+    """The CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def run_program(main: Callable[[], object]) -> None:
     """Call a program's `main`. A user's mistake, a missing package, Ctrl-C or a full disk behind
     standard output is one sentence; if nobody reads that output, as in `| head`, there is none."""
+    # An accent where only ASCII is printed; a name that is not UTF-8
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             with importing("requirements-dev.txt"):

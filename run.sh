@@ -21,8 +21,8 @@ GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of th
 TEXT
 }
 
-caller=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+caller=$(pwd -P)
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 given=""  # the user's data, as words of a command
 for name in DATA_PATH TOKENIZER_PATH VOCAB_SIZE; do
     if [ -z "${!name:-}" ]; then continue; fi
@@ -34,15 +34,18 @@ done
 
 # Ctrl-C ends a run with a sentence of its own, and everything else with this one.
 interrupted() {
-    if [ -n "${helper:-}" ]; then kill "$helper" 2>/dev/null || true; fi
     echo "error: interrupted by Ctrl-C; start again to go on" >&2
+    end_helper
+}
+end_helper() {  # which may have workers and files to remove
+    if [ -n "${helper:-}" ]; then { kill "$helper" && wait "$helper"; } 2>/dev/null || true; fi
     exit 130
 }
 trap interrupted INT
 
 # Run a command that Ctrl-C ends without a traceback: bash lets it ignore SIGINT in the background, and kills it.
 quietly() {
-    if [ "$BASH_SUBSHELL" -gt 0 ]; then trap 'kill "$helper"; exit 130' INT; fi  # it does not inherit the trap
+    if [ "$BASH_SUBSHELL" -gt 0 ]; then trap end_helper INT; fi  # it does not inherit the trap
     "$@" &
     helper=$!
     local status=0
@@ -72,7 +75,8 @@ def names(path):
             yield re.match(r"[\w-]+", words[0])[0]
 
 pins = dict(line.split("==") for line in open("constraints.txt").read().split() if "==" in line)
-assert [int(number) for number in torch.__version__.split(".")[:2]] >= [2, 9]
+if [int(number) for number in torch.__version__.split(".")[:2]] < [2, 9]:
+    sys.exit(1)
 for name in names(sys.argv[1]):
     try:
         print("keep", f"{name}=={version(name)}")
@@ -256,8 +260,9 @@ case "${1:-}" in
     test)
         set_up requirements-dev.txt
         export OMP_WAIT_POLICY=PASSIVE
-        # One process more than cores, as tests often wait for what they start.
-        processes=$(($(getconf _NPROCESSORS_ONLN) + 1))
+        # One process more than cores that it may use, as tests often wait for what they start.
+        code='import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'
+        processes=$(($("$PYTHON" -c "$code") + 1))
         exec "$PYTHON" -m pytest -q -n "$processes" --maxprocesses 8 --dist worksteal "${@:2}"
         ;;
     setup)

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
 
 import program
 import train_gpt
@@ -169,9 +169,8 @@ def measure(coder: Coder, codes: Codes, entropy: float) -> dict:
     wrote = time.perf_counter()
     found = read(blobs, codes)
     done = time.perf_counter()
-    assert all(np.array_equal(found[name], codes[name]) for name in codes), (
-        "the coder does not restore the codes"
-    )
+    equal = all(np.array_equal(found[name], codes[name]) for name in codes)
+    train_gpt.require(equal, "the coder does not restore the codes")
     size = sum(map(len, blobs.values()))
     ratio = round(8 * size / entropy, 4)
     return {

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 
 import program
 import shards

@@ -12,6 +12,7 @@ from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from program import output_file
 from train_gpt import UserError
 
 SMALL = {  # 4.1 million parameters, for a CPU
@@ -33,19 +34,16 @@ def positive(text: str) -> int:
 
 
 def image_file(text: str) -> Path:
-    """The path of a plot, as the type of an argument: one that cannot be drawn is refused before
-    the work begins."""
+    """The path of a plot, as the type of an argument; with a format that can be drawn."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise argparse.ArgumentTypeError(f"{error}: pip install -r requirements-dev.txt") from error
-    path, formats = Path(text), FigureCanvasBase.get_supported_filetypes()
+    path, formats = output_file(text), FigureCanvasBase.get_supported_filetypes()
     if path.suffix.lower()[1:] not in formats:
         raise argparse.ArgumentTypeError(
             f"{text} has no known format: end it in one of .{', .'.join(sorted(formats))}"
         )
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is in no folder: make {path.parent} first")
     return path
 
 

@@ -483,7 +483,10 @@ def main() -> None:
     parser.add_argument("--torch", choices=CUDA, default="2.9.1", help="default: 2.9.1")
     parser.add_argument("--top", type=int, default=15, help="kernels to show; default: 15")
     parser.add_argument(
-        "--home", type=Path, default=HOME, help="environment and results; default: %(default)s"
+        "--home",
+        type=program.output_folder,
+        default=HOME,
+        help="environment and results; default: %(default)s",
     )
     arguments = parser.parse_args()
     options = {

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
@@ -389,7 +389,7 @@ def check(rounds: int) -> list[dict]:
     for ranks, shard_ranks in meshes:
         # Two ranks share the memory, so a token takes them longer; ranks beyond the cores take
         # turns.
-        turns, fitted = max(1, ranks / os.cpu_count()), min(ranks, 2)
+        turns, fitted = max(1, ranks / program.cores()), min(ranks, 2)
         token = turns * fitted * measured[fitted, fitted]["passes"] / hp.train_batch_tokens
         own = machine._replace(token=token, flops=machine.flops / turns)
         model = count(hp, ranks, shard_ranks, dtype).modelled(own, hp.train_batch_tokens / ranks)

@@ -38,7 +38,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 
 import program
 import shards
@@ -239,7 +239,9 @@ def main() -> None:
     parser.add_argument(
         "--against", type=Path, help="another version of train_gpt.py: compare whole steps with it"
     )
-    parser.add_argument("--trace", type=Path, help="file for torch.profiler's trace of a step")
+    parser.add_argument(
+        "--trace", type=program.output_file, help="file for torch.profiler's trace of a step"
+    )
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:

@@ -53,6 +53,7 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     limit, effect = scipy.stats.t.ppf(0.95, welch.df), still["detectable"] / welch._standard_error
     assert scipy.stats.nct.sf(limit, welch.df, effect) == pytest.approx(0.8, abs=0.05)
     assert f"still: 2 seeds show a gain of {still['detectable']:.4f} or more" in second.stdout
+    assert f"still: no gain was seen, as Welch's p of {welch.pvalue:.4g} is" in second.stdout
     assert json.loads((tmp_path / "a" / "ablation.json").read_text())["score"] == [base, still]
     assert still["p"] == pytest.approx(welch.pvalue)
     assert still["std"] == pytest.approx(np.std(scores[1], ddof=1))
@@ -123,6 +124,13 @@ def test_the_stride_follows_a_variants_window(monkeypatch):
         assert ablate.environment(arguments, one)["EVAL_STRIDE"] == stride
     with user_error("EVAL_SEQ_LEN='far' is not a whole number"):
         ablate.measure({"x": ablate.Variant({"EVAL_SEQ_LEN": "far"})}, arguments)
+
+
+def test_a_name_that_no_run_can_have_is_refused_before_the_first_one(monkeypatch):
+    monkeypatch.setattr(ablate, "finish", None)
+    variants = {"base": ablate.Variant({}), "x/y": ablate.Variant({"QK_GAIN_INIT": "4"})}
+    with user_error("RUN_ID=x/y_seed1 must not have a slash"):
+        ablate.measure(variants, small_arguments(steps=3, tokens_per_weight=0))
 
 
 def test_the_demonstrations_data_are_made_unless_a_folder_is_given(tmp_path, monkeypatch):

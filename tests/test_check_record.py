@@ -75,7 +75,8 @@ def test_a_folder_has_everything_from_the_logs(made, swept):
     assert all(given["compliance"][claim] is True for claim in make_record.ABSENT)
     assert given["attribution"] == "descends from #399 by abaybektursun"
     text = (folder / "README.md").read_text()
-    for part in ("This is not a record", "NUM_LAYERS=3", "LATE_QAT=1", "DATA_PATH='a b/"):
+    command = "NUM_LAYERS=3 LATE_QAT=1 VAL_LOSS_EVERY=4 TRAIN_LOG_EVERY=2 OMP_NUM_THREADS=1"
+    for part in ("This is not a record", "DATA_PATH='a b/", *command.split()):
         assert part in text
     assert f"**val_bpb {given['val_bpb']:.5f}**" in text
     pins = (folder / "requirements.txt").read_text()
@@ -95,7 +96,11 @@ def test_a_good_folder_passes(made):
     folder = made()
     status, lines = checked(folder, "--legality")
     assert status == 0 and not lines["FAIL"], lines
-    assert len(lines["n/a"]) == 2
+    assert len(lines["n/a"]) == 3
+    remark = (
+        "the runs have 100 steps or more, so that their score says something: 12 steps at least"
+    )
+    assert f"n/a   {remark}" in lines["n/a"]
     assert any("8xH100" in line and "a non-record" in line for line in lines["n/a"])
     assert any("C1 causal" in line for line in lines["ok"])
     assert sorted(p.name for p in folder.iterdir()) == FILES.split(), "the check leaves nothing"
@@ -307,7 +312,8 @@ def test_make_warns_and_quotes(made, tmp_path, monkeypatch, capsys):
 def test_make_refuses(made, swept, tmp_path, monkeypatch):
     monkeypatch.setattr(pack_code, "pack", lambda _: b"")  # packing takes seconds
     folder = made()
-    with user_error("exists already"):
+    with user_error("exists already"), monkeypatch.context() as patched:
+        patched.setattr(make_record, "code_of", None)  # it is refused before that work
         made()
     assert folder.is_dir()
     first, second = logs_of(swept)

@@ -55,7 +55,28 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
     a, b = group(tmp_path / "a", {1: 1.9, 2: 1.9001, 3: 1.8999}), group(tmp_path / "b", losses)
     found, text = compare.report(a, b)
     assert found is counts and part in text
+    nats = statistics.fmean(losses.values()) - 1.9
+    assert f"\nB - A: {nats:+.5f} nats per token, {nats / 1.7:+.5f} bits per byte\n" in text
     assert ("paired by seed (1 2 3)" in text) == (len(losses) == 3)
+
+
+@pytest.mark.parametrize(
+    "b, conclusion",
+    [
+        ([1.85, 1.87, 1.89], "a gain was seen, as Welch's p of {:.4g} is below 0.05"),
+        # By pairs p is 0.0067
+        ([1.89, 1.93, 1.96], "no gain was seen, as Welch's p of {:.4g} is not below 0.05"),
+        ([1.8], "no verdict, as a test needs two unequal runs of each"),
+    ],
+)
+def test_the_p_of_welch_decides(b, conclusion, tmp_path):
+    """That of pairs may be lower."""
+    a = [1.9, 1.95, 1.97]
+    sides = [group(tmp_path / name, dict(enumerate(x))) for name, x in (("a", a), ("b", b))]
+    test = compare.welch(*([run.score.loss for run in side] for side in sides))
+    assert len(b) < 3 or compare.paired(a, b).p < compare.LEVEL
+    _, text = compare.report(*sides)
+    assert f"\nbetter at all: {conclusion.format(test and test.p)}\n" in text
 
 
 def test_pairs_are_of_equal_seeds_in_any_order_of_the_logs():

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+import program
 import demo
 import demo_corpus
 import report
@@ -230,6 +232,7 @@ def log_of(size: str, path: Path) -> None:
     [
         ({"RESUME": "auto"}, "demo", "4 3"),
         ({"RESUME": "auto", "RUN_ID": "mine", "NPROC": "2"}, "mine", "2 3"),
+        ({"RESUME": "auto", "RUN_ID": "NUM_LAYERS=5", "NUM_LAYERS": "5"}, "NUM_LAYERS=5", "4 3"),
         ({"SEEDS": "1 2"}, "demo_seed2", "4 3"),
         ({"GRID": "NUM_LAYERS=3,5", "SEED": "9"}, "demo_NUM_LAYERS=5_seed9", "4 3"),
         ({}, "demo", "1 1"),
@@ -260,6 +263,20 @@ def test_what_is_continued_keeps_what_it_began_with(
     assert found["MODEL_DIM"] == str(demo.SIZES["small" if new else size]["MODEL_DIM"])
     assert sentences[-1].startswith(f"kept as logs/{name}.jsonl began: DEMO_SIZE=") is not new
     assert bool(measured) is new
+
+
+def test_settings_are_printed_byte_for_byte(tmp_path, monkeypatch, capfdbinary):
+    """run.sh exports them. A name that is not UTF-8 would be refused or escaped."""
+    folder = tmp_path / "caf\udcff"
+    folder.mkdir()
+    entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
+    shards.write_manifest(folder, files={}, tokenizer=entry)
+    environ = {"DATA_PATH": str(folder), "DEMO_SIZE": "small", "NPROC": "1", "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(demo.os, "environ", environ)
+    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
+    program.run_program(demo.main)
+    line = os.fsencode(f"TOKENIZER_PATH={folder}/t.model\n")
+    assert line in capfdbinary.readouterr().out
 
 
 def test_real_steps_are_timed_by_several_ranks(env):

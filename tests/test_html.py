@@ -185,6 +185,9 @@ def test_a_run_without_artifact_and_events(swept, tmp_path):
         assert "warm-up" not in found.bars["time"]["data"][0]["y"]
     assert f"train_seed1: {member.score.bpb:.4f} bits per byte." in found.text
     assert "p is Welch" not in found.text
+    # Another seed's artifact shows the tensors of both
+    found = written_page(tmp_path, log, other_log)
+    assert {"code", "q", "tok_emb"} <= set(found.bars["bytes"]["data"][0]["y"])
 
 
 def test_seeds_with_unequal_steps_are_warned_about(swept, tmp_path):

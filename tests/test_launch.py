@@ -108,6 +108,17 @@ def test_ranks_do_not_outlive_the_launcher(number, tmp_path):
     assert process.returncode == 143
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child")
+def test_ranks_get_sigterm_when_the_launcher_is_killed(tmp_path):
+    """A training then ends after its step, with a checkpoint."""
+    code = "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(rank).touch() or os._exit(0))\n"
+    process = started(tmp_path, f"{code}print('waits', flush=True)\ntime.sleep(60)")
+    assert [process.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
+    process.kill()
+    assert process.communicate() == ("", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     "changes, sentence",
     [

@@ -40,7 +40,8 @@ def test_a_point_that_not_every_run_has_gets_no_marker():
 
 
 def test_plots_are_drawn(swept, tmp_path):
-    logs = swept / "logs" / "*seed?.txt", written(tmp_path, PUBLISHED)
+    """One log's name is not UTF-8."""
+    logs = swept / "logs" / "*seed?.txt", written(tmp_path, PUBLISHED, "caf\udcff.log")
     run([ROOT / "tools" / "plot.py", *logs, "-o", "x.png"], {}, tmp_path)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     artifact = swept / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"

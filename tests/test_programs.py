@@ -1,5 +1,6 @@
 """How the programs of tools/, data/ and bench/ start, answer --help, name mistakes and end."""
 
+import argparse
 import ast
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,7 +37,9 @@ def test_every_program_ends_in_one_way():
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_every_program_answers_help(path, tmp_path):
-    result = run([path, "--help"], {}, tmp_path)
+    """Also with PYTHONSAFEPATH=1, which leaves its folder out of sys.path, as runpy does."""
+    code = f"import runpy, sys; sys.argv = [{str(path)!r}, '--help']; "
+    result = run(["-c", f"{code}runpy.run_path(sys.argv[0], run_name='__main__')"], {}, tmp_path)
     assert result.stdout.startswith(f"usage: {path.name} ") and "--help" in result.stdout
     assert not result.stderr and not list(tmp_path.iterdir())
 
@@ -124,7 +128,8 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/plot.py x.txt -o x.xyz", 2, "x.xyz has no known format: end it in one of ."),
     ("tools/plot.py x.txt -o no/x.png", 2, "no/x.png is in no folder: make no first"),
     ("tools/pack_code.py nothing.py", 1, "cannot read nothing.py"),
-    ("tools/pack_code.py empty.py -o /dev/null/x", 1, "cannot write /dev/null/x"),
+    ("tools/pack_code.py empty.py -o /dev/null/x", 2, "/dev/null/x is in no folder: make /dev/n"),
+    ("tools/pack_code.py empty.py -o .", 2, ". is a folder: add the name of a file"),
     ("tools/pack_code.py bad.py", 1, "bad.py: comments cannot be removed"),
     ("tools/inspect_artifact.py nothing.xz", 1, "artifact nothing.xz does not exist"),
     ("tools/inspect_artifact.py bad.py", 1, "bad.py cannot"),
@@ -135,6 +140,11 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/report.py --html x.html none.jsonl", 1, "cannot read none.txt"),
     ("tools/report.py --html logs/a.txt b.txt", 2, "logs/a.txt does not end in .html"),
     ("tools/report.py --html x.html", 2, "required: logs"),
+    ("tools/report.py --html no/x.html b.txt", 2, "no/x.html is in no folder: make no first"),
+    ("tools/report.py a.jsonl a.xz --prompt \udcff", 2, "--prompt: it is not UTF-8 (invalid start"),
+    ("bench/step.py --trace no/x.json", 2, "no/x.json is in no folder: make no first"),
+    ("bench/h100.py --home bad.py", 2, "bad.py is not a writable folder: choose another one"),
+    ("tools/ablate.py --folder bad.py/a 'x: SEED=1'", 2, "bad.py is not a writable folder: choose"),
     ("tools/report.py a.jsonl", 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html"),
     ("bench/step.py --against broken.py", 1, "cannot be imported"),
     ("bench/step.py --against none.py", 1, "is not a Python file"),
@@ -164,6 +174,59 @@ def test_a_mistake_is_named_and_leaves_no_file(command, status, part, tmp_path):
     path, *words = shlex.split(command)
     assert_mistake([ROOT / path, *words], tmp_path, part, status, PYTHONDONTWRITEBYTECODE="1")
     assert {path.name for path in tmp_path.iterdir()} == {*texts, "step_5.npz"}
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        (".", "is a folder: add the name of a file"),
+        ("", "is a folder"),
+        ("folder", "is a folder"),
+        ("no/x", "is in no folder: make no first"),
+        ("file/x", "is in no folder: make file first"),
+        ("é" * 120, "is too long: choose a shorter name"),
+        ("locked/x", "is in a folder that is not writable: choose another folder"),
+        ("locked.txt", "is not writable: choose another name"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused(name, why, tmp_path, monkeypatch):
+    """Before the work. root may write to every folder, so permissions are imitated."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("folder", "locked"):
+        (tmp_path / folder).mkdir()
+    for file in ("file", "locked.txt"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr(program.os, "access", lambda path, _: "locked" not in Path(path).name)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{re.escape(f'{name} {why}')}"):
+        program.output_file(name)
+    for fine in ("new", "file", "folder/new"):
+        assert program.output_file(fine) == Path(fine)
+    for fine in ("new/folder", "folder"):
+        assert program.output_folder(fine) == Path(fine)
+    for wrong in ("file", "file/x", "locked/x/y"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a writable folder: choose"):
+            program.output_folder(wrong)
+
+
+def test_closed_streams_lead_nowhere(tmp_path):
+    """As by `<&- >&- 2>&-`. The next file that is opened would get such a number."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import program; file = open('x', 'w'); "
+    code += "program.run_program(lambda: (print('y'), sys.stderr.write('y'), "
+    code += "print(repr(sys.stdin.read()), file.fileno() > 2, file=file)))"
+    closed = {"preexec_fn": lambda: [os.close(number) for number in range(3)]}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, **closed)
+    assert (tmp_path / "x").read_text() == "'' True\n" and result.returncode == 0
+
+
+def test_what_standard_output_cannot_encode_is_escaped(capsys):
+    """An accent where it is ASCII, and a name that is not UTF-8."""
+    program.run_program(lambda: print("caf\xe9 \udcff"))
+    assert capsys.readouterr().out == "caf\xe9 \\udcff\n"
+
+
+def test_words_are_utf8_in_every_locale(monkeypatch):
+    """With ASCII the two bytes of an accent arrive as two surrogates."""
+    assert program.utf8("caf\udcc3\udca9") == program.utf8("caf\xe9") == "caf\xe9"
 
 
 INSTALL = (

@@ -246,15 +246,19 @@ def test_a_virtual_environment_without_pip_gets_it(machine):
     assert PINS["constriction"] in second
 
 
+def interruptible(machine):
+    """run.sh in a group of its own. A shell's background ignores Ctrl-C, and its children would."""
+    default = lambda: os.setsid() or signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    return subprocess.Popen([machine.repository / "run.sh"], preexec_fn=default, **machine.how())
+
+
 @pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py", "tools/report.py"])
 def test_ctrl_c_is_one_sentence(machine, name):
     """As in a terminal, all processes of the group get SIGINT. Python would print a traceback."""
     machine.complete()
     slow = "import sys, time; print('waits', file=sys.stderr, flush=True); time.sleep(60)"
     (machine.repository / name).write_text(slow)
-    # A shell's background ignores it
-    default = lambda: os.setsid() or signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    process = subprocess.Popen([machine.repository / "run.sh"], preexec_fn=default, **machine.how())
+    process = interruptible(machine)
     assert process.stderr.readline() == "waits\n"
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
@@ -262,11 +266,36 @@ def test_ctrl_c_is_one_sentence(machine, name):
     assert process.returncode == 130
 
 
+def test_ctrl_c_waits_until_a_program_has_cleaned_up(machine):
+    """data/demo_corpus.py ends its workers and removes what it has begun."""
+    machine.complete()
+    code = """
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(0.5)
+    pathlib.Path("cleaned").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+print("waits", file=sys.stderr, flush=True)
+time.sleep(60)
+"""
+    for name in ("data/demo_corpus.py", "tools/demo.py"):  # alone, and read by run.sh
+        (machine.repository / name).write_text(code)
+        cleaned = machine.repository / "cleaned"
+        process = interruptible(machine)
+        assert process.stderr.readline() == "waits\n"
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(timeout=30)
+        assert cleaned.exists() and process.returncode == 130
+        cleaned.unlink()
+
+
 @pytest.mark.parametrize("version", ["", "2.8.0"])
 def test_without_a_supported_torch_everything_is_installed(machine, version):
+    """PYTHONOPTIMIZE removes assertions."""
     if version:
         machine.torch(machine.root / "site", version)
-    machine.trains()
+    machine.trains(PYTHONOPTIMIZE="1")
     made, command = machine.installations()
     assert made == "venv .venv" and command.startswith(".venv install ")
     assert command.endswith("-r requirements.txt --constraint constraints.txt")
@@ -384,6 +413,18 @@ def test_the_check_has_the_settings_of_the_run(complete):
     assert no_data.returncode == 1 and "has no fineweb_train_NNNNNN.bin" in no_data.stderr
 
 
+def test_the_tests_get_one_process_more_than_the_cores_that_they_may_use(machine):
+    machine.complete()
+    (machine.root / "site" / "pytest").mkdir()
+    (machine.root / "site" / "pytest" / "__main__.py").write_text("import sys; print(sys.argv[1:])")
+    one = min(os.sched_getaffinity(0))
+    command = [machine.repository / "run.sh", "test", "-x"]
+    limited = {"preexec_fn": lambda: os.sched_setaffinity(0, {one})}
+    result = subprocess.run(command, **machine.how(), **limited)
+    words = "'-q', '-n', '2', '--maxprocesses', '8', '--dist', 'worksteal', '-x'"
+    assert result.stdout == f"[{words}]\n", result.stderr
+
+
 def test_the_demonstration_has_the_settings_of_its_tool(complete):
     """Values may have spaces. As many ranks as NPROC says are started."""
     (complete.repository / "tools" / "demo.py").write_text(
@@ -429,6 +470,21 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
     assert "logs/own text.int6.xz" in shlex.split(sample)
     assert "EVAL_ONLY=logs/own text.int6.xz" in shlex.split(evaluate)
+
+
+def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
+    """A link to a link, found in PATH. CDPATH is the user's."""
+    places = tmp_path / "bin", tmp_path / "here"
+    for place in places:
+        place.mkdir()
+    (places[0] / "file").symlink_to(complete.repository / "run.sh")
+    (places[0] / "golf").symlink_to("file")
+    options = complete.how(cwd=places[1], CDPATH=str(tmp_path))
+    options["env"]["PATH"] = f"{places[0]}:{options['env']['PATH']}"
+    result = subprocess.run(["golf"], **options)
+    assert result.stdout.partition("\nnext:\n")[0] == TRAINING, result.stderr
+    assert f"    cd {complete.repository}\n" in result.stdout
+    assert not list(places[1].iterdir()) and len(list(places[0].iterdir())) == 2
 
 
 def test_own_data_are_used_as_they_are(complete):

@@ -196,6 +196,7 @@ def python() -> str:
             [sys.executable, __file__, "serve", str(listener.fileno())],
             env=environ | FIXED,
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,  # a fork's may be one, and Python keeps whether it can seek
             pass_fds=[listener.fileno()],
             start_new_session=True,  # Ctrl-C reaches it through its clients
         )

@@ -28,9 +28,9 @@ A comparison prints for each variant the mean, standard deviation, difference to
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
 number of variants by Holm's method), the difference before the export, steps, ratio of step times,
 and bytes. "Before the export" is the averaged
-weights, with non-overlapping windows. Below the table is the smallest gain that these seeds would
-have shown (p 0.05, power 0.8): a smaller one, or none, looks the same. The last line is JSON, which
---folder keeps as ablation.json.
+weights, with non-overlapping windows. Below the table are the verdict, by Welch's p, and the
+smallest gain that these seeds would have shown (p 0.05, power 0.8): a smaller one, or none, looks
+the same. The last line is JSON, which --folder keeps as ablation.json.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench", "data")]
 
 import program
 import compare
@@ -69,7 +69,7 @@ import torch
 BASE = demo.SIZES["small"] | demo.SHORT_RUN | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
 STEPS = 400
 POINTS = 50  # of a curve
-LEVEL, POWER = 0.05, 0.8  # of the smallest gain that is seen
+POWER = 0.8  # of the smallest gain that is seen, at compare.LEVEL
 RECORD_STEPS = 7000  # of #399 in 600 s
 WIDTH = 48  # of the record in small
 MICRO = 16_384  # tokens per forward of the record in small
@@ -189,7 +189,7 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
         steps, windows = RECORD_STEPS, 4
     found = {"OMP_WAIT_POLICY": "PASSIVE"} | base | os.environ
     if arguments.jobs > 1:
-        found.setdefault("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // arguments.jobs))
+        found.setdefault("OMP_NUM_THREADS", max(1, program.cores() // arguments.jobs))
     if arguments.tokens_per_weight:
         code = (ROOT / "train_gpt.py").stat().st_size
         found["TARGET_BYTES"] = record_bytes(configured(found)) + code
@@ -206,13 +206,13 @@ def environment(arguments: argparse.Namespace, *chosen: Variant) -> dict[str, st
     return {name: str(value) for name, value in found.items()}
 
 
-def finish(run_id: str, environ: dict[str, str]) -> runs.Run:
-    """The finished run of this name; it is started or continued if necessary. Raises UserError if
-    it fails.
+def finish(environ: dict[str, str]) -> runs.Run:
+    """The finished run with these variables; it is started or continued if necessary. Raises
+    UserError if it fails.
 
     It works in a folder of its own, because all runs copy their artifact to one name.
     """
-    environ = {**environ, "RUN_ID": run_id}
+    run_id = environ["RUN_ID"]
     if done := sweep.finished(environ, run_id):
         return done
     folder = Path("work", run_id).resolve()
@@ -247,14 +247,16 @@ def side_by_side(tasks: list[Callable], jobs: int) -> list:
 
 
 def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list[runs.Run]]:
-    """The runs of each variant, one per seed."""
+    """The runs of each variant, one per seed. Raises UserError if one of them could not start."""
     environments = {name: environment(arguments, one) for name, one in variants.items()}
-
-    def one(name: str, seed: int) -> runs.Run:
-        return finish(f"{name}_seed{seed}", environments[name] | {"SEED": str(seed)})
-
     turns = [(name, seed) for seed in arguments.seeds for name in variants]
-    results = side_by_side([functools.partial(one, *turn) for turn in turns], arguments.jobs)
+    planned = [
+        environments[name] | {"SEED": str(seed), "RUN_ID": f"{name}_seed{seed}"}
+        for name, seed in turns
+    ]
+    for environ in planned:
+        Hyperparameters.from_env(environ)
+    results = side_by_side([functools.partial(finish, one) for one in planned], arguments.jobs)
     found = {name: [] for name in variants}
     for (name, _), result in zip(turns, results, strict=True):
         found[name].append(result)
@@ -262,10 +264,12 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
 
 
 def detectable(test: compare.Test, tests: int) -> float:
-    """The gain that this test, one of so many, would show at p LEVEL with a probability of POWER:
+    """The gain that this test, one of so many, would show at p compare.LEVEL with a probability of POWER:
     the power formula of a t-test, with the deviations of its runs."""
     quantile = compare.scipy_stats().t.ppf
-    return float(quantile(1 - LEVEL / tests, test.df) + quantile(POWER, test.df)) * test.error
+    return (
+        float(quantile(1 - compare.LEVEL / tests, test.df) + quantile(POWER, test.df)) * test.error
+    )
 
 
 def holm(values: list[float | None]) -> list[float | None]:
@@ -395,13 +399,12 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     if tests > 1:
         print(f"p and p_paired are corrected for {tests} variants (Holm)")
     for line in rows[1:]:
+        print(f"{line['variant']}: {compare.conclusion(line['p'])}")
         if line["detectable"]:
             print(
                 f"{line['variant']}: {line['n']} seeds show a gain of {line['detectable']:.4f} or more "
-                f"at p {LEVEL} in {POWER:.0%} of such comparisons"
+                f"at p {compare.LEVEL} in {POWER:.0%} of such comparisons"
             )
-        else:
-            print(f"{line['variant']}: one seed has no deviation, so this is no verdict")
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
     Path("ablation.json").write_text(json.dumps(report) + "\n")
@@ -444,7 +447,12 @@ def main() -> None:
     )
     parser.add_argument("--jobs", type=positive, default=2, help="runs side by side; default: 2")
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--folder", type=Path, default=Path("ablations"), help="default: ablations")
+    parser.add_argument(
+        "--folder",
+        type=program.output_folder,
+        default=Path("ablations"),
+        help="default: %(default)s",
+    )
     arguments = parser.parse_args()
     variants = {"base": Variant({})} | dict(variant(text) for text in arguments.variants)
     check(variants, arguments)

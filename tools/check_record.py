@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import make_record
@@ -51,6 +51,7 @@ NETWORK = {
     "boto3", "gdown",
 }
 # fmt: on
+FEW_STEPS = 100
 SECRETS = re.compile(
     r"(hf_[A-Za-z0-9]{30,}|(?:API_KEY|SECRET|PASSWORD|ACCESS_TOKEN|HF_TOKEN)\s*[=:]\s*\S{8,})"
 )
@@ -329,11 +330,20 @@ def same_script(folder: Folder) -> Verdict:
 
 
 def limits(folder: Folder) -> Iterator[Verdict]:
-    """Bytes, seconds, machine."""
+    """Steps, bytes, seconds, machine."""
+    yield length(folder)
     yield size_limit(folder)
     yield time_limit(folder, "training", {run.seed: run.train_seconds for run in folder.runs})
     yield time_limit(folder, "evaluation", {run.seed: run.score.seconds for run in folder.runs})
     yield machine(folder)
+
+
+def length(folder: Folder) -> Verdict:
+    """No rule of the challenge, but a remark for who reads the score."""
+    rule = f"the runs have {FEW_STEPS} steps or more, so that their score says something"
+    fewest = min((run.steps or 0 for run in folder.runs), default=0)
+    detail = f"{fewest} steps at least" if fewest else "the logs do not contain their steps"
+    return Verdict("ok" if fewest >= FEW_STEPS else "n/a", rule, detail)
 
 
 def size_limit(folder: Folder) -> Verdict:

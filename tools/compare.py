@@ -7,9 +7,10 @@
 
 Each side is a folder of logs, a log, a pattern, or several of these separated by commas. Published
 logs work too. The challenge asks that a record "beat the existing SOTA by at least 0.005 nats",
-shown "at p < 0.01". The test is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947). The exit status is 0
-if B would count, 3 if it would not, and 1 if the two cannot be compared. --published compares the
-losses of one log, step by step, with those of a record; the exit status is 3 if it is behind them.
+shown "at p < 0.01". The test that decides is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947);
+an experiment shows a gain if its p is below 0.05. The exit status is 0 if B would count as a
+record, 3 if it would not, and 1 if the two cannot be compared. --published compares the losses of
+one log, step by step, with those of a record; the exit status is 3 if it is behind them.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import published
@@ -37,6 +38,7 @@ class Rule(NamedTuple):
 
 RECORD = Rule()
 LATER = Rule(level=0.25)  # of the challenge's later board
+LEVEL = 0.05  # of an experiment
 MOST_SEEDS = 1000  # of a side, when more would be needed
 
 
@@ -165,6 +167,15 @@ def verdict(a: list[Run], b: list[Run], rule: Rule = RECORD) -> tuple[bool, str]
     return True, f"would count: B is better by {gain:.4f} nats, {over}"
 
 
+def conclusion(p: float | None) -> str:
+    """The verdict of an experiment by the p of Welch's test that B is better at all. That of pairs
+    does not decide: with the lower of two p, a gain would be seen too often."""
+    if p is None:
+        return "no verdict, as a test needs two unequal runs of each"
+    seen, holds = ("a gain was seen", "is") if p < LEVEL else ("no gain was seen", "is not")
+    return f"{seen}, as Welch's p of {p:.4g} {holds} below {LEVEL}"
+
+
 def unlike(a: Run, b: Run) -> str:
     """The knobs in which two runs differ, and whether their scripts do."""
     old, new = a.configuration, b.configuration
@@ -235,7 +246,9 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
         *tests_of(a, b, of_a, of_b, RECORD),
     ]
     counts, why = verdict(a, b)
-    return counts, "\n".join([*lines, "", f"B {why}"])
+    test = welch(of_a, of_b)
+    found = f"better at all: {conclusion(test and test.p)}"
+    return counts, "\n".join([*lines, "", found, f"as a record: B {why}"])
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "data")]
 
 import program
 import launch
@@ -336,8 +336,9 @@ def main() -> None:
     print(about_size, about_ranks, sep="\n")
     if kept:
         print(f"kept as {log} began:", *(f"{name}={value}" for name, value in kept.items()))
+    sys.stdout.flush()
     for name, value in settings.items():
-        print(f"{name}={value}")
+        sys.stdout.buffer.write(os.fsencode(f"{name}={value}\n"))  # paths as they are
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@
 
 Runs the command NPROC times, with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT as torchrun sets them. With PET_VIRTUAL_LOCAL_RANK=1 each rank sees one GPU, as number 0.
-When a rank fails, the others are terminated, wherever they wait for it. Ctrl-C goes to rank 0, and
-it ends with one sentence; torchrun would add a traceback. Needs no package.
+When a rank fails, the others are terminated, wherever they wait for it; on Linux also when this
+program is killed. Ctrl-C goes to rank 0, and it ends with one sentence; torchrun would add a
+traceback. Needs no package.
 """
 
 import argparse
+import ctypes
 import os
 import shutil
 import signal
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 
+LIBC = ctypes.CDLL(None)  # loaded before a fork
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -45,6 +48,12 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
     return 0
 
 
+def end_with_parent() -> None:
+    """Have Linux send SIGTERM to this process when its parent dies."""
+    if sys.platform == "linux":
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def launch(command: list[str], ranks: int) -> int:
     """Run the ranks to their end. Returns the exit status of the first that failed, or 0."""
     processes = []
@@ -66,7 +75,8 @@ def launch(command: list[str], ranks: int) -> int:
             environ |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[int(rank)]}
         # In a group of its own, which the terminal's Ctrl-C does not reach: every rank would print
         # a sentence.
-        processes.append(subprocess.Popen(command, env=environ, process_group=0))
+        options = {"process_group": 0, "preexec_fn": end_with_parent}
+        processes.append(subprocess.Popen(command, env=environ, **options))
     status = first_failure(processes)
     for process in processes:
         process.terminate()

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import program
 import pack_code
@@ -151,7 +151,13 @@ def summary(members: list[Run], code_bytes: int) -> dict:
 def launch(run: Run) -> str:
     """The command line that repeats the run."""
     switches = {"True": "1", "False": "0"}
-    changed = {name: run.settings[name] for name in run.changed if name in runs.CONFIGURATION}
+    # Validations and lines of the log take time of the run
+    shown = runs.CONFIGURATION | {"VAL_LOSS_EVERY", "TRAIN_LOG_EVERY"}
+    changed = {name: run.settings[name] for name in run.changed if name in shown}
+    if threads := re.search(
+        r", (\d+) threads", run.device or ""
+    ):  # of a CPU, which decide rounding
+        changed["OMP_NUM_THREADS"] = threads[1]
     words = [f"{name}={shlex.quote(switches.get(value, value))}" for name, value in changed.items()]
     start = "python" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks}"
     lines = [""]
@@ -278,8 +284,13 @@ def make(members: list[Run], given: dict, track: str) -> Path:
     for run in members:
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
-    code, source = code_of(members), source_of(members)
+    source = source_of(members)
     date = members[0].started[:10]
+    slug = re.sub("[^A-Za-z0-9.]+", "_", given["name"]).strip("_")
+    folder = ROOT / "records" / f"track_{track}" / f"{date}_{slug}"
+    if folder.exists():
+        raise UserError(f"{folder} exists already, and records never change: give another --name")
+    code = code_of(members)
     facts = summary(members, len(code))
     submission = about(given, track, date, members[0]) | facts
     files = {
@@ -291,17 +302,12 @@ def make(members: list[Run], given: dict, track: str) -> Path:
     if code != source:
         files[READABLE] = source
     files |= {f"train_seed{run.seed}.log": run.path.read_bytes() for run in members}
-    slug = re.sub("[^A-Za-z0-9.]+", "_", given["name"]).strip("_")
-    folder = ROOT / "records" / f"track_{track}" / f"{date}_{slug}"
     write_folder(folder, files)
     return folder
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a new folder with these files, completely or not at all. Raises UserError if it
-    exists."""
-    if folder.exists():
-        raise UserError(f"{folder} exists already, and records never change: give another --name")
+    """Write a new folder with these files, completely or not at all. Raises UserError."""
     partial = folder.with_name(folder.name + ".partial")
     with train_gpt.writing(folder):
         shutil.rmtree(partial, ignore_errors=True)
@@ -322,9 +328,9 @@ def main() -> None:
     parser.add_argument(
         "--track", required=True, type=lambda name: name.removeprefix("track_"), choices=TRACKS
     )
-    parser.add_argument("--name", required=True, help="title of the submission")
-    parser.add_argument("--author", required=True)
-    parser.add_argument("--github-id", default="(to fill: your GitHub ID)")
+    parser.add_argument("--name", type=program.utf8, required=True, help="title of the submission")
+    parser.add_argument("--author", type=program.utf8, required=True)
+    parser.add_argument("--github-id", type=program.utf8, default="(to fill: your GitHub ID)")
     arguments = parser.parse_args()
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
     folder = make(members, vars(arguments), arguments.track)

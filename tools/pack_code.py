@@ -204,8 +204,8 @@ def main() -> None:
     parser.add_argument(
         "-o",
         "--output",
-        type=Path,
-        default=Path("train_gpt.packed.py"),
+        type=program.output_file,
+        default="train_gpt.packed.py",
         help="default: %(default)s",
     )
     arguments = parser.parse_args()

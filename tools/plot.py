@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench")]
 
 import program
 import runs
@@ -158,7 +158,10 @@ def panel(
 def draw_runs(members: list[Run], output: Path) -> None:
     """Training loss and validation bits per byte against steps and seconds; learning rate and time
     per step. The legend has the scores."""
-    found = {f"{name}: {score_of(group)}": group for name, group in groups(members).items()}
+    found = {}
+    for name, group in groups(members).items():
+        title = f"{name}: {score_of(group)}".encode(errors="backslashreplace")
+        found[title.decode()] = group  # Matplotlib draws UTF-8 only
     figure, axes = plt.subplots(3, 2, figsize=(11, 10), layout="constrained")
     for column, (x, label) in enumerate((("step", "step"), ("seconds", "training time (s)"))):
         panel(axes[0][column], found, lambda run, x=x: late(curve(run.train, x, "train_loss")))

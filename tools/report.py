@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "data")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "data")]
 
 import program
 import caseops
@@ -133,7 +133,10 @@ def main() -> None:
         "--published", choices=published.RATES, help="draw a record's curves into the page"
     )
     parser.add_argument(
-        "--prompt", default="", help="of the sample (default: the beginning of the validation text)"
+        "--prompt",
+        type=program.utf8,
+        default="",
+        help="of the sample (default: the beginning of the validation text)",
     )
     arguments = parser.parse_args()
     if arguments.published and not arguments.html:
@@ -153,7 +156,7 @@ def page_file(name: str) -> Path:
     replaced."""
     if not name.endswith(".html"):
         raise argparse.ArgumentTypeError(f"{name} does not end in .html")
-    return Path(name)
+    return program.output_file(name)
 
 
 def print_report(log: Path, artifact: str, prompt: str) -> None:

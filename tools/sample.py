@@ -165,12 +165,12 @@ def prompts(given: str | None) -> Iterator[str]:
     """The prompts: the given one, the lines typed in a terminal, or the whole of standard input."""
     try:
         if given is not None:
-            given.encode()
             yield given
         elif sys.stdin.isatty():
             while True:
                 yield input("> ")
         else:
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")
             yield sys.stdin.read()
     except EOFError:
         print()
@@ -207,7 +207,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("artifact", help="logs/<RUN_ID>.int6.xz")
-    parser.add_argument("--prompt", help="text to continue; default: standard input")
+    parser.add_argument(
+        "--prompt", type=program.utf8, help="text to continue; default: standard input"
+    )
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8"
     )
