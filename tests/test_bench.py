@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import flops
+import optimizer
 import scaling
 import train_gpt
 from conftest import ROOT, run, user_error
-from train_gpt import Hyperparameters
+from train_gpt import Comm, Hyperparameters
 
 
 def test_flops_of_the_record():
@@ -109,6 +110,75 @@ def test_curves_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
     assert [row["ranks"] for row in found["weak"]] == [1, 16]
     fixed = [(row["ranks"], row["tokens"]) for row in found["fixed"]]
     assert fixed == [(1, 786_432), (16, 49_152), (384, 2048)]
+
+
+class Peers(Comm):
+    """One of the ranks of a group that all have the same gradients. It moves only its own rows."""
+
+    calls = collections.Counter()
+
+    def start(self, collective, out, *source):
+        self.calls[collective.__name__[:10]] += self.size > 1
+        if not source:
+            out.mul_(self.size)
+        elif len(source[0]) == self.size * len(out):
+            out.copy_(self.size * source[0].chunk(self.size)[self.rank])
+        else:
+            out.chunk(self.size)[self.rank].copy_(source[0])
+        return lambda: None
+
+
+def matrices_of(way) -> list[torch.Tensor]:
+    """All matrices (out, in) of one of the ways to update them."""
+    if isinstance(way, optimizer.Ours):
+        return optimizer.matrices(way.optimizer.weights())
+    return [matrix for weight in way.weights for matrix in weight.view(-1, *weight.shape[-2:])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
+def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
+    """In fp32 they are one mathematics, but for MuonEq-R. Of two ranks each has its rows."""
+    monkeypatch.setattr(optimizer, "Comm", Peers)
+    hp = hyperparameters(MUON_EQ=0, GRAD_CLIP_NORM=0)
+    alone = types.SimpleNamespace(comm=Comm(), device=torch.device("cpu"), dtype=torch.float32)
+    alone.attend, alone.compiled = None, False
+    start = optimizer.matrices(optimizer.random_banks(hp, alone.device)[0])
+    reference = optimizer.Separate(hp, alone, alone.comm)
+    found = collections.defaultdict(lambda: [set() for _ in start])
+    monkeypatch.setattr(Peers, "calls", collections.Counter())
+    for _ in range(2):
+        reference.step()
+    for rank in range(ranks):
+        runtime = types.SimpleNamespace(**vars(alone) | {"comm": Peers(rank, ranks)})
+        for name, way in optimizer.updates(hp, runtime, separate=ranks == 1).items():
+            Peers.calls.clear()
+            way.step()
+            if name == "ours, all-reduced":  # three banks and the small gradients
+                assert +Peers.calls == {"all_reduce": 4}
+            way.step()
+            rows = zip(found[name], start, reference.weights, matrices_of(way), strict=True)
+            for errors, before, expected, weight in rows:
+                error = (weight - expected).norm() / (expected - before).norm()
+                # Rows of the other rank are what was in the memory
+                errors.add(float(error.nan_to_num(nan=1e9)))
+    worst = {name: max(map(min, errors)) for name, errors in found.items()}
+    assert worst.pop("ours, MuonEq-R") > 0.01
+    assert len(worst) == (5 if ranks == 1 else 3) and max(worst.values()) < 2e-4, worst
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
+    """With the update's own rows on one rank, and with communication on several."""
+    program = [ROOT / "bench" / "optimizer.py", "--rounds", 3]
+    lines = run(program, env(), tmp_path, ranks).stdout.splitlines()
+    found = json.loads(lines[-1])
+    assert sum(line.startswith("torch ") for line in lines) == 1 and found["bench"] == "optimizer"
+    names = {row["variant"] for row in found["update"]}
+    assert ("ours, all-reduced" in names, "one call each" in names) == (ranks == 2, ranks == 1)
+    assert ("iterations" in found) == (ranks == 1)
+    for row in found["update"]:
+        assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])
