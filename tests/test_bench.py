@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flops
+import h100
 import optimizer
 import scaling
 import train_gpt
@@ -46,6 +47,64 @@ def test_the_model_of_a_collective():
     assert over.seconds(machine) == 2 * 3 + 5 + 40 * 15 / 16 / 20
     assert over.seconds(machine._replace(beta=(20.0, 1.0))) == 2 * 3 + 5 + 40 * 15 / 16 / 8
     assert call("all_reduce", (1, 9)).seconds(machine) == 2 * (5 + 40 / 2 / 4)
+
+
+def test_the_streams_of_an_update():
+    """Collectives queue behind each other and behind what the device had to do at their start."""
+    times = {"a": 1.0, "b": 2.0, "big": 5.0, "small": 1.0}
+    finish = lambda line: h100.finish(line.split(), times)  # noqa: E731
+    assert finish("a b") == 3
+    assert finish("a >big b") == 3, "nobody waits"
+    assert finish("a >big b <big") == 6
+    assert finish("a >big >small b <small b") == 9
+    assert finish(">big >small <big a <small") == 6
+
+
+def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
+    """And all orders do the same work: each collective once, after what it sends."""
+    words, names = [], []
+
+    class Noted(Comm):
+        def start(self, collective, out, *source):
+            name = names.pop(0)
+            words.append(f">{name}")
+            return lambda: words.append(f"<{name}")
+
+    def noting(function, word):
+        return lambda *arguments: (words.append(word(*arguments)), function(*arguments))[1]
+
+    hp = hyperparameters()
+    model = train_gpt.GPT(hp, None, torch.float32)
+    muon = train_gpt.ParallelMuon(model, model.initialise(0), hp, Noted(0, 2))
+    banks = {id(shard): bank for bank, shard in muon.banks.items()}
+    names += [f"scatter {bank}" for bank in muon.banks] + ["small"]
+    names += [f"gather {bank}" for bank in muon.banks]
+    muon.muon_update = noting(muon.muon_update, lambda shard, *_: f"update {banks[id(shard)]}")
+    muon.update_small = noting(muon.update_small, lambda *_: "Adam")
+    muon.gradient_norm = noting(muon.gradient_norm, lambda *_: "clip")
+    muon.step(1.0, 0.9)
+    orders = h100.orders(list(muon.banks))
+    assert words == [word for word in orders["ours"] if word != "norms"]
+    own = {"norms", "clip", "local", ">norm", "<norm"}  # clipping differs
+    for order, line in orders.items():
+        assert sorted({*line} - own) == sorted({*words} - own) and len({*line}) == len(line), order
+        place = {word: line.index(word) for word in line}
+        assert all(place[f">{word[1:]}"] < at for word, at in place.items() if word[0] == "<")
+        for bank in muon.banks:
+            chain = [f">scatter {bank}", f"<scatter {bank}", f"update {bank}", f">gather {bank}"]
+            assert sorted(chain, key=place.get) == chain, order
+
+
+def test_modelled_seconds_of_a_part():
+    """A launch takes at least 2.5 us. Operators of eager work have the bytes of their launches."""
+    launch = lambda part, kind, moved: dict(part=part, kind=kind, bytes=moved, flops=0, name="")  # noqa: E731
+    small, large = h100.BANDWIDTH * h100.LAUNCH / 2, h100.BANDWIDTH * h100.LAUNCH * 4
+    compiled = [launch("compiled", "triton", moved) for moved in (small, large)]
+    eager = [launch("eager", kind, 0) for kind in ("library", "product")]
+    eager += [launch("eager", "operator", small), launch("eager", "operator", large)]
+    eager += [eager[0], launch("eager", "operator", large)]
+    found = h100.part_seconds(compiled + eager)
+    assert found == pytest.approx({"compiled": 5 * h100.LAUNCH, "eager": 6 * h100.LAUNCH})
 
 
 def totals(step):
