@@ -406,7 +406,8 @@ def report(options: dict, found: dict, top: int) -> dict:
         print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
         print("without the optimizer and what attention's backward computes again")
     if options["work"] == "update":
-        return result | price_updates(launches) | price_orders(options, launches)
+        result |= price_updates(launches)
+        return result | (price_orders(options, launches) if options["ranks"] > 1 else {})
     return result | extrapolate(options, found, launches)
 
 
@@ -456,14 +457,14 @@ def part_seconds(launches: list[dict]) -> dict[str, float]:
 
 
 def price_updates(launches: list[dict]) -> dict[str, dict]:
-    """Print what the ways of bench/optimizer.py cost one rank. Returns seconds by way."""
-    sums: dict[str, float] = collections.defaultdict(float)
+    """Print what the ways of bench/optimizer.py cost one rank. Returns milliseconds by way."""
+    ways: dict[str, float] = collections.Counter()
     counts: dict[str, int] = collections.Counter()
     for part, time in part_seconds(launches).items():
-        sums[part.removesuffix(": Newton-Schulz")] += time
+        if not part.startswith(("step: ", "start")):
+            ways[part.removesuffix(": Newton-Schulz")] += time
     for launch in launches:
         counts[launch["part"].removesuffix(": Newton-Schulz")] += launch.get("launches", 1)
-    ways = {way: time for way, time in sums.items() if not way.startswith(("step: ", "start"))}
     print(f"\n{'update, without communication':42}{'launches':>9}{'ms':>9}{'ratio':>8}")
     for way, time in ways.items():
         print(f"  {way:40}{counts[way]:9}{1e3 * time:9.3f}{time / ways['ours']:8.2f}")
@@ -493,28 +494,13 @@ def orders(banks: list[str]) -> dict[str, list[str]]:
     gathered = [f"<gather {bank}" for bank in banks]
     end = ["clip", *plain, "Adam", *gathered]
     apart = [*arrived, "norms", ">norm", "<small", "<norm", *end]
+    clipped = ["<small", "Adam", *early, *gathered]
     return {
         "ours": [*scatters, *arrived, "norms", ">small", "<small", *end],
         "small first, norm apart": [">small", *scatters, *apart],
         "small after the banks, norm apart": [*scatters, ">small", *apart],
-        "#399: clip, banks, small": [
-            "local",
-            *scatters,
-            ">small",
-            "<small",
-            "Adam",
-            *early,
-            *gathered,
-        ],
-        "mn#132: clip, small, banks": [
-            "local",
-            ">small",
-            *scatters,
-            "<small",
-            "Adam",
-            *early,
-            *gathered,
-        ],
+        "#399: clip, banks, small": ["local", *scatters, ">small", *clipped],
+        "mn#132: clip, small, banks": ["local", ">small", *scatters, *clipped],
     }
 
 
@@ -522,9 +508,8 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
     """Print what the orders of communication cost, by bench/scaling.py's model of a collective.
     Returns microseconds by order: of all, and what Adam and the collectives add."""
     machine, ranks = scaling.H100, options["ranks"]
-    steps = {
-        part[6:]: time for part, time in part_seconds(launches).items() if part[:6] == "step: "
-    }
+    own = part_seconds(launches)
+    steps = {part[6:]: time for part, time in own.items() if part.startswith("step: ")}
     banks = [part for part in steps if part.endswith("_bank")]
     times = {f"update {part}" if part in banks else part: time for part, time in steps.items()}
     calls = scaling.count(Hyperparameters.from_env(options["knobs"]), ranks, ranks).calls
