@@ -1161,7 +1161,8 @@ class ParallelMuon:
             vector_norm(shard.grad_shard, dtype=torch.float32) for shard in self.banks.values()
         ]
         self.squares.copy_(torch.stack(norms).square().sum() / self.comm.replicate.size)
-        # Last: NCCL may hang if ranks run the collectives of two groups in different orders.
+        # Last, as it carries the norm: one more all-reduce would take longer than it hides, by the
+        # model (bench/h100.py --work update). NCCL may hang if ranks order two groups differently.
         self.comm.all_reduce(self.flat)()
 
     def gradient_norm(self) -> Tensor:

@@ -107,14 +107,17 @@ def take_turns(
 
 
 def report(title: str, times: dict[str, list[float]]) -> list[dict]:
-    """Print medians, and the median over rounds of each row's time over the first one's. Returns
-    the rows."""
-    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}")
+    """Print medians, and median, minimum and maximum over rounds of each row's time over the first
+    one's. Returns the rows."""
+    print(f"\n{title:42}{'median ms':>11}{'ratio':>8}{'min':>8}{'max':>8}")
     first = next(iter(times.values()))
     rows = []
     for name, seconds in times.items():
         median = 1000 * statistics.median(seconds)
-        ratio = statistics.median(b / a for a, b in zip(first, seconds, strict=True))
-        print(f"  {name:40}{median:11.2f}{ratio:8.3f}", flush=True)
-        rows.append({"variant": name, "median_ms": round(median, 3), "ratio": round(ratio, 4)})
+        ratios = sorted(b / a for a, b in zip(first, seconds, strict=True))
+        found = {"ratio": statistics.median(ratios), "min": ratios[0], "max": ratios[-1]}
+        columns = "".join(f"{ratio:8.3f}" for ratio in found.values())
+        print(f"  {name:40}{median:11.2f}{columns}", flush=True)
+        rounded = {name: round(ratio, 4) for name, ratio in found.items()}
+        rows.append({"variant": name, "median_ms": round(median, 3), **rounded})
     return rows

@@ -4,6 +4,7 @@
     python bench/h100.py                                            # a training step with every knob at its default
     python bench/h100.py NUM_LAYERS=12 --against MLP_MULT=4         # the difference of two settings
     python bench/h100.py --against ../other/train_gpt.py            # ... or of two versions of the script
+    python bench/h100.py --work update                              # the update, and orders of communication
     python bench/h100.py --work gptq                                # the calibration of a batch
     python bench/h100.py --work eval                                # sliding windows; ttt_sgd and ttt_lora: adaptation
     python bench/h100.py --work eval EVAL_MODE=banded               # a banded pass; EVAL_STRIDE=2048: non-overlapping
@@ -37,6 +38,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 import program
 import flops
+import scaling
 from train_gpt import Hyperparameters, UserError
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -189,6 +191,8 @@ def trace(home: Path, torch_version: str, options: dict) -> dict:
         (SUPPORT / "trace.py").read_bytes(),
         driver.name.encode(),
     ]
+    if options["work"] == "update":
+        parts.append((HERE / "optimizer.py").read_bytes())
     settings = {name: value for name, value in options.items() if name != "script"}
     digest = hashlib.sha256(
         b"".join([*parts, json.dumps(settings, sort_keys=True).encode()])
@@ -401,6 +405,9 @@ def report(options: dict, found: dict, top: int) -> dict:
         )
         print(f"by its shapes: {counted / options['ranks'] / 1e12:.3f} TFLOP", end=" ")
         print("without the optimizer and what attention's backward computes again")
+    if options["work"] == "update":
+        result |= price_updates(launches)
+        return result | (price_orders(options, launches) if options["ranks"] > 1 else {})
     return result | extrapolate(options, found, launches)
 
 
@@ -430,6 +437,97 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
         f"modelled: {total:.1f} s for the challenge's {CHALLENGE_TOKENS:,} targets on {ranks} GPUs"
     )
     return {"challenge_seconds": round(total, 1)}
+
+
+def part_seconds(launches: list[dict]) -> dict[str, float]:
+    """Modelled seconds by part. A launch takes at least LAUNCH; where operators were counted, they
+    have the bytes of the launches before them."""
+    counted = {launch["part"] for launch in launches if launch["kind"] == "operator"}
+    sums, waiting = collections.defaultdict(float), 0
+    for launch in launches:
+        part, count = launch["part"], 1
+        if part in counted and launch["kind"] != "operator":
+            waiting += 1
+            continue
+        if launch["kind"] == "operator":
+            count, waiting = waiting, 0
+        if count:  # else it was an allocation
+            sums[part] += max(seconds(launch), count * LAUNCH)
+    return dict(sums)
+
+
+def price_updates(launches: list[dict]) -> dict[str, dict]:
+    """Print what the ways of bench/optimizer.py cost one rank. Returns milliseconds by way."""
+    ways: dict[str, float] = collections.Counter()
+    counts: dict[str, int] = collections.Counter()
+    for part, time in part_seconds(launches).items():
+        if not part.startswith(("step: ", "start")):
+            ways[part.removesuffix(": Newton-Schulz")] += time
+    for launch in launches:
+        counts[launch["part"].removesuffix(": Newton-Schulz")] += launch.get("launches", 1)
+    print(f"\n{'update, without communication':42}{'launches':>9}{'ms':>9}{'ratio':>8}")
+    for way, time in ways.items():
+        print(f"  {way:40}{counts[way]:9}{1e3 * time:9.3f}{time / ways['ours']:8.2f}")
+    return {"updates": {way: round(1e3 * time, 4) for way, time in ways.items()}}
+
+
+def finish(words: list[str], times: dict[str, float]) -> float:
+    """Seconds of an update, as CUDA's streams run it. "NAME" keeps the device busy, ">NAME" queues a
+    collective behind those before it and what the device has to do, "<NAME" lets the device wait."""
+    device, link, ended = 0.0, 0.0, {}
+    for word in words:
+        name = word.lstrip("<>")
+        if word[0] == ">":
+            link = ended[name] = max(link, device) + times[name]
+        else:
+            device = max(device, ended[name]) if word[0] == "<" else device + times[name]
+    return device
+
+
+def orders(banks: list[str]) -> dict[str, list[str]]:
+    """Updates by the order of their communication. Those that clip before the reduction compute
+    something else: each rank scales its gradient by its own norm."""
+    scatters, arrived = ([f"{sign}scatter {bank}" for bank in banks] for sign in "><")
+    updates = [[f"update {bank}", f">gather {bank}"] for bank in banks]
+    plain = sum(updates, [])
+    early = sum(([wait, *update] for wait, update in zip(arrived, updates, strict=True)), [])
+    gathered = [f"<gather {bank}" for bank in banks]
+    end = ["clip", *plain, "Adam", *gathered]
+    apart = [*arrived, "norms", ">norm", "<small", "<norm", *end]
+    clipped = ["<small", "Adam", *early, *gathered]
+    return {
+        "ours": [*scatters, *arrived, "norms", ">small", "<small", *end],
+        "small first, norm apart": [">small", *scatters, *apart],
+        "small after the banks, norm apart": [*scatters, ">small", *apart],
+        "#399: clip, banks, small": ["local", *scatters, ">small", *clipped],
+        "mn#132: clip, small, banks": ["local", ">small", *scatters, *clipped],
+    }
+
+
+def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
+    """Print what the orders of communication cost, by bench/scaling.py's model of a collective.
+    Returns microseconds by order: of all, and what Adam and the collectives add."""
+    machine, ranks = scaling.H100, options["ranks"]
+    own = part_seconds(launches)
+    steps = {part[6:]: time for part, time in own.items() if part.startswith("step: ")}
+    banks = [part for part in steps if part.endswith("_bank")]
+    times = {f"update {part}" if part in banks else part: time for part, time in steps.items()}
+    calls = scaling.count(Hyperparameters.from_env(options["knobs"]), ranks, ranks).calls
+    names = [*(f"scatter {bank}" for bank in banks), "small", *(f"gather {bank}" for bank in banks)]
+    times |= {name: call.seconds(machine) for name, call in zip(names, calls, strict=True)}
+    times["norm"] = calls[len(banks)]._replace(nbytes=4).seconds(machine)
+    # To clip reads all gradients of the rank for the norm, then reads and writes them
+    times["local"] = 3 * sum(call.nbytes for call in calls[: len(banks) + 1]) / BANDWIDTH
+    print("\nus: " + ", ".join(f"{name} {1e6 * time:.1f}" for name, time in times.items()))
+    print(f"\n{'update with communication':42}{'us':>9}{'ratio':>8}{'of Adam':>9}{'of links':>9}")
+    linked = dict.fromkeys([*names, "norm"], 0.0)
+    rows = {}
+    for order, words in orders(banks).items():
+        us = 1e6 * finish(words, times)
+        adam, links = (us - 1e6 * finish(words, times | zero) for zero in ({"Adam": 0.0}, linked))
+        rows[order] = {"us": round(us, 1), "adam": round(adam, 1), "links": round(links, 1)}
+        print(f"  {order:40}{us:9.1f}{us / rows['ours']['us']:8.3f}{adam:9.1f}{links:9.1f}")
+    return {"orders": rows}
 
 
 def print_difference(first: list[dict], second: list[dict], top: int) -> None:
@@ -471,7 +569,7 @@ def main() -> None:
         "--script", type=Path, default=ROOT / "train_gpt.py", help="default: this repository's"
     )
     parser.add_argument(
-        "--work", choices=("step", "gptq", "eval", "ttt_sgd", "ttt_lora"), default="step"
+        "--work", choices=("step", "update", "gptq", "eval", "ttt_sgd", "ttt_lora"), default="step"
     )
     parser.add_argument("--qat", action="store_true", help="a step of late QAT")
     parser.add_argument(

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import flops
+import h100
+import optimizer
 import scaling
 import train_gpt
 from conftest import ROOT, run, user_error
-from train_gpt import Hyperparameters
+from train_gpt import Comm, Hyperparameters
 
 
 def test_flops_of_the_record():
@@ -45,6 +47,64 @@ def test_the_model_of_a_collective():
     assert over.seconds(machine) == 2 * 3 + 5 + 40 * 15 / 16 / 20
     assert over.seconds(machine._replace(beta=(20.0, 1.0))) == 2 * 3 + 5 + 40 * 15 / 16 / 8
     assert call("all_reduce", (1, 9)).seconds(machine) == 2 * (5 + 40 / 2 / 4)
+
+
+def test_the_streams_of_an_update():
+    """Collectives queue behind each other and behind what the device had to do at their start."""
+    times = {"a": 1.0, "b": 2.0, "big": 5.0, "small": 1.0}
+    finish = lambda line: h100.finish(line.split(), times)  # noqa: E731
+    assert finish("a b") == 3
+    assert finish("a >big b") == 3, "nobody waits"
+    assert finish("a >big b <big") == 6
+    assert finish("a >big >small b <small b") == 9
+    assert finish(">big >small <big a <small") == 6
+
+
+def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
+    """And all orders do the same work: each collective once, after what it sends."""
+    words, names = [], []
+
+    class Noted(Comm):
+        def start(self, collective, out, *source):
+            name = names.pop(0)
+            words.append(f">{name}")
+            return lambda: words.append(f"<{name}")
+
+    def noting(function, word):
+        return lambda *arguments: (words.append(word(*arguments)), function(*arguments))[1]
+
+    hp = hyperparameters()
+    model = train_gpt.GPT(hp, None, torch.float32)
+    muon = train_gpt.ParallelMuon(model, model.initialise(0), hp, Noted(0, 2))
+    banks = {id(shard): bank for bank, shard in muon.banks.items()}
+    names += [f"scatter {bank}" for bank in muon.banks] + ["small"]
+    names += [f"gather {bank}" for bank in muon.banks]
+    muon.muon_update = noting(muon.muon_update, lambda shard, *_: f"update {banks[id(shard)]}")
+    muon.update_small = noting(muon.update_small, lambda *_: "Adam")
+    muon.gradient_norm = noting(muon.gradient_norm, lambda *_: "clip")
+    muon.step(1.0, 0.9)
+    orders = h100.orders(list(muon.banks))
+    assert words == [word for word in orders["ours"] if word != "norms"]
+    own = {"norms", "clip", "local", ">norm", "<norm"}  # clipping differs
+    for order, line in orders.items():
+        assert sorted({*line} - own) == sorted({*words} - own) and len({*line}) == len(line), order
+        place = {word: line.index(word) for word in line}
+        assert all(place[f">{word[1:]}"] < at for word, at in place.items() if word[0] == "<")
+        for bank in muon.banks:
+            chain = [f">scatter {bank}", f"<scatter {bank}", f"update {bank}", f">gather {bank}"]
+            assert sorted(chain, key=place.get) == chain, order
+
+
+def test_modelled_seconds_of_a_part():
+    """A launch takes at least 2.5 us. Operators of eager work have the bytes of their launches."""
+    launch = lambda part, kind, moved: dict(part=part, kind=kind, bytes=moved, flops=0, name="")  # noqa: E731
+    small, large = h100.BANDWIDTH * h100.LAUNCH / 2, h100.BANDWIDTH * h100.LAUNCH * 4
+    compiled = [launch("compiled", "triton", moved) for moved in (small, large)]
+    eager = [launch("eager", kind, 0) for kind in ("library", "product")]
+    eager += [launch("eager", "operator", small), launch("eager", "operator", large)]
+    eager += [eager[0], launch("eager", "operator", large)]
+    found = h100.part_seconds(compiled + eager)
+    assert found == pytest.approx({"compiled": 5 * h100.LAUNCH, "eager": 6 * h100.LAUNCH})
 
 
 def totals(step):
@@ -109,6 +169,75 @@ def test_curves_are_printed_and_drawn(monkeypatch, capsys, tmp_path):
     assert [row["ranks"] for row in found["weak"]] == [1, 16]
     fixed = [(row["ranks"], row["tokens"]) for row in found["fixed"]]
     assert fixed == [(1, 786_432), (16, 49_152), (384, 2048)]
+
+
+class Peers(Comm):
+    """One of the ranks of a group that all have the same gradients. It moves only its own rows."""
+
+    calls = collections.Counter()
+
+    def start(self, collective, out, *source):
+        self.calls[collective.__name__[:10]] += self.size > 1
+        if not source:
+            out.mul_(self.size)
+        elif len(source[0]) == self.size * len(out):
+            out.copy_(self.size * source[0].chunk(self.size)[self.rank])
+        else:
+            out.chunk(self.size)[self.rank].copy_(source[0])
+        return lambda: None
+
+
+def matrices_of(way) -> list[torch.Tensor]:
+    """All matrices (out, in) of one of the ways to update them."""
+    if isinstance(way, optimizer.Ours):
+        return optimizer.matrices(way.optimizer.weights())
+    return [matrix for weight in way.weights for matrix in weight.view(-1, *weight.shape[-2:])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.no_grad()
+def test_the_ways_to_update_agree(ranks, hyperparameters, monkeypatch):
+    """In fp32 they are one mathematics, but for MuonEq-R. Of two ranks each has its rows."""
+    monkeypatch.setattr(optimizer, "Comm", Peers)
+    hp = hyperparameters(MUON_EQ=0, GRAD_CLIP_NORM=0)
+    alone = types.SimpleNamespace(comm=Comm(), device=torch.device("cpu"), dtype=torch.float32)
+    alone.attend, alone.compiled = None, False
+    start = optimizer.matrices(optimizer.random_banks(hp, alone.device)[0])
+    reference = optimizer.Separate(hp, alone, alone.comm)
+    found = collections.defaultdict(lambda: [set() for _ in start])
+    monkeypatch.setattr(Peers, "calls", collections.Counter())
+    for _ in range(2):
+        reference.step()
+    for rank in range(ranks):
+        runtime = types.SimpleNamespace(**vars(alone) | {"comm": Peers(rank, ranks)})
+        for name, way in optimizer.updates(hp, runtime, separate=ranks == 1).items():
+            Peers.calls.clear()
+            way.step()
+            if name == "ours, all-reduced":  # three banks and the small gradients
+                assert +Peers.calls == {"all_reduce": 4}
+            way.step()
+            rows = zip(found[name], start, reference.weights, matrices_of(way), strict=True)
+            for errors, before, expected, weight in rows:
+                error = (weight - expected).norm() / (expected - before).norm()
+                # Rows of the other rank are what was in the memory
+                errors.add(float(error.nan_to_num(nan=1e9)))
+    worst = {name: max(map(min, errors)) for name, errors in found.items()}
+    assert worst.pop("ours, MuonEq-R") > 0.01
+    assert len(worst) == (5 if ranks == 1 else 3) and max(worst.values()) < 2e-4, worst
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
+    """With the update's own rows on one rank, and with communication on several."""
+    program = [ROOT / "bench" / "optimizer.py", "--rounds", 3]
+    lines = run(program, env(), tmp_path, ranks).stdout.splitlines()
+    found = json.loads(lines[-1])
+    assert sum(line.startswith("torch ") for line in lines) == 1 and found["bench"] == "optimizer"
+    names = {row["variant"] for row in found["update"]}
+    assert ("ours, all-reduced" in names, "one call each" in names) == (ranks == 2, ranks == 1)
+    assert ("iterations" in found) == (ranks == 1)
+    for row in found["update"]:
+        assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])

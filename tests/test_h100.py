@@ -70,3 +70,14 @@ def test_the_whole_script(env, tmp_path, version):
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second
     assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
+
+
+def test_the_update_and_its_communication():
+    """Each way costs something, and 24 matrices cost more launches than three banks."""
+    options = {"script": str(ROOT / "train_gpt.py"), "work": "update", "qat": False, "seq_len": 0}
+    options |= {"ranks": 8, "knobs": {"NUM_LAYERS": "4", "MODEL_DIM": "128"}}
+    launches = h100.launches_of(h100.trace(h100.HOME, VERSIONS[0], options))
+    updates = h100.price_updates(launches)["updates"]
+    assert min(updates.values()) > 0 and updates["ours"] < updates["one call each"]
+    rows = h100.price_orders(options, launches)["orders"]
+    assert rows["ours"]["us"] > rows["ours"]["links"] > 0

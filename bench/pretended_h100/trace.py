@@ -4,11 +4,11 @@ starts it, with the driver preloaded, in an environment that has a CUDA build of
     python trace.py FOLDER '{"script": ..., "work": "step", "knobs": {...}, "ranks": 8, "qat": false, "seq_len": 0}'
 
 FOLDER gets trace.json: facts about the run, Inductor's kernels with their bytes, and the driver's
-log of one repetition after two that compile and fill caches. `work` is "step", "eval", "ttt_sgd" or
-"ttt_lora".
+log of one repetition after two that compile and fill caches. `work` is one of WORK.
 """
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -251,7 +251,7 @@ class CountOperators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         out = function(*arguments, **(options or {}))
-        if not function.is_view and function.namespace != "pretended":
+        if not function.is_view and function.namespace not in ("pretended", "c10d"):
             tensors = [
                 t
                 for t in torch.utils._pytree.tree_leaves((arguments, options, out))
@@ -527,8 +527,60 @@ def chunks_of(script, hp, runtime, model) -> tuple[dict[str, tuple[int, int]], d
     return examples, repeats
 
 
+def updates(script, hp, runtime, options: dict) -> Callable[[], None]:
+    """The ways of bench/optimizer.py to update the rows of this rank, each a part of the log, then
+    a step of ParallelMuon by its parts."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    import optimizer
+
+    published = dict(muon_eq=False, muon_coeffs="quintic", muon_backend_steps=5)
+    ways = optimizer.updates(dataclasses.replace(hp, **published), runtime, separate=True)
+    whole = optimizer.Ours(hp, runtime, runtime.comm).optimizer
+    del whole.update_small, whole.clear  # those of the class
+    names = ((whole, "reduce_gradients", "norms"), (whole, "gradient_norm", "clip"))
+    for owner, name, part in (*names, (whole, "update_small", "Adam")):
+        mark(owner, name, f"step: {part}")
+    banks, update = {id(shard): bank for bank, shard in whole.banks.items()}, whole.muon_update
+
+    def marked(shard, *settings):
+        note("part", f"step: {banks[id(shard)]}")
+        update(shard, *settings)
+
+    whole.muon_update = marked
+    counting = CountOperators()
+
+    def outside(function: Callable, part: str) -> Callable:
+        """The compiled function as a part of its own, as Dynamo compiles nothing within a mode."""
+
+        def call(x: Tensor) -> Tensor:
+            counting.__exit__(None, None, None)
+            note("part", f"{part}: Newton-Schulz")
+            out = function(x)
+            note("part", part)
+            counting.__enter__()
+            return out
+
+        return call
+
+    for name, way in ways.items():
+        if isinstance(way, optimizer.Separate):
+            way.newton_schulz = outside(way.newton_schulz, name)
+
+    @torch.no_grad()
+    def work():
+        for name, way in ways.items():
+            note("part", name)
+            eager = isinstance(way, optimizer.Separate)
+            with counting if eager else contextlib.nullcontext():
+                way.step()
+        whole.step(1.0, hp.muon_momentum)
+
+    return work
+
+
 WORK = {
     "step": training_step,
+    "update": updates,
     "gptq": calibration,
     "eval": evaluation,
     "ttt_sgd": sgd_adaptation,
