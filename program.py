@@ -18,7 +18,7 @@ def interrupted(kind: type, *error: object) -> None:
 
 sys.excepthook = interrupted
 
-from train_gpt import KNOBS, UserError, error_message, importing, require  # noqa: E402
+from train_gpt import KNOBS, UserError, error_message, importing, print_error, require  # noqa: E402
 
 
 def read_env(path: str | Path) -> dict[str, str]:
@@ -40,7 +40,7 @@ def run_program(main: Callable[[], object]) -> None:
             with importing("requirements-dev.txt"):
                 main()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(str(error))
             sys.exit(1)
         finally:
             print(end="", flush=True)  # an error at the interpreter's exit would be a traceback
@@ -50,4 +50,5 @@ def run_program(main: Callable[[], object]) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
         place = error.filename or "standard output or a file"
-        sys.exit(f"error: cannot use {place}: {error_message(error)}; check the path and the disk")
+        print_error(f"cannot use {place}: {error_message(error)}; check the path and the disk")
+        sys.exit(1)
