@@ -538,9 +538,10 @@ def adopt(arguments: argparse.Namespace) -> None:
         if runtime.comm.rank == 0:
             train_gpt.require_space(hp)
             for name in (*paths, train_gpt.ARTIFACT):
-                with train_gpt.writing(name):
-                    Path(f"{name}.partial").touch()
-                    Path(f"{name}.partial").unlink()
+                with train_gpt.writing(name):  # now, not after the work
+                    trial = Path(f"{name}.xxxxxxxx.partial")  # no name is longer
+                    trial.touch()
+                    trial.unlink()
         log.header(runtime)
         log(f"{path}: {' '.join(f'{name}={value}' for name, value in shown.items())}")
         log("\n".join((*adopted.notes, f"meant as {' '.join(values)}")))
