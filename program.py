@@ -22,7 +22,7 @@ for name in ("stdin", "stdout", "stderr"):
     if getattr(sys, name) is None:  # closed, as by `<&-`; the next open file would get its number
         setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
 
-from train_gpt import KNOBS, UserError, error_message, importing, require  # noqa: E402
+from train_gpt import KNOBS, UserError, error_message, importing, print_error, require  # noqa: E402
 
 LONGEST_NAME = 230  # bytes of a file's name; partial files have longer ones, of at most 255
 
@@ -91,7 +91,7 @@ def run_program(main: Callable[[], object]) -> None:
             with importing("requirements-dev.txt"):
                 main()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(str(error))
             sys.exit(1)
         finally:
             print(end="", flush=True)  # an error at the interpreter's exit would be a traceback
@@ -101,4 +101,5 @@ def run_program(main: Callable[[], object]) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
         place = error.filename or "standard output or a file"
-        sys.exit(f"error: cannot use {place}: {error_message(error)}; check the path and the disk")
+        print_error(f"cannot use {place}: {error_message(error)}; check the path and the disk")
+        sys.exit(1)

@@ -266,9 +266,12 @@ def sentence(result) -> str:
 
 
 def assert_mistake(arguments: list, folder: Path, part: str, status=1, **environment) -> None:
-    """This program ends with the status and a sentence that has `part`."""
+    """This program ends with the status and one sentence, which has `part`."""
     result = run(arguments, environment, folder, status=status)
-    assert part in result.stderr and "Traceback" not in result.stderr, result.stderr
+    # argparse puts the program's name before it.
+    found = re.findall(r"(?m)^(?:\S+\.py: )?error: .*", result.stderr)
+    assert len(found) == 1 and part in found[0], result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
 
 
 def script_after(code: str) -> list[str]:

@@ -1,19 +1,22 @@
 """tools/adopt.py: checkpoints of other scripts compute here what they computed there; all others are
 one sentence."""
 
+import dataclasses
 import io
 import json
 import math
 import os
-import re
+import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import adopt
+import conformance
 import inspect_artifact
 import sample
 import train_gpt
@@ -102,7 +105,7 @@ def imported(path, record: str, **environ: str) -> train_gpt.GPT:
     """The model that adopt.py makes of a file."""
     renamed = adopt.rename(str(path))
     shown = adopt.sizes(str(path), renamed)
-    hp, _ = adopt.configure(str(path), shown, as_file(record), GIVEN | environ)
+    hp = adopt.configure(str(path), shown, as_file(record), GIVEN | environ)
     model = train_gpt.GPT(hp, train_gpt.load_attention("math"), torch.float32)
     model.load_state_dict(adopt.weights_of(str(path), renamed, hp))
     return model
@@ -173,7 +176,12 @@ class Code:
         ("blocks.1.attn_scale", None, r"blocks\.\*\.attn_scale are not of equal shapes"),
         ("blocks.1.attn_scale", torch.ones(5), r"blocks\.\*\.attn_scale are not of equal"),
         ("smear.gate", torch.full((32,), math.nan), "smear.gate has values that are not finite"),
-        ("smear.gate", torch.ones(32).int(), "smear.gate is torch.int32: give the weights before"),
+        ("smear.gate", torch.ones(32).int(), "'smear.gate' holds integers, rounded weights: give"),
+        (
+            "w",
+            {"q": {"a": torch.ones(3).char()}},
+            "'w' holds integers, rounded weights: give the f",
+        ),
         ("smear.gate", torch.ones(1).expand(1 << 40), "is empty, or larger than the file"),
         ("smear.gate", torch.ones(0), "is empty, or larger than the file"),
         ("qo_bank", torch.ones(9, 32, 32), r"qo_bank has the shape \(9, 32, 32\), not that of"),
@@ -195,10 +203,10 @@ def test_an_odd_tensor_is_named(tmp_path, monkeypatch, name, value, part):
     assert not Path("ran").exists()
 
 
-def saved(found, legacy: bool = False) -> bytes:
+def saved(found, legacy: bool = False, **options) -> bytes:
     """A file of torch.save."""
     file = io.BytesIO()
-    torch.save(found, file, _use_new_zipfile_serialization=not legacy)
+    torch.save(found, file, _use_new_zipfile_serialization=not legacy, **options)
     return file.getvalue()
 
 
@@ -220,12 +228,104 @@ def compressed(whole: bytes) -> bytes:
         (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
         (compressed, "compressed"),
         (lambda _: saved([1]), "no state dict, but"),
+        (lambda _: saved({"model": {}, "state_dict": {}}), "holds model and state_dict: save one"),
+        (lambda _: saved({}, pickle_protocol=4), "its pickle is of protocol 4: torch.save it wi"),
     ],
 )
 def test_an_odd_file_is_named(tmp_path, damage, part):
     (tmp_path / "a.pt").write_bytes(damage(saved(foreign("published"))))
     with user_error(rf"a\.pt .*{part}"):
         adopt.rename(str(tmp_path / "a.pt"))
+
+
+def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError):
+        adopt.rename(str(tmp_path / "a.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda t: t, ""),
+        (lambda t: t.bfloat16(), "are torch.bfloat16, but fp32"),
+        (lambda t: t.mul(8).round(), "are rounded already"),
+    ],
+)
+def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
+    state = foreign("published")
+    torch.save(state | {"mlp_up_bank": change(state["mlp_up_bank"])}, tmp_path / "a.pt")
+    adopted = adopt.rename(str(tmp_path / "a.pt"))
+    shown = adopt.sizes("a.pt", adopted)
+    adopt.weights_of("a.pt", adopted, adopt.configure("a.pt", shown, as_file("published"), GIVEN))
+    expected = [f"note: the matrices up {part}"] if part else []
+    assert [
+        note[: len(wanted)] for note, wanted in zip(adopted.notes, expected, strict=True)
+    ] == expected
+
+
+def test_export_and_scores_of_the_file_are_left_out():
+    hp = adopt.configure("a.pt", {}, as_file("published"), {"EVAL_SEQ_LEN": "512"})
+    assert (hp.target_bytes, hp.row_range, hp.eval_stride) == (16_000_000, "sdclip", 512)
+    assert not adopt.configure("a.pt", {}, as_file("2135"), {}).ttt_enabled
+    hp = adopt.configure(
+        "a.pt", {}, as_file("published"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
+    )
+    assert (hp.eval_stride, hp.gptq_batches) == (64, 7)
+
+
+def test_across_documents_is_as_published():
+    golden = conformance.Golden("399")
+    case = next(case for case in golden.facts["cases"] if case["bos"])
+    hp = golden.knobs(case["knobs"])
+    model, ids = golden.model(hp, {}), golden.ids(case, hp.vocab_size)
+    for _ in range(2):
+        with torch.no_grad(), adopt.across_documents(model):
+            assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(
+                case["published"]["loss"], rel=1e-6
+            )
+        with torch.no_grad():
+            assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(case["loss"], rel=1e-6)
+
+
+def test_the_beginning_of_a_text():
+    tokens = np.array([1, 5, 6, 1, 7, 8, 1], dtype=np.uint16)
+    whole = train_gpt.Validation(tokens, np.arange(6), torch.device("cpu"))
+    whole.refused = torch.zeros(3, 3)
+    short = adopt.beginning(whole, 4)
+    assert (short.tokens.tolist(), short.nbytes.tolist()) == ([1, 5, 6, 1, 7], [0, 1, 2, 3])
+    assert (short.targets, short.total_bytes, short.documents.tolist()) == (4, 6, [0, 3])
+    assert short.refused is whole.refused
+    assert adopt.beginning(whole, 6) is adopt.beginning(whole, None) is whole
+
+
+def test_the_table():
+    rows = [adopt.Row("a", 2.0), adopt.Row("b", 2.5, 2.0, 1000), adopt.Row("c", size=9)]
+    head, *lines = adopt.table(rows, 500, 2.0).splitlines()
+    assert "bytes, no code" in head
+    assert [line.split() for line in lines] == [
+        ["a", "2.00000", "1.00000"],
+        ["b", "2.50000", "1.25000", "+0.50000", "1,000", "16.00"],
+        ["c", "9", "0.14"],
+    ]
+
+
+def test_a_second_size_does_not_see_the_first(run_of, tmp_path):
+    """The model shares the small weights with the optimizer, and each artifact is loaded into it."""
+    model = model_of("published")
+    sizes = {name: str(value) for name, value in SIZES["published"].items()}
+    run = run_of(val=True, **variables("published") | GIVEN | sizes | {"ROW_RANGE": "sdclip"})
+    path = Path("logs", "a.int6.xz")
+    path.parent.mkdir()
+
+    def exported(size: int) -> tuple[list[adopt.Row], bytes]:
+        run.hp = dataclasses.replace(run.hp, target_bytes=train_gpt.CODE_BYTES + size)
+        return adopt.export(run, weights_of(model), {}, 3.0, path), path.read_bytes()
+
+    first = exported(10**6)
+    exported(int(0.7 * len(first[1])))
+    assert exported(10**6) == first
 
 
 @pytest.fixture(scope="module")
@@ -239,29 +339,60 @@ def checkpoint(tmp_path_factory) -> Path:
     "words, environ, part, status",
     [
         (["--as", as_file("published")], {"NUM_LAYERS": "9"}, "NUM_LAYERS=9 is set, but ", 1),
-        (["--as", as_file("2135")], {}, "XSA_LAST_N=11 is not at most NUM_LAYERS=5", 1),
+        (
+            ["--as", as_file("2135")],
+            {},
+            f"XSA_LAST_N=11 is not at most NUM_LAYERS=5; XSA_LAST_N is of {as_file('2135')}, unless",
+            1,
+        ),
         (["--as", str(ROOT / "run.sh")], {}, "sets no knob of train_gpt.py", 1),
         (["--as", "none.env"], {}, "cannot use none.env", 1),
         (["--as", as_file("published")], {"NPROC": "x"}, "NPROC=x is not a number of proc", 1),
-        (["--as", as_file("published")], {"RUN_ID": "old"}, "old is of another run: set", 1),
+        (["--as", as_file("published")], {"TARGET_BYTES": "1"}, "counts the code: give --bytes", 1),
         (["--as", as_file("published")], {"DATA_PATH": "no"}, "DATA_PATH=no has no fineweb_", 1),
+        (["--as", as_file("published"), "--bytes", "9,0"], {}, "invalid counts value: '9,0'", 2),
         ([], {}, "required: --as", 2),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, checkpoint, words, environ, part, status):
-    (tmp_path / "checkpoints" / "old").mkdir(parents=True)
     command = [ROOT / "tools" / "adopt.py", checkpoint, *words]
     assert_mistake(command, tmp_path, part, status, **GIVEN | environ)
-    # What was there stays, and nothing is left.
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["old"]
+    assert not list(tmp_path.iterdir())
 
 
-def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, env, one_rank):
-    kept = {"DATA_PATH", "TOKENIZER_PATH", "COMPILE", "COMPUTE_DTYPE", "DEVICE", "VAL_BATCH_SIZE"}
-    knobs = {name: text for name, text in env().items() if name in kept}
-    knobs |= GIVEN | {"RUN_ID": "r", "NPROC": "2"}
+@pytest.mark.parametrize(
+    "environ, part",
+    [
+        ({"RUN_ID": "old"}, "RUN_ID=old is used by an earlier run"),
+        ({"RUN_ID": 228 * "a"}, "cannot write logs/aa"),
+        ({"RUN_ID": "small"}, "--bytes 1: TARGET_BYTES="),
+        ({"TOKENIZER_PATH": ""}, "of the first validation tokens come back"),
+    ],
+)
+def test_a_mistake_ends_it_before_the_work(
+    tmp_path, checkpoint, knobs, other_tokenizer, environ, part
+):
+    environ = {name: text or other_tokenizer for name, text in environ.items()}
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "old.jsonl").write_text('{"event": "finished"}\n')
     command = [ROOT / "tools" / "adopt.py", checkpoint, "--as", as_file("published")]
-    command += ["--their-bpb", 9.5, "--their-bytes", 31000]
+    command += ["--tokens", "64", "--bytes", "1,1000000"]
+    assert_mistake(command, tmp_path, part, **knobs | environ | {"GPTQ_BATCHES": "0"})
+    small = environ.get("RUN_ID") == "small"
+    assert (tmp_path / "final_model.int6.xz").exists() == small  # known after the work only
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.fixture
+def knobs(env) -> dict[str, str]:
+    kept = {"DATA_PATH", "TOKENIZER_PATH", "COMPUTE_DTYPE", "DEVICE", "VAL_BATCH_SIZE"}
+    return {name: text for name, text in env().items() if name in kept} | GIVEN
+
+
+def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, one_rank):
+    command = [ROOT / "tools" / "adopt.py", checkpoint, "--as", as_file("published")]
+    command += ["--their-bpb", 0.5, "--their-bytes", 31000]
+    knobs |= {"RUN_ID": "r", "NPROC": "2"}
     output = run(command, knobs, tmp_path, fresh=True).stdout
     log = (tmp_path / "logs" / "r.jsonl").read_text().splitlines()
     events = {event["event"]: event for event in map(json.loads, log)}
@@ -270,19 +401,29 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, env, one_
     hp, runtime = one_rank(**GIVEN | SIZES["published"])
     text = train_gpt.read_validation(hp, runtime.device)
     expected = evaluate(model, text, hp, runtime, 32).val_loss
-    before, after = (events[f"final_{n}_exact"] for n in ("average", "int6_roundtrip"))
-    assert before["val_loss"] == pytest.approx(expected, abs=1e-5)
-    first = float(re.search(r"val_loss:(\S+)", output)[1])
-    assert first == pytest.approx(expected, abs=1e-4)
+    with adopt.across_documents(model):
+        across = evaluate(model, text, hp, runtime, 32).val_loss
+    names = ("average", "average_across_documents", "int6_roundtrip")
+    losses = [events[f"final_{name}_exact"]["val_loss"] for name in names]
+    assert losses[:2] == pytest.approx([expected, across], abs=1e-5)
+    assert abs(expected - across) > 1e-4
     assert "ranks:2" in output and events["calibration"]["batches"] == 4
-    rows = [line.split() for line in output.splitlines()[-5:]]
+    found = {line[:24].strip(): line[24:].split() for line in output.splitlines()}
     rounding = sum(events["rounding"]["expected_loss"].values())
-    found = [before["val_loss"], before["val_loss"] + rounding, after["val_loss"]]
-    nats = [float(rows[0][3]), float(rows[1][3]), float(rows[2][3])]
-    assert nats == pytest.approx(found, abs=1e-5)
-    assert rows[2][-2] == f"{events['artifact']['model_bytes']:,}"
-    assert rows[4][0] == "theirs" and rows[4][2] == "9.50000" and rows[4][4] == "31,000"
-    assert not list((tmp_path / "checkpoints").iterdir())
+    labels = (
+        "before the export",
+        "before, across documents",
+        "after it, predicted",
+        "after it, found",
+    )
+    nats = [float(found[label][0]) for label in labels]
+    assert nats == pytest.approx([*losses[:2], losses[0] + rounding, losses[2]], abs=1e-5)
+    assert found["after it, found"][-2] == f"{events['artifact']['model_bytes']:,}"
+    per_bpb = losses[0] / events["final_average_exact"]["val_bpb"]
+    theirs = ["0.50000", f"{0.5 * per_bpb - across:+.5f}", "31,000"]
+    assert found["theirs"][1:4] == theirs and "note: theirs is below the weights before" in output
+    assert "sliding" not in events  # the same as in rows
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.int6.xz"}
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -858,8 +858,13 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     val.unlink()
     found = "; ".join(inspect_shards.inspect(out, None, 1))
     assert "val_000000.bin is in manifest.json but does not exist" in found
-    for folder, part in ((out, "error: "), (tmp_path / "in", "in has no fineweb_train_NNNNNN.bin")):
-        folder.mkdir(exist_ok=True)
+    (out / "fineweb_val_000001.bin").unlink()
+    wrong_after(val=good["val"][:-2] + b"\x06\x00")  # a sentence for each of several faults
+    (tmp_path / "in").mkdir()
+    for folder, part in (
+        (out, "val_000000.bin is not the file in"),
+        ("in", "in has no fineweb_train_N"),
+    ):
         assert_mistake([ROOT / "data" / "inspect_shards.py", folder], tmp_path, part)
     command = [ROOT / "data" / "inspect_shards.py", out, "--samples", -1]
     assert_mistake(command, tmp_path, "error: --samples must not be negative", 2)

@@ -2,49 +2,54 @@
 """Bring the checkpoint of another script of the challenge here: score, export and score it again.
 
     python tools/adopt.py final_model.pt --as records/published.env
-    TARGET_BYTES=8000000 EVAL_MODE=banded python tools/adopt.py final_model.pt --as records/2135.env
+    EVAL_MODE=banded python tools/adopt.py a.pt --as records/2135.env --bytes 15800000,9000000
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
 state dict, or the same as a safetensors file, in banks or with one matrix per layer. Nothing in it
 is executed. Sizes follow from its tensors. --as is a file of variables with what no tensor shows:
 skips, activation, rotary base, loop and others (docs/published.md has the list). Variables of the
 environment override it, as for every run: set DATA_PATH and TOKENIZER_PATH to its data. The export
-is ours: ROW_RANGE, GPTQ_BATCHES, TRELLIS_STATES, TARGET_BYTES and COMPRESSOR of the file are left
-out, those of the environment are not.
+and the scores are ours: ROW_RANGE, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE and
+TTT_ENABLED of the file are left out, those of the environment are not.
 
-train_gpt.py then scores the weights as they are, calibrates on training shards, exports and scores
-the artifact, on NPROC ranks (default: one per GPU). Its first val_loss and val_bpb are those of the
-weights as they are: compare them with yours ("DIAGNOSTIC post_ema" in the logs of those scripts). If
-they are worse, --as is not what the script computes. On a CPU use little validation text, and a
-calibration of for example TRAIN_BATCH_TOKENS=32768.
+The weights are scored as they are, in rows of EVAL_SEQ_LEN tokens without overlap: compare that
+with "DIAGNOSTIC post_ema" in the logs of those scripts, whichever EVAL_MODE is. Their SmearGate and
+BigramHash look across the start of a document, ours do not, so both losses are given. If neither is
+yours, --as is not what the script computes. Then the weights are calibrated on training shards,
+exported once for each of --bytes, and scored by the passes of a run (EVAL_STRIDE=64,
+EVAL_MODE=banded and TTT_ENABLED=1 add one each), on NPROC ranks (default: one per GPU). On a CPU
+use --tokens 65536 and a calibration of for example TRAIN_BATCH_TOKENS=32768.
 
 The table at the end: "predicted" is the loss that the export expects of its rounding, "found" that
-of the artifact, both with non-overlapping windows. "bytes" are without code. --their-bpb and
---their-bytes put the other script's export beside it, scored on the same text with such windows.
+of the artifact, both in rows without overlap. --their-bpb and --their-bytes put the other script's
+export beside it, scored on the same text in such rows. Bytes are of weights, without code,
+everywhere.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pickletools
 import re
-import shutil
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import launch
-import runs
 import train_gpt
-from train_gpt import Hyperparameters, Tensors, UserError, as_user_error, require
+from train_gpt import Hyperparameters, Tensors, UserError, Validation, as_user_error, require
 
 # isort: split
 import torch
@@ -95,11 +100,13 @@ KNOBS_OF = {
     "mlp_gate": "MLP_GATE",
     "lane_mix": "LANES_LAST_N",
 }
-EXPORT = ("ROW_RANGE", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
-UNTIMED = {"WARMUP_STEPS": "0", "MAX_WALLCLOCK_SECONDS": "0"}
+# Of these the file's are left out: the export and the scores are ours.
+OURS = ("ROW_RANGE", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
+OURS += ("EVAL_STRIDE", "TTT_ENABLED")
 # No step is taken, and the weights are an average already.
-FINISHED = {"ITERATIONS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
-FINISHED |= {"RESUME": "auto", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
+FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
+FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
+BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
 NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
 # What torch.save's pickle of a state dict names.
 PLAIN = r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|parameter)|torch \w+Storage"
@@ -119,14 +126,15 @@ def read_file(path: str) -> dict:
     Raises UserError. Executes nothing in it."""
     with open(path, "rb") as file:
         head = file.read(9)
+    load_file = None
+    if head[8:] == b"{":  # a missing package is no fault of the file
+        from safetensors.torch import load_file
     with as_user_error(
         f"{path} cannot be used",
         Exception,
-        advice="give the whole final_model.pt of the weights before rounding",
+        advice=BEFORE_ROUNDING,
     ):
-        if head[8:] == b"{":
-            from safetensors.torch import load_file
-
+        if load_file:
             return load_file(path)
         require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
         require_plain(path)
@@ -144,6 +152,8 @@ def require_plain(path: str) -> None:
         stored = {member.compress_type for member in members} == {zipfile.ZIP_STORED}
         require(stored and texts[0].file_size < 1 << 24, "its parts are compressed or too large")
         text = archive.read(texts[0])
+    protocol = next((argument for code, argument, _ in pickletools.genops(text)), 0)
+    require(protocol in (2, 3), f"its pickle is of protocol {protocol}: torch.save it with 2")
     objects = [
         str(argument or code.name).replace(" ", ".")
         for code, argument, _ in pickletools.genops(text)
@@ -155,6 +165,13 @@ def require_plain(path: str) -> None:
         f"it holds more than tensors, {', '.join(objects[:3])}, which was not run: save the "
         "state dict alone",
     )
+
+
+def is_rounded(value: object) -> bool:
+    """Whether integer tensors are in it, as in what other scripts export."""
+    if isinstance(value, dict):
+        return any(map(is_rounded, value.values()))
+    return isinstance(value, Tensor) and value.dtype not in FLOATS
 
 
 def read_tensors(path: str) -> tuple[Tensors, list[str]]:
@@ -171,6 +188,10 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
     tensors, room = {}, 2 * os.path.getsize(path)
     for full, tensor in found.items():
         require(
+            not is_rounded(tensor),
+            f"{path}: {full!r} holds integers, rounded weights: {BEFORE_ROUNDING}",
+        )
+        require(
             isinstance(tensor, Tensor) and tensor.layout == torch.strided,
             f"{path}: {full!r} is {type(tensor).__name__}, not a tensor: save the state dict alone",
         )
@@ -182,10 +203,6 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
         require(
             tensor.numel() and room >= 0,
             f"{path}: {name} of shape {tuple(tensor.shape)} is empty, or larger than the file",
-        )
-        require(
-            tensor.dtype in FLOATS,
-            f"{path}: {name} is {tensor.dtype}: give the weights before rounding",
         )
         require(tensor.isfinite().all(), f"{path}: {name} has values that are not finite")
         tensors[name] = tensor.detach()
@@ -282,20 +299,46 @@ def theirs(ours: str) -> str:
 
 def configure(
     path: str, shown: dict[str, str], as_file: str, environ: dict[str, str]
-) -> tuple[Hyperparameters, dict[str, str]]:
-    """(knobs, variables) of the run that exports the weights: of the file of --as, of the
-    environment, and the sizes of the tensors. Raises UserError if these contradict each other."""
-    given = {name: text for name, text in program.read_env(as_file).items() if name not in EXPORT}
+) -> Hyperparameters:
+    """The knobs of the file of --as, of the environment, and of the tensors. Raises UserError if
+    these contradict each other."""
+    given = {name: text for name, text in program.read_env(as_file).items() if name not in OURS}
+    require(
+        "TARGET_BYTES" not in environ,
+        "TARGET_BYTES counts the code: give --bytes, of weights alone",
+    )
     for knob in train_gpt.KNOBS:
         name = knob.name.upper()
         if name in shown and name in environ:
             here, there = train_gpt.parse(knob, environ), train_gpt.parse(knob, shown)
             require(here == there, f"{name}={here} is set, but {path} has {there}: unset it")
-    merged = given | UNTIMED | environ | shown | FINISHED
-    merged["RUN_ID"] = environ.get("RUN_ID") or time.strftime("adopted-%Y%m%d-%H%M%S")
-    hp = Hyperparameters.from_env(merged)
-    train_gpt.meta_parameters(hp)  # refuses one that is too large
-    return hp, merged
+    merged = given | environ | shown | FINISHED
+    window = merged.get("EVAL_SEQ_LEN", str(Hyperparameters.eval_seq_len))
+    merged = {"EVAL_STRIDE": window} | merged
+    try:
+        hp = Hyperparameters.from_env(merged)
+        train_gpt.meta_parameters(hp)  # refuses one that is too large
+    except UserError as error:
+        source = dict.fromkeys(given, f"{as_file}, unless the environment sets it")
+        source |= dict.fromkeys(environ, "the environment") | dict.fromkeys(shown, path)
+        names = [name for name in re.findall(r"(\w+)=", str(error)) if name in source]
+        origins = [f"{name} is of {source[name]}" for name in dict.fromkeys(names)]
+        raise UserError("; ".join((str(error), *origins))) from error
+    if hp.compile == "auto" and train_gpt.choose_device(hp.device).type == "cpu":
+        return dataclasses.replace(hp, compile="0")  # compiling would take longer than the scores
+    return hp
+
+
+def doubts(tensors: Tensors) -> list[str]:
+    """Notes on matrices that may not be those before rounding."""
+    found = collections.defaultdict(list)
+    for name in sum(BANKS.values(), ()):
+        rows = tensors[name][:, 0].float()  # one of each layer
+        if sum(len(row.unique()) for row in rows) <= 0.6 * rows.numel():
+            found["rounded already: few values of a row are distinct"].append(name)
+        elif tensors[name].element_size() < 4:
+            found[f"{tensors[name].dtype}, but fp32 in those scripts"].append(name)
+    return [f"note: the matrices {' '.join(names)} are {what}" for what, names in found.items()]
 
 
 def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
@@ -333,54 +376,192 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
             f"{path} has {adopted.names[name]}, but the model has no {name}; look at "
             f"{KNOBS_OF[name]}"
         )
+    notes += doubts(adopted.tensors)
     return weights
 
 
-def write_checkpoint(weights: Tensors, hp: Hyperparameters) -> None:
-    """Write a checkpoint of a run with these weights before its first step. Raises UserError."""
-    hp, notes = dataclasses.replace(hp, checkpoint_every="1"), []
-    model = train_gpt.GPT(hp, None, torch.float32)
-    model.load_state_dict(weights)
-    optimizer = train_gpt.ParallelMuon(model, weights, hp, train_gpt.Comm())
-    checkpoints = train_gpt.Checkpoints(
-        hp, train_gpt.Comm(), lambda line, **fields: notes.append(line)
+@contextlib.contextmanager
+def across_documents(model: train_gpt.GPT) -> Iterator[None]:
+    """Let SmearGate and BigramHash look across the start of a document, as in #399 and #2135."""
+
+    def embed(ids: Tensor, base: train_gpt.LayerCall) -> Tensor:
+        with mock.patch.object(train_gpt, "BOS", -1):  # attention's documents stay
+            return train_gpt.GPT.embed(model, ids, base)
+
+    with mock.patch.object(model, "embed", embed):
+        yield
+
+
+def beginning(val: Validation, tokens: int | None) -> Validation:
+    """The validation text, or its first targets."""
+    if tokens is None or tokens >= val.targets:
+        return val
+    ids, nbytes = val.tokens[: tokens + 1].cpu(), val.nbytes[:tokens].cpu()
+    short = Validation(ids.numpy(), nbytes.numpy(), val.tokens.device)
+    short.refused = val.refused
+    return short
+
+
+def put(run: train_gpt.Run, weights: Tensors) -> None:
+    """Let the run's weights be these. Collective."""
+    for name, tensor in run.optimizer.owned.items():
+        run.optimizer.scatter(name, tensor, weights[name])
+    run.optimizer.sync_banks()
+
+
+class Row(NamedTuple):
+    """A row of the table."""
+
+    label: str
+    nats: float | None = None  # per token
+    before: float | None = None  # the nats without rounding
+    size: int | None = None  # bytes of the weights
+
+
+def score_before(run: train_gpt.Run) -> tuple[list[Row], float]:
+    """(rows, nats for a bit per byte) of the weights as they are: as scored here and, if a document
+    starts within a row, as scored across documents."""
+    hp, log = run.hp, run.log
+    way = train_gpt.final_passes(hp)["roundtrip"]
+    score = way.run(run.make_scorer, log, "before the export")
+    score.log(log, "final_average_exact")
+    rows = [Row("before the export", score.val_loss)]
+    if (run.val.documents % hp.eval_seq_len).any():
+        # Not compiled: the graph has our embedding.
+        scorer = functools.partial(train_gpt.Evaluator, run.model, run.val, hp, run.runtime)
+        with across_documents(run.model):
+            score = way.run(scorer, log, "across documents")
+        score.log(log, "final_average_across_documents_exact")
+        rows.append(Row("before, across documents", score.val_loss))
+    log(
+        "compare with DIAGNOSTIC post_ema in your log: both are of rows of "
+        f"EVAL_SEQ_LEN={hp.eval_seq_len} tokens without overlap"
     )
-    state = {"step": 0, "samples": 0, "seconds": 0.0, "recent": [0.0], "reserve": 0.0}
-    checkpoints.save(optimizer.tensors().items(), state)
-    require(checkpoints.written.result(), "; ".join(notes))
+    return rows, rows[-1].nats / score.val_bpb
 
 
-def table(
-    events: list[dict], weights: int, their_bpb: float | None, their_bytes: int | None
-) -> str:
-    """The table of a finished run of a model with so many weights, from the run's events."""
-    found = {event["event"]: event for event in events}
-    before = found["final_average_exact"]["val_loss"]
-    per_bpb = before / found["final_average_exact"]["val_bpb"]  # nats per token
-    size = found["artifact"]["model_bytes"]
-    rows: list[tuple] = [("before the export", before, None)]
-    if "rounding" in found:  # with calibration
-        expected = sum(found["rounding"]["expected_loss"].values())
-        rows.append(("after it, predicted", before + expected, size))
-    for name, score in found.items():
-        if form := re.fullmatch("final_int6_(.*)_exact", name):
-            kind = "found" if form[1] == "roundtrip" else form[1].replace("_", " ")
-            rows.append((f"after it, {kind}", score["val_loss"], size))
-    if their_bpb or their_bytes:
-        rows.append(("theirs", their_bpb and their_bpb * per_bpb, their_bytes))
-    lines = [f"{'':25} {'nats':>9} {'bpb':>9} {'change':>9} {'bytes':>12} {'bits/weight':>11}"]
-    for label, nats, size in rows:
+def export(
+    run: train_gpt.Run, weights: Tensors, calibration: Tensors, before: float, path: Path
+) -> list[Row]:
+    """The rows of an artifact within the run's TARGET_BYTES, written to `path` and scored by the
+    passes of a run, each once. Collective."""
+    hp, log = run.hp, run.log
+    put(run, weights)  # the model may hold those of another artifact
+    log.artifact = path
+    facts = {"steps": 0, "train_seconds": 0.0, "tokens_per_step": hp.train_batch_tokens}
+    facts |= {"ranks": run.comm.size, "seed": hp.seed, "weights": "adopted"}
+    blob, _ = train_gpt.export(run, calibration, facts)
+    run.model.load_state_dict(train_gpt.load_artifact(blob))
+    rows, scored = [], set()
+    if expected := train_gpt.open_artifact(blob)[0]["expected_loss"]:  # with calibration
+        nats = before + sum(expected.values())
+        rows.append(Row("after it, predicted", nats, before, len(blob)))
+    for name, way in train_gpt.final_passes(hp).items():
+        if way not in scored:
+            scored.add(way)
+            score = way.run(run.make_scorer, log, name)
+            score.log(log, f"final_int6_{name}_exact")
+            label = "found" if name == "roundtrip" else name.replace("_", " ")
+            rows.append(Row(f"after it, {label}", score.val_loss, before, len(blob)))
+    return rows
+
+
+def table(rows: list[Row], weights: int, per_bpb: float) -> str:
+    """The table of a model with so many weights and so many nats for a bit per byte."""
+    lines = [
+        f"{'':25} {'nats':>9} {'bpb':>9} {'change':>9} {'bytes, no code':>14} {'bits/weight':>11}"
+    ]
+    for label, nats, before, size in rows:
         cells = (
             (nats, 9, ".5f"),
             (nats and nats / per_bpb, 9, ".5f"),
-            (nats and nats - before, 9, "+.5f"),
-            (size, 12, ",d"),
+            (nats and before and nats - before, 9, "+.5f"),
+            (size, 14, ",d"),
             (size and 8 * size / weights, 11, ".2f"),
         )
         texts = ("" if value is None else format(value, form) for value, _, form in cells)
         padded = (f"{text:>{width}}" for text, (_, width, _) in zip(texts, cells, strict=True))
         lines.append(f"{label:25} {' '.join(padded)}".rstrip())
     return "\n".join(lines)
+
+
+def compare(
+    run: train_gpt.Run, weights: Tensors, arguments: argparse.Namespace, paths: list[Path]
+) -> None:
+    """Score, export and score the weights, and print the table. Collective."""
+    put(run, weights)
+    rows, per_bpb = score_before(run)
+    ours, across = rows[0].nats, rows[-1].nats
+    _, calibration = run.finish()
+    exported = []
+    try:
+        for size, path in zip(arguments.bytes, paths, strict=True):
+            target = size + train_gpt.CODE_BYTES
+            run.hp = dataclasses.replace(run.hp, target_bytes=target)
+            exported += export(run, weights, calibration, ours, path)
+    except UserError as error:
+        raise UserError(f"--bytes {size}: {error}") from error
+    finally:
+        rows += exported
+        theirs_bpb, size = arguments.their_bpb, arguments.their_bytes
+        if theirs_bpb or size:
+            rows.append(Row("theirs", theirs_bpb and theirs_bpb * per_bpb, across, size))
+        run.log(f"\n{table(rows, train_gpt.count_numbers(weights.values()), per_bpb)}")
+        if theirs_bpb and theirs_bpb * per_bpb < across:
+            run.log(
+                "note: theirs is below the weights before rounding, so it is not of this text, or "
+                "not of rows without overlap: sliding windows score lower"
+            )
+    score, total = exported[-1].nats / per_bpb, exported[-1].size + train_gpt.CODE_BYTES
+    run.log.finish(f"{score:.4f} bits per byte", total, f"{', '.join(map(str, paths))}, ")
+
+
+def adopt(arguments: argparse.Namespace) -> None:
+    """The work of one rank."""
+    path = arguments.checkpoint
+    adopted = rename(path)
+    shown = sizes(path, adopted)
+    hp = configure(path, shown, arguments.as_file, dict(os.environ))
+    train_gpt.require_data(hp, "val", "train")
+    weights = weights_of(path, adopted, hp)
+    meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
+    values = [f"{name.upper()}={getattr(hp, name)}" for name in (*meant, "eval_seq_len")]
+    full = as_user_error(
+        "a GPU's memory is full", torch.OutOfMemoryError, advice="set a lower MICRO_BATCH_TOKENS"
+    )
+    with train_gpt.Runtime.start(hp) as runtime, train_gpt.Log(hp, runtime.comm) as log, full:
+        log.require_unused()
+        log.kept = ""
+        paths = [log.artifact]
+        if len(arguments.bytes) > 1:
+            paths = [Path(f"{log.path}-{size}.int6.xz") for size in arguments.bytes]
+        if runtime.comm.rank == 0:
+            train_gpt.require_space(hp)
+            for name in (*paths, train_gpt.ARTIFACT):
+                with train_gpt.writing(name):  # now, not after the work
+                    trial = Path(f"{name}.xxxxxxxx.partial")  # no name is longer
+                    trial.touch()
+                    trial.unlink()
+        log.header(runtime)
+        log(f"{path}: {' '.join(f'{name}={value}' for name, value in shown.items())}")
+        log("\n".join((*adopted.notes, f"meant as {' '.join(values)}")))
+        val = beginning(train_gpt.read_validation(hp, runtime.device, log), arguments.tokens)
+        compare(train_gpt.make_run(hp, runtime, log, val), weights, arguments, paths)
+
+
+def positive(text: str, kind: type = float) -> float:
+    number = kind(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
+
+
+def count(text: str) -> int:
+    return positive(text, int)
+
+
+def counts(text: str) -> list[int]:
+    return [count(word) for word in text.split(",")]
 
 
 def main() -> None:
@@ -395,36 +576,27 @@ def main() -> None:
         metavar="FILE",
         help="records/published.env or like it",
     )
-    parser.add_argument("--their-bpb", type=float, help="bits per byte after the other export")
-    parser.add_argument("--their-bytes", type=int, help="bytes of its weights, without code")
+    parser.add_argument(
+        "--tokens", type=count, help="of the validation text, from its start (default: all)"
+    )
+    most = train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
+    parser.add_argument(
+        "--bytes",
+        type=counts,
+        default=[most],
+        metavar="A,B,C",
+        help=f"of the weights; an export for each, from one calibration (default: {most})",
+    )
+    parser.add_argument("--their-bpb", type=positive, help="bits per byte after the other export")
+    parser.add_argument("--their-bytes", type=count, help="of its weights")
     arguments = parser.parse_args()
-    path = arguments.checkpoint
     ranks = launch.wanted_ranks(max(1, torch.cuda.device_count()))
-    adopted = rename(path)
-    shown = sizes(path, adopted)
-    print(f"{path}: {' '.join(f'{name}={value}' for name, value in shown.items())}")
-    hp, environ = configure(path, shown, arguments.as_file, dict(os.environ))
-    weights = weights_of(path, adopted, hp)
-    for note in adopted.notes:
-        print(note)
-    meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
-    print(f"meant as {' '.join(f'{name.upper()}={getattr(hp, name)}' for name in meant)}")
-    count = train_gpt.count_numbers(weights.values())
-    folder = train_gpt.CHECKPOINTS / hp.run_id
-    require(not folder.exists(), f"{folder} is of another run: set another RUN_ID, or delete it")
-    try:
-        write_checkpoint(weights, hp)
-        del adopted, weights
-        print("the first val_loss and val_bpb are those before the export: compare them with yours")
-        sys.stdout.flush()
-        os.environ.update(environ)
-        status = launch.launch([sys.executable, str(ROOT / "train_gpt.py")], ranks)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    events = runs.read_events(Path("logs", f"{hp.run_id}.jsonl"))
-    if events[-1]["event"] == "finished":
-        print(f"\n{table(events, count, arguments.their_bpb, arguments.their_bytes)}")
-    sys.exit(status)
+    started = time.strftime("adopted-%Y%m%d-%H%M%S")
+    os.environ["RUN_ID"] = os.environ.get("RUN_ID") or f"{started}-{os.getpid()}"
+    if ranks == 1 or "RANK" in os.environ:
+        adopt(arguments)
+    else:
+        sys.exit(launch.launch([sys.executable, *sys.argv], ranks))
 
 
 if __name__ == "__main__":
