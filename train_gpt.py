@@ -2561,16 +2561,17 @@ def fit_bytes(
     """Collective. The file `pack(loss)` of at most `max_bytes` with the least loss, but with none
     below FINEST; the smallest that was made if none fits.
 
-    What a file has beyond the expected bytes of its codes, tables and steps for example, hardly
-    depends on the loss, so a try corrects the next one by it."""
+    A file has more than the expected bytes of its codes, tables and steps for example. So a try
+    corrects the next one, and the last two tell how a file follows those bytes."""
     losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    beyond, files = 0, {}
+    size = codes = -1e12  # so the first slope is 1
+    slope, files = 1, {}
     for _ in range(12):
-        room = 0.9995 * max_bytes - beyond
+        room = codes + (0.9995 * max_bytes - size) / slope
         # The least loss whose codes should fit
         place = bisect.bisect_left(losses[:-1], True, key=lambda loss: expected_bytes(loss) <= room)
         place = comm.broadcast(place)  # another machine may round differently
@@ -2580,7 +2581,9 @@ def fit_bytes(
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
-        beyond = len(file) - expected_bytes(losses[place])
+        change = expected_bytes(losses[place]) - codes
+        slope = np.clip((len(file) - size) / (change or 1), 1, 3)
+        size, codes = len(file), codes + change
     return min(files.values(), key=lambda file: (len(file) > max_bytes, abs(len(file) - max_bytes)))
 
 

@@ -1,12 +1,17 @@
 """tools/quantise.py rounds any torch model, predicts the loss of it, and reads its file back."""
 
+import io
+import json
 import re
 import resource
+import sys
+import zipfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import quantise
 import train_gpt
@@ -17,16 +22,10 @@ PIECES, WIDTH = 60, 24
 TOOLS = str(ROOT / "tools")
 
 
-class Conv1D(nn.Module):
-    """That of transformers: the weight is (in, out)."""
-
-    def __init__(self, out, into):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(into, out) * into**-0.5)
-        self.bias = nn.Parameter(torch.zeros(out))
-
-    def forward(self, x):
-        return x @ self.weight + self.bias
+@pytest.fixture(autouse=True)
+def seeded():
+    """No test depends on what ran before it."""
+    torch.manual_seed(0)
 
 
 class Model(nn.Module):
@@ -40,6 +39,7 @@ class Model(nn.Module):
         self.left, self.right = (nn.Linear(WIDTH, WIDTH) for _ in range(2))  # read the same tensor
         self.twice = nn.Linear(WIDTH, WIDTH, bias=False)  # in one forward
         self.conv = Conv1D(WIDTH, WIDTH)
+        nn.init.normal_(self.conv.weight, std=WIDTH**-0.5)
         self.head = nn.Linear(WIDTH, PIECES, bias=False)
         self.head.weight = self.embed.weight
         self.unused = nn.Linear(5, 7)
@@ -142,6 +142,40 @@ def test_what_is_not_rounded_is_stored_exactly_or_in_fp16(trained, packed, tmp_p
     assert quantise.quantise(trained, again, 5000)[0] == packed
 
 
+def odd() -> nn.Module:
+    """With tensors that have no numbers, and some that fp16 would change."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(2, 4), nn.Embedding(0, 4))
+    model.small = nn.Parameter(torch.tensor([1e-6, 1e-9]))
+    model.complex = nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex64))
+    model.empty = nn.Parameter(torch.empty(3, 0))
+    model.register_buffer("cache", torch.empty(0))
+    return model
+
+
+def squared_errors(model, x):
+    """Of four outputs for one input (4,)."""
+    return (model[0](x) * model[1](torch.tensor(1)) - 1).square()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_tensors_without_numbers_or_beyond_fp16_and_inputs_of_one_dimension(dtype, tmp_path):
+    x, before = torch.randn(4), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model, x = odd(), x.to(dtype)
+        calibration = quantise.calibrate(model, [x, x], squared_errors)
+        outer = 2 * torch.outer(x.float(), x.float())
+        torch.testing.assert_close(calibration.hessian("0.weight", 4), outer)
+        file, predicted = quantise.quantise(model, calibration, 9000)
+        assert list(predicted) == ["0.weight", "1.weight"]
+        twin = rounded(model, file, tmp_path / "a.npz", odd)
+    finally:
+        torch.set_default_dtype(before)
+    for name, tensor in model.state_dict().items():
+        error = (twin.state_dict()[name] - tensor).abs().max() if tensor.numel() else 0
+        assert error <= (0.1 if name in predicted else 0.001 * (name == "0.bias")), name
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_models_in_half_precision(trained, dtype, tmp_path):
     model = Model(dtype=torch.float32)
@@ -213,6 +247,67 @@ def test_an_input_that_is_read_twice_counts_twice_and_no_row_is_free_of_cost():
     torch.testing.assert_close(table.costs[0, :, 0], cost + 0.05 * cost.mean())
 
 
+class Attention(nn.Module):
+    """Weights that are used without a call of their module: the projection of
+    nn.MultiheadAttention, and an embedding as a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(PIECES, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
+        nn.init.eye_(self.attention.out_proj.weight)  # so its output is its input
+        self.other = nn.Linear(WIDTH, WIDTH)
+        self.head = self.linear
+
+    def linear(self, x):
+        return F.linear(x, self.embed.weight)
+
+    def matmul(self, x):
+        return x @ self.embed.weight.T
+
+    def bypass(self, x):
+        return F.linear(x @ self.other.weight.T, self.embed.weight)
+
+    def forward(self, ids):
+        x = F.embedding(ids, self.embed.weight)
+        self.y, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(self.y)
+
+
+def next_nats(model, rows):
+    return F.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none")
+
+
+def test_weights_that_are_used_without_their_module():
+    model, rows = Attention(), texts(1, seed=4)[0]
+    found = quantise.calibrate(model, [rows], next_nats)
+    y = model.y.detach().flatten(0, 1)
+    for name in ("embed.weight", "attention.out_proj.weight"):
+        torch.testing.assert_close(found.hessian(name, WIDTH), y.T @ y)
+    for name, head in (("embed", model.matmul), ("other", model.bypass)):
+        model.head = head
+        with user_error(f"{name}.weight is used otherwise than by its module, F.linear or F.embed"):
+            quantise.calibrate(model, [rows[:2, :8]], next_nats)
+
+
+def test_a_compiled_model_is_treated_as_before_it_was_compiled(trained, packed, tmp_path):
+    """Whole or in part, also if it has run: the same sums, and the same names in files."""
+    rows = texts(2, seed=2)
+    expected = quantise.calibrate(trained, rows, nats)
+    part = Model()
+    part.load_state_dict(trained.state_dict())
+    part.left = torch.compile(part.left, backend="eager")
+    (tmp_path / "a.npz").write_bytes(packed)
+    for model in (torch.compile(trained, backend="eager"), part):
+        nats(model, rows[0])
+        found = quantise.calibrate(model, rows, nats)
+        for name, squares in expected.squares.items():
+            torch.testing.assert_close(found.squares[name], squares)
+            torch.testing.assert_close(found.hessian(name, 5), expected.hessian(name, 5))
+        assert list(quantise.tensors_of(model)) == list(quantise.tensors_of(trained))
+    quantise.load(part, tmp_path / "a.npz")
+
+
 def no_grad(model, rows):
     with torch.no_grad():
         return nats(model, rows)
@@ -226,6 +321,7 @@ def no_grad(model, rows):
         (no_grad, 1, r"the loss has no gradient: compute it without torch.no_grad\(\)"),
         (lambda model, rows: nats(model, rows) * torch.inf, 1, "a loss is not finite"),
         (nats, 0, "there is no batch to calibrate with"),
+        (lambda _, rows: nats(Model(), rows), 1, "the loss does not depend on the model"),
     ],
 )
 def test_a_mistake_is_one_sentence(loss, count, sentence):
@@ -234,14 +330,20 @@ def test_a_mistake_is_one_sentence(loss, count, sentence):
 
 
 def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
-    with user_error("3000 bytes are too few: the smallest file has 3[0-9]{3}"):
+    sentence = "3[0-9]{3}, with 172 numbers that are not rounded: unused.weight, norm.weight"
+    with user_error(f"3000 bytes are too few: the smallest file has {sentence}"):
         quantise.quantise(trained, calibration, 3000)
     with user_error("states=5: choose 0, 4, 8"):
         quantise.quantise(trained, calibration, 9000, states=5)
     with user_error("the calibration is of another model"):
         quantise.quantise(nn.Linear(4, 4), calibration, 9000)
-    with user_error("the model has no nn.Linear"):
-        quantise.calibrate(nn.LayerNorm(4), [], nats)
+    for module in (nn.LayerNorm(4), type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)):
+        with user_error("the model has no nn.Linear"):
+            quantise.calibrate(module, [], nats)
+    with torch.inference_mode():
+        inference = Model()
+    with user_error(r"large was made in torch.inference_mode\(\): make the model without it"):
+        quantise.calibrate(inference, texts(1, seed=2), nats)
     broken = Model()
     broken.load_state_dict(trained.state_dict())
     nn.init.constant_(broken.left.weight, torch.nan)
@@ -249,12 +351,52 @@ def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
         quantise.quantise(broken, calibration, 9000)
 
 
+def test_each_matrix_is_rounded_once_and_a_table_with_its_damping(
+    trained, calibration, monkeypatch
+):
+    """Also if it is a head, too, and if a shape is too large for one group."""
+    whole = quantise.make_groups(trained, calibration, 8)
+    monkeypatch.setattr(quantise, "GROUP", 1)
+    parts = quantise.make_groups(trained, calibration, 8)
+    matrices = {"embed", "second", "left", "right", "twice", "conv"}
+    for groups, quantisers in (whole, parts):
+        names = [name.removesuffix(".weight") for group in groups for name in group]
+        assert len(names) == len(matrices) and {*names} == matrices
+        damping = {
+            group[0]: one.rule.damping for group, one in zip(groups, quantisers, strict=True)
+        }
+        assert damping["embed.weight"] == 1.0 and damping["left.weight"] == 0.1
+    assert len(whole[0]) == 2 and len(parts[0]) == 6
+    head = nn.ModuleList([nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)])
+    head[0].weight = head[1].weight
+    assert quantise.matrices_of(head)["0.weight"].lookup
+
+
+def test_autocast_changes_no_reader(calibration, trained):
+    """Inputs that it has cast are freed, so another one can get their id."""
+
+    def cast(model, rows):
+        with torch.autocast("cpu", torch.bfloat16):
+            return nats(model, rows)
+
+    found = quantise.calibrate(trained, texts(4, seed=2), cast)
+    assert found.hessians.keys() == calibration.hessians.keys()
+
+
+def part_deflated(blob: bytes) -> bytes:
+    """The file with a stored header and deflated codes."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
+        for name in archive.namelist():
+            method = zipfile.ZIP_DEFLATED if name == "codes.npy" else zipfile.ZIP_STORED
+            forged.writestr(name, archive.read(name), method)
+    return file.getvalue()
+
+
 # fmt: off
 HEADERS = {
     "another version": ("its version is 1, not 2", lambda header: header.update(version=1)),
-    "a tensor less": ("the model has another shape of large", lambda header: header["shapes"].pop("large")),
-    "a tensor more": ("the model has another shape of more", lambda header: header["shapes"].update(more=[1 << 40])),
-    "another shape": ("another shape of large", lambda header: header["shapes"].update(large=[1 << 40])),
+    "no shapes": ("", lambda header: header.update(shapes=5)),
     "a group twice": ("contradicts itself", lambda header: header["groups"].append(header["groups"][0])),
     "a matrix twice": ("contradicts itself", lambda header: header["groups"][0].append(header["groups"][0][0])),
     "two shapes in a group": ("contradicts itself", lambda header: header["groups"][0].append("unused.weight")),
@@ -273,6 +415,7 @@ HEADERS = {
 FILES = {
     **{name: DAMAGES[name] for name in ("truncated", "one byte", "compressed", "a huge array")},
     **VALUES,
+    "codes compressed": ("its arrays are compressed", part_deflated),
     "foreign": ("it is no file of tools/quantise.py", lambda blob: b"hello"),
     "a huge directory": ("it is no file of tools/quantise.py", lambda blob: blob + b"PK\1\2" * 1000),
     "too large": ("it has 2000000 bytes, too many for this model", lambda blob: blob + bytes(2_000_000 - len(blob))),
@@ -296,9 +439,17 @@ def test_a_damaged_file_is_refused_and_the_model_is_as_before(packed, damage, tm
 
 
 def test_a_file_of_another_model_is_refused(packed, tmp_path):
-    (tmp_path / "a.npz").write_bytes(packed)
-    with user_error("a.npz cannot be loaded: the model has another shape of weight, bias, large"):
-        quantise.load(nn.Linear(4, 4), tmp_path / "a.npz")
+    path = tmp_path / "a.npz"
+    model = Model(seed=1)
+    for sentence, change in (
+        ("large is missing in the file and [2] in the model", lambda shapes: shapes.pop("large")),
+        ("m.x is [4] in the file and missing in the", lambda shapes: shapes.update({"m.x": [4]})),
+        ("large is [9] in the file and [2] in", lambda shapes: shapes.update(large=[9])),
+    ):
+        path.write_bytes(rewritten(packed, lambda header, act=change: act(header["shapes"])))
+        with user_error(re.escape(f"{path} is of another model: {sentence}")):
+            quantise.load(model, path)
+    assert torch.equal(model.conv.weight, Model(seed=1).conv.weight)
     with user_error("none.npz cannot be loaded: No such file"):
         quantise.load(nn.Linear(4, 4), tmp_path / "none.npz")
 
@@ -331,31 +482,129 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **sizes, **training))
 
 
-def test_the_program_rounds_a_model_of_transformers(tmp_path):
+SMALL = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A saved Llama that reads bytes, as `model`, and README.md as two texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    folder = tmp_path_factory.mktemp("transformers")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    sizes = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
-    model = llama(**sizes)
-    model.save_pretrained(tmp_path / "model")
-    words = ["model", "--text", ROOT / "README.md", "--width", "31", "-o", "a.npz"]
-    result = run([ROOT / "tools" / "quantise.py", *words, "--bits", "3"], {}, tmp_path)
-    count = train_gpt.count_numbers(model.parameters())
-    size = (tmp_path / "a.npz").stat().st_size
-    assert 2.98 < 8 * size / count <= 3
-    *_, found, last = result.stdout.splitlines()
-    assert last == f"a.npz: {size} bytes, {8 * size / count:.2f} bits per parameter"
-    assert re.fullmatch(r"found on \d+ tokens: 5\.\d{4} -> 5\.\d{4} nats per token", found)
-    twin = llama(**sizes)
-    quantise.load(twin, tmp_path / "a.npz")
-    for name in ("model.layers.0.mlp.down_proj", "lm_head"):
-        weight, other = (one.get_submodule(name).weight for one in (model, twin))
-        assert 0 < (weight - other).std() < 0.9 * weight.std(), name
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    llama(**SMALL).save_pretrained(folder / "model")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (folder / "text").write_text(text[:8000], encoding="utf-8")
+    (folder / "test").write_text(text[8000:9000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def program(folder, tmp_path, monkeypatch):
+    """A function that calls the program with these words, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(words, text=folder / "text", name="a.npz"):
+        first = ["quantise.py", folder / "model", "--text", text, "--width", 31, "-o", name]
+        monkeypatch.setattr(sys, "argv", [*map(str, first), *words.split()])
+        quantise.main()
+
+    return call
+
+
+def test_the_program_rounds_to_several_sizes_from_one_calibration(
+    program, folder, tmp_path, capsys, monkeypatch
+):
+    words = f"--bits 3 3.5 --rows 64 --calibration kept --test-text {folder / 'test'}"
+    program(words)
+    count = train_gpt.count_numbers(llama(**SMALL).parameters())
+    printed = capsys.readouterr().out.splitlines()
+    tokens = 31 * ((folder / "test").stat().st_size // 32)  # one token is a byte
+    for bits in (3, 3.5):
+        size = (tmp_path / f"a_{bits}.npz").stat().st_size
+        assert 0.98 * bits < 8 * size / count <= bits
+        assert f"a_{bits}.npz: {size} bytes, {8 * size / count:.2f} bits per parameter" in printed
+        pattern = rf"a_{bits}.npz: on {tokens} tokens 5\.\d{{4}} -> 5\.\d{{4}} nats per token"
+        assert re.fullmatch(pattern, printed[-2 if bits == 3 else -1])
+    model, twin = (llama(**SMALL) for _ in range(2))
+    quantise.load(twin, tmp_path / "a_3.npz")
+    quantise.load(model, tmp_path / "a_3.5.npz")
+    assert 0 < (model.lm_head.weight - twin.lm_head.weight).std() < model.lm_head.weight.std()
+    # The calibration is that of the file.
+    first = (tmp_path / "a_3.5.npz").read_bytes()
+    monkeypatch.setattr(quantise, "calibrate", None)
+    program(words.replace("3 3.5", "3.5"))
+    assert (tmp_path / "a.npz").read_bytes() == first
+    with user_error("kept is of other weights, text, --rows or --width: delete it"):
+        program(words.replace("64", "63"))
+
+
+def test_the_text_of_the_test_is_the_end_and_little_more_than_needed_is_tokenized(folder):
+    counts = []
+
+    def tokenizer(text, verbose):
+        counts.append(len(text))
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    text = "".join(chr(i) for i in range(33, 100_033) if not 0xD800 <= i < 0xE000)
+    rows = quantise.to_rows(tokenizer, text, 31, 64)
+    assert rows.shape == (64, 32) and (rows.diff() == 1).float().mean() > 0.9
+    assert sum(counts) == 2 * 32 * 32
+    places = rows[::32, 0].sort().values
+    assert len(places) == 2
+    everything = quantise.to_rows(tokenizer, text, 31, 1 << 20)
+    assert len(everything) == len(text) // 32 == len(everything.unique(dim=0))
+    with user_error("a text has no 32 tokens in a row: give more text or a smaller --width"):
+        quantise.to_rows(tokenizer, "short", 31, 64)
+
+
+@pytest.mark.parametrize(
+    "words, name, sentence",
+    [
+        ("--bits 3 --width 0", "a.npz", "a width that is not above 0: 0"),
+        ("--bits 3 --rows 0", "a.npz", "a rows that is not above 0: 0"),
+        ("--bits 3 nan", "a.npz", "a size that is not above 0: 3.0 nan"),
+        ("--bytes 0", "a.npz", "a size that is not above 0: 0"),
+        ("--bits 3", ".", ". is a folder: name a file in it"),
+        ("--bits 3", "no/a.npz", "no/a.npz cannot be written: make the folder no"),
+        ("--bits 3 --calibration no/b", "a.npz", "no/b cannot be written: make the folder no"),
+    ],
+)
+def test_a_mistake_is_found_before_the_work(program, words, name, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(quantise, "read_text", None)
+    with pytest.raises(SystemExit, match="2"):
+        program(words, name=name)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"quantise.py: error: {sentence}")
+
+
+def test_rows_that_the_model_cannot_read_and_code_of_its_own(
+    program, folder, tmp_path, monkeypatch
+):
+    with user_error("--width 129 is above the model's 128 positions"):
+        program("--bits 3 --width 129")
+    monkeypatch.setattr(quantise, "to_rows", lambda *_: torch.full((20, 32), 256))
+    with user_error("the tokenizer has a token 256, the model 256 tokens: give its own"):
+        program("--bits 3")
+    own = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("builtins.input", None)
+    with user_error(
+        "cannot load .*; give a folder that save_pretrained has written, of a model th"
+    ):
+        quantise.read_model(str(tmp_path))
+
+
+def test_the_loss_is_that_of_transformers():
+    model, rows = llama(**SMALL).eval(), torch.randint(256, (2, 9))
+    expected = model(rows, labels=rows).loss
+    torch.testing.assert_close(quantise.nats_of(model, rows).mean(), expected)
+    torch.testing.assert_close(quantise.mean_loss(model, rows), expected.item())
 
 
 @pytest.mark.slow

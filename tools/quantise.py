@@ -3,22 +3,23 @@
 
     python tools/quantise.py FOLDER --text text.txt --bits 3.5 -o model.npz
 
-FOLDER holds a causal language model of `transformers` and its tokenizer. The first 90 % of the text
-calibrate, the rest measures the loss before and after. For any other model use this file as a
-module (docs/quantiser.md):
+FOLDER holds a causal language model of `transformers` and its tokenizer. The first nine tenths of the
+text calibrate. The last tenth, or another text, measures the loss before and after. For any other
+model use this file as a module (docs/quantiser.md):
 
     calibration = calibrate(model, batches, loss)
     file, predicted = quantise(model, calibration, max_bytes)
     load(fresh_model, "model.npz")
 
 What is rounded: the weights of nn.Linear, nn.Embedding and transformers' Conv1D that calibration has
-used. Other parameters are stored in fp16, or exactly if that is too small for them, and buffers
-exactly.
+used. Other parameters are stored in fp16, or exactly if their numbers are too large or too small for
+it, and buffers exactly.
 """
 
 import argparse
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -26,7 +27,7 @@ import os
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,21 +73,26 @@ class Calibration(NamedTuple):
         used = [
             total * names.count(name) for names, total in self.hessians.items() if name in names
         ]
-        return sum(used) if used else torch.eye(width, device=self.squares[name].device)
+        return sum(used) if used else self.squares[name].new_ones(width).diag()
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the state dict. A shared one has its first name."""
+    """Parameters and buffers of the state dict, by their names before the model or a part of it was
+    compiled. A shared one has its first name."""
     names = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         require(isinstance(tensor, Tensor), f"{name} in the state dict is no tensor: remove it")
-        names.setdefault(tensor, name)
+        require(
+            not tensor.is_inference(),
+            f"{name} was made in torch.inference_mode(): make the model without it",
+        )
+        names.setdefault(tensor, name.replace("_orig_mod.", ""))
     return {name: tensor for tensor, name in names.items()}
 
 
-def multiplies(module: nn.Module) -> bool:
-    """Whether it multiplies its input by a matrix."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, whose weight is (in, out)."""
+    return isinstance(module, getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ()))
 
 
 def matrices_of(model: nn.Module) -> dict[str, Matrix]:
@@ -95,11 +101,51 @@ def matrices_of(model: nn.Module) -> dict[str, Matrix]:
     found = {}
     for module in model.modules():
         lookup, name = isinstance(module, nn.Embedding), names.get(getattr(module, "weight", None))
-        if name and (lookup or multiplies(module)) and module.weight.is_floating_point():
+        known = lookup or isinstance(module, nn.Linear) or is_conv1d(module)
+        if name and known and module.weight.is_floating_point() and module.weight.numel():
             lookup |= name in found and found[name].lookup
-            found[name] = Matrix(module.weight, type(module).__name__ == "Conv1D", lookup)
+            found[name] = Matrix(module.weight, is_conv1d(module), lookup)
     require(found, "the model has no nn.Linear, nn.Embedding or Conv1D: nothing can be rounded")
     return found
+
+
+class Uses:
+    """How one forward uses matrices."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str]):
+        self.names = names
+        self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # with who reads them
+        self.looked_up: dict[str, list[Tensor]] = defaultdict(list)  # rows of tables
+
+    def product(self, x: Tensor, weight: nn.Parameter) -> None:
+        self.inputs.setdefault(id(x), (x, []))[1].append(self.names[weight])
+
+    def lookup(self, ids: Tensor, weight: nn.Parameter) -> None:
+        self.looked_up[self.names[weight]].append(ids.flatten())
+
+    def clear(self) -> None:
+        self.inputs.clear()
+        self.looked_up.clear()
+
+    def add_to(self, hessians: dict[Names, Tensor]) -> None:
+        for x, readers in list(self.inputs.values()):
+            rows = x.detach().reshape(-1, x.size(-1)).float()
+            if tuple(readers) not in hessians:
+                hessians[tuple(readers)] = rows.new_zeros(2 * rows.shape[1:])
+            hessians[tuple(readers)].addmm_(rows.mT, rows)
+
+    def check(self, name: str, squares: Tensor) -> None:
+        """Raise UserError if this matrix has a use that is not here, by its squared gradients
+        (out,)."""
+        if not any(name in readers for _, readers in self.inputs.values()):
+            hidden = squares.clone()
+            for ids in self.looked_up[name]:
+                hidden[ids] = 0
+            require(
+                not hidden.any(),
+                f"{name} is used otherwise than by its module, F.linear or F.embedding: use one of "
+                "them, so that calibration sees what it multiplies",
+            )
 
 
 def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibration:
@@ -111,57 +157,69 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
     many small batches are better than a few large ones. Raises UserError."""
     matrices = matrices_of(model)
     names = {matrix.parameter: name for name, matrix in matrices.items()}
-    inputs: dict[int, tuple[Tensor, list[str]]] = {}  # of one forward, with who reads them
-    hessians, squares, tokens = {}, defaultdict(float), 0
+    uses, hessians, squares, tokens = Uses(names), {}, defaultdict(float), 0
     random = torch.Generator().manual_seed(0)
-
-    def hook(module, arguments, keywords):
-        x = (*arguments, *keywords.values())[0]
-        inputs.setdefault(id(x), (x, []))[1].append(names[module.weight])
-
-    with observed(model, names, hook):
+    with observed(model, names, uses):
         for batch in batches:
-            inputs.clear()
+            uses.clear()
             nats = loss(model, batch)
             check_loss(nats)
-            for x, readers in list(inputs.values()):
-                rows = x.detach().flatten(0, -2).float()
-                if tuple(readers) not in hessians:
-                    hessians[tuple(readers)] = rows.new_zeros(2 * rows.shape[1:])
-                hessians[tuple(readers)].addmm_(rows.mT, rows)
+            uses.add_to(hessians)
             weights = torch.randn(nats.shape, generator=random).to(nats.device)
             grads = torch.autograd.grad((nats * weights).sum(), list(names), materialize_grads=True)
             for name, grad in zip(names.values(), grads, strict=True):
-                squares[name] += matrices[name].rows(grad.to_dense().float()).square().mean(dim=1)
+                square = matrices[name].rows(grad.to_dense().float()).square().mean(dim=1)
+                uses.check(name, square)
+                squares[name] += square
             tokens += nats.numel()
     require(tokens, "there is no batch to calibrate with: give some")
     for name, total in squares.items():
         total.div_(tokens)
         require(total.isfinite().all(), f"gradients of {name} are not finite: use bf16 or fp32")
+    require(
+        any(total.any() for total in squares.values()),
+        "the loss does not depend on the model: compute it with the model that loss() gets",
+    )
     return Calibration(hessians, dict(squares), tokens)
 
 
 @contextlib.contextmanager
-def observed(
-    model: nn.Module, parameters: Iterable[nn.Parameter], hook: Callable
-) -> Iterator[None]:
-    """Until the block ends: evaluation mode, gradients of these parameters, and a call of
-    hook(module, arguments, keywords) before each product with one of them."""
+def observed(model: nn.Module, parameters: Iterable[nn.Parameter], uses: Uses) -> Iterator[None]:
+    """Until the block ends: evaluation mode, no compiled code, gradients of these parameters, and
+    their uses in `uses`. Functions are replaced, as not every user of a weight calls its module: a
+    head that is the embedding, nn.MultiheadAttention."""
     modules = list(model.modules())
     training = [module.training for module in modules]
     wanted = {parameter: parameter.requires_grad for parameter in parameters}
+    functions = {"linear": (F.linear, uses.product), "embedding": (F.embedding, uses.lookup)}
+
+    def watched(function, observe):
+        def call(input, weight, *rest, **options):
+            if weight in wanted:
+                observe(input, weight)
+            return function(input, weight, *rest, **options)
+
+        return call
+
+    def before_conv1d(module, arguments, keywords):
+        uses.product((*arguments, *keywords.values())[0], module.weight)
+
     handles = [
-        module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_pre_hook(before_conv1d, with_kwargs=True)
         for module in modules
-        if multiplies(module) and module.weight in wanted
+        if is_conv1d(module) and module.weight in wanted
     ]
     try:
         model.eval()
         for parameter in wanted:
             parameter.requires_grad_(True)
-        with torch.enable_grad():
+        for name, pair in functions.items():
+            setattr(F, name, watched(*pair))
+        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        for name, (function, _) in functions.items():
+            setattr(F, name, function)
         for handle in handles:
             handle.remove()
         for parameter, before in wanted.items():
@@ -182,18 +240,32 @@ def check_loss(nats: object) -> None:
 
 
 def quantise(
-    model: nn.Module, calibration: Calibration, max_bytes: float, states: int = 8
+    model: nn.Module,
+    calibration: Calibration,
+    max_bytes: float,
+    states: int = 8,
+    progress: Callable = list,
 ) -> tuple[bytes, dict[str, float]]:
     """(the file of at most `max_bytes` with the least loss; by tensor the nats per token that its
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
-    longer. The model does not change. Raises UserError."""
+    longer. `progress` wraps the list of groups in each of a few passes, as tqdm does. The model does
+    not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     groups, quantisers = make_groups(model, calibration, states)
-    pack_all = functools.partial(pack, model, groups, quantisers)
+    pack_all = functools.partial(pack, model, groups, quantisers, progress=progress)
     file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None, train_gpt.Comm())
-    size = len(file)
-    require(size <= max_bytes, f"{max_bytes} bytes are too few: the smallest file has {size}")
     header = json.loads(np.load(io.BytesIO(file))["header"].tobytes())
+    plain = {name: tensor.numel() for name, tensor in tensors_of(model).items()}
+    for name in header["expected_loss"]:
+        del plain[name]
+    largest = ", ".join(sorted(plain, key=plain.get, reverse=True)[:3])
+    require(
+        len(file) <= max_bytes,
+        f"{max_bytes} bytes are too few: the smallest file has {len(file)}"
+        + (
+            f", with {sum(plain.values())} numbers that are not rounded: {largest}" if plain else ""
+        ),
+    )
     return file, header["expected_loss"]
 
 
@@ -226,14 +298,19 @@ def make_groups(
                 # A lookup reads each column alike.
                 Rule(1.0 if lookup else 0.1),
             )
+            del quantiser.hessian  # only `damped` is read again
             groups.append(group)
             quantisers.append(quantiser)
     return groups, quantisers
 
 
 def fits_half(tensor: Tensor) -> bool:
-    """Whether it is stored in fp16. Buffers are not: some hold counts, masks or angles."""
-    return isinstance(tensor, nn.Parameter) and bool(tensor.half().isfinite().all())
+    """Whether it is stored in fp16, whose 11 bits change it little unless its numbers are beyond
+    65,504 or mostly below 0.00006. Buffers are not: some hold counts, masks or angles."""
+    if not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point():
+        return False
+    exact = tensor.detach().double()
+    return bool((exact.half() - exact).norm() <= 2**-11 * exact.norm())
 
 
 def to_bytes(tensors: Iterable[Tensor]) -> bytes:
@@ -243,13 +320,17 @@ def to_bytes(tensors: Iterable[Tensor]) -> bytes:
 
 
 def pack(
-    model: nn.Module, groups: list[list[str]], quantisers: list[Quantiser], loss: float
+    model: nn.Module,
+    groups: list[list[str]],
+    quantisers: list[Quantiser],
+    loss: float,
+    progress: Callable = list,
 ) -> bytes:
     """The file, with codes that cost `loss` together."""
     tensors = tensors_of(model)
     count = sum(one.rows.numel() for one in quantisers)
     streams, words, predicted = [], [], {}
-    for group, quantiser in zip(groups, quantisers, strict=True):
+    for group, quantiser in progress(list(zip(groups, quantisers, strict=True))):
         codes, steps, costs = map(torch.stack, zip(*quantiser.round(loss), strict=True))
         streams.append(train_gpt.encode_ans(codes.to(torch.int16).cpu().numpy()))
         words.append(steps.bfloat16())
@@ -283,10 +364,23 @@ def load(model: nn.Module, path: str | Path) -> None:
     """Give a model of the same shapes the tensors of a file. Raises UserError if it is of another
     model, truncated or altered; the model is then as before."""
     advice = "if truncated or altered, copy it again"
-    with train_gpt.as_user_error(f"{path} cannot be loaded", Exception, advice=advice):
-        found = read(model, path)
+    sentence = f"{path} cannot be loaded"
+    tensors = tensors_of(model)
+    shapes = {name: list(one.shape) for name, one in tensors.items()}
+    with train_gpt.as_user_error(sentence, Exception, advice=advice):
+        header, arrays = open_file(path, (1 << 20) + 8 * train_gpt.count_numbers(tensors.values()))
+        stored = dict(header["shapes"])
+    for name in shapes | stored:
+        there, here = stored.get(name, "missing"), shapes.get(name, "missing")
+        require(
+            there == here,
+            f"{path} is of another model: {name} is {there} in the file and {here} in the model; "
+            "load it into a model with the names and shapes of the one that was rounded",
+        )
+    with train_gpt.as_user_error(sentence, Exception, advice=advice):
+        found = read(model, header, arrays)
     with torch.no_grad():
-        for name, tensor in tensors_of(model).items():
+        for name, tensor in tensors.items():
             tensor.copy_(found[name])
 
 
@@ -311,22 +405,19 @@ def from_bytes(raw: bytes, kinds: Iterable[tuple[torch.dtype, tuple]]) -> Iterat
     """The inverse of `to_bytes`, given (type, shape) of each tensor."""
     stream = io.BytesIO(raw)
     for dtype, shape in kinds:
-        part = stream.read(math.prod(shape) * dtype.itemsize)
-        yield torch.frombuffer(bytearray(part), dtype=dtype).view(shape)
+        part = bytearray(stream.read(math.prod(shape) * dtype.itemsize))
+        flat = torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
+        yield flat.view(shape)
 
 
-def read(model: nn.Module, path: str | Path) -> dict[str, Tensor]:
+def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict[str, Tensor]:
     """The tensors of a file by name. Their sizes are those of the model, so they take no more memory
-    than it does. Raises an error if the file is of another model, or invalid."""
+    than it does. Raises an error if the file is invalid."""
     tensors = tensors_of(model)
-    header, arrays = open_file(path, (1 << 20) + 8 * train_gpt.count_numbers(tensors.values()))
-    shapes, stored = {name: list(one.shape) for name, one in tensors.items()}, header["shapes"]
-    different = [name for name in shapes | stored if shapes.get(name) != stored.get(name)]
-    require(not different, f"the model has another shape of {', '.join(different[:3])}")
     groups, sizes, states = header["groups"], header["code_bytes"], header["trellis_states"]
     exact = {name: getattr(torch, dtype) for name, dtype in header["exact"].items()}
     half = tensors.keys() - exact.keys() - {name for group in groups for name in group}
-    half = [name for name in stored if name in half]
+    half = [name for name in header["shapes"] if name in half]
     listed = [*(name for group in groups for name in group), *exact, *half]
     matrices = matrices_of(model)
     rows = [[matrices[name].rows(tensors[name]) for name in group] for group in groups]
@@ -370,58 +461,154 @@ def nats_of(model: nn.Module, rows: Tensor) -> Tensor:
 @torch.no_grad()
 def mean_loss(model: nn.Module, rows: Tensor) -> float:
     """Nats per token of rows (B, T + 1)."""
-    return float(torch.cat([nats_of(model, part) for part in rows.split(8)]).double().mean())
+    parts = bar(rows.split(8), "measuring")
+    return float(torch.cat([nats_of(model, part) for part in parts]).double().mean())
+
+
+def bar(items: Iterable, name: str) -> Iterable:
+    """The items, with a progress bar in a terminal."""
+    from tqdm import tqdm  # transformers brings it
+
+    return tqdm(items, name, leave=False, disable=None)
 
 
 def read_model(folder: str) -> tuple[nn.Module, Callable]:
     """(model, tokenizer) of a folder of transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    advice = "give a folder that save_pretrained has written"
+    advice = "give a folder that save_pretrained has written, of a model that transformers knows"
+    # Without trust_remote_code=False a model with code of its own asks on standard input.
+    options = {"local_files_only": True, "trust_remote_code": False}
     with train_gpt.as_user_error(f"cannot load {folder}", Exception, advice=advice):
-        options = {"local_files_only": True, "use_safetensors": True}
-        model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **options)
+        return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
 
 
-def main() -> None:
+def read_text(path: Path) -> str:
+    with train_gpt.as_user_error(f"cannot read {path}", ValueError, advice="give a text"):
+        return path.read_text(encoding="utf-8")
+
+
+def to_rows(tokenizer: Callable, text: str, width: int, most: int) -> Tensor:
+    """At most `most` rows (N, width + 1) of tokens, in pieces of some rows from all over the text.
+    Tokenizing takes 200 bytes of memory for a byte of text, so the rest stays text."""
+    width, rows = width + 1, []
+    size = 32 * width
+    draw = torch.Generator().manual_seed(0)
+    for place in torch.randperm(-(-len(text) // size), generator=draw).tolist():
+        ids = tokenizer(text[place * size : (place + 1) * size], verbose=False)["input_ids"]
+        rows += [ids[first : first + width] for first in range(0, len(ids) - width + 1, width)]
+        if len(rows) >= most:
+            break
+    require(rows, f"a text has no {width} tokens in a row: give more text or a smaller --width")
+    return torch.tensor(rows[:most])
+
+
+def check_rows(model: nn.Module, width: int, rows: Tensor) -> None:
+    """Raise UserError unless the model can read these rows."""
+    positions = getattr(model.config, "max_position_embeddings", None) or width
+    require(width <= positions, f"--width {width} is above the model's {positions} positions")
+    size, largest = model.get_input_embeddings().num_embeddings, int(rows.max())
+    require(
+        largest < size,
+        f"the tokenizer has a token {largest}, the model {size} tokens: give its own",
+    )
+
+
+def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calibration:
+    """That of the file, if there is one, or a new one, which becomes the file."""
+    digest = hashlib.sha256()
+    for tensor in (rows, *tensors_of(model).values()):
+        digest.update(to_bytes([tensor]))
+    of = digest.hexdigest()
+    if path and path.is_file():
+        with train_gpt.as_user_error(f"cannot read {path}", Exception, advice="delete it"):
+            kept = torch.load(path, weights_only=True)
+            other = kept.pop("of") != of
+            calibration = Calibration(**kept)
+        require(not other, f"{path} is of other weights, text, --rows or --width: delete it")
+        return calibration
+    calibration = calibrate(model, bar(rows.split(4), "calibrating"), nats_of)
+    if path:
+        with train_gpt.replacing(path) as partial:
+            torch.save({"of": of, **calibration._asdict()}, partial)
+    return calibration
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Arguments, and as `outputs` the sizes by the file of each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", help="model and tokenizer, as save_pretrained writes them")
-    parser.add_argument("--text", type=Path, required=True, help="to calibrate and to measure")
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--bits", type=float, help="largest file, in bits per parameter")
-    size.add_argument("--bytes", type=int, help="largest file")
-    parser.add_argument("--width", type=int, default=128, help="tokens of a row (default: 128)")
-    parser.add_argument("--rows", type=int, default=512, help="to calibrate with (default: 512)")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file to write, .npz")
-    arguments = parser.parse_args()
-    with train_gpt.as_user_error(f"cannot read {arguments.text}", ValueError, advice="give a text"):
-        text = arguments.text.read_text(encoding="utf-8")
-    model, tokenizer = read_model(arguments.folder)
-    rows = torch.tensor(tokenizer(text, verbose=False)["input_ids"]).unfold(
-        0, arguments.width + 1, arguments.width + 1
+    add = parser.add_argument
+    add("--text", type=Path, required=True, help="its first nine tenths calibrate")
+    add(
+        "--test-text", type=Path, help="to measure with; default: the last tenth of --text, and all"
     )
-    require(len(rows) >= 20, f"{arguments.text} has {len(rows)} rows: give a text of at least 20")
-    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-    test, rows = rows.split([len(rows) // 10, len(rows) - len(rows) // 10])
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--bits", type=float, nargs="+", help="of a file, per parameter, at most")
+    group.add_argument("--bytes", type=int, nargs="+", help="of a file, at most")
+    add("--width", type=int, default=128, help="tokens of a row (default: 128)")
+    add("--rows", type=int, default=512, help="to calibrate and to measure (default: 512 each)")
+    add("--calibration", type=Path, help="file that keeps it: read if it exists, else written")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        help="file to write, .npz; with several sizes name_SIZE.npz for each",
+    )
+    arguments = parser.parse_args()
+    sizes = arguments.bits or arguments.bytes
+    for name, values in (("width", [arguments.width]), ("rows", [arguments.rows]), ("size", sizes)):
+        if not all(0 < value < math.inf for value in values):
+            parser.error(f"a {name} that is not above 0: {' '.join(map(str, values))}")
+    arguments.outputs = {}
+    for size in sizes:
+        suffix = f"_{size:.12g}" if len(sizes) > 1 else ""
+        path = arguments.output.parent / f"{arguments.output.stem}{suffix}{arguments.output.suffix}"
+        arguments.outputs[path] = size
+    kept = arguments.calibration
+    for path in [*arguments.outputs, *([kept] if kept and not kept.is_file() else [])]:
+        if path.is_dir():
+            parser.error(f"{path} is a folder: name a file in it")
+        if not os.access(path.parent, os.W_OK):
+            parser.error(f"{path} cannot be written: make the folder {path.parent}, or open it")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    text = read_text(arguments.text)
+    if arguments.test_text:
+        test = read_text(arguments.test_text)
+    else:
+        cut = len(text) * 9 // 10
+        text, test = text[:cut], text[cut:]
+    model, tokenizer = read_model(arguments.folder)
+    rows, test = (
+        to_rows(tokenizer, part, arguments.width, arguments.rows) for part in (text, test)
+    )
+    check_rows(model, arguments.width, torch.cat([rows, test]))
     count = train_gpt.count_numbers(model.parameters())
     before = mean_loss(model, test)
-    calibration = calibrate(model, rows[: arguments.rows].split(4), nats_of)
-    max_bytes = arguments.bytes or int(arguments.bits * count / 8)
-    file, predicted = quantise(model, calibration, max_bytes)
-    with train_gpt.replacing(arguments.output) as partial:
-        partial.write_bytes(file)
-    load(model, arguments.output)
-    after = mean_loss(model, test)
-    print(f"expected loss in thousandths of a nat per token: {1000 * sum(predicted.values()):.4f}")
-    for name, loss in sorted(predicted.items(), key=lambda item: -item[1])[:10]:
-        print(f"{1000 * loss:10.4f} {name}")
-    print(
-        f"found on {test[:, 1:].numel()} tokens: {before:.4f} -> {after:.4f} nats per token\n"
-        f"{arguments.output}: {len(file)} bytes, {8 * len(file) / count:.2f} bits per parameter"
-    )
+    calibration = kept_calibration(arguments.calibration, model, rows)
+    for path, size in arguments.outputs.items():
+        max_bytes = size if arguments.bytes else int(size * count / 8)
+        progress = functools.partial(bar, name=f"rounding to {max_bytes} bytes")
+        file, predicted = quantise(model, calibration, max_bytes, progress=progress)
+        with train_gpt.replacing(path) as partial:
+            partial.write_bytes(file)
+        total = 1000 * sum(predicted.values())
+        print(f"{path}: {len(file)} bytes, {8 * len(file) / count:.2f} bits per parameter")
+        print(f"{total:10.4f} expected loss in thousandths of a nat per token; most of it:")
+        for name, loss in sorted(predicted.items(), key=lambda item: -item[1])[:10]:
+            print(f"{1000 * loss:10.4f} {name}", flush=True)
+    for path in arguments.outputs:
+        load(model, path)
+        found = f"{before:.4f} -> {mean_loss(model, test):.4f} nats per token"
+        print(f"{path}: on {test[:, 1:].numel()} tokens {found}")
 
 
 if __name__ == "__main__":
