@@ -192,8 +192,9 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 
 def knob(default, text, role="training", **limits):
-    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation".
-    On resume those of "evaluation" and "run" may change, those of "training" and "model" may not.
+    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation";
+    the command that repeats a score has those of "score". On resume those of "evaluation", "score"
+    and "run" may change, those of "training" and "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
 
@@ -211,8 +212,8 @@ class Hyperparameters:
     Raises UserError for impossible values."""
 
     # fmt: off
-    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder with the token shards", "run", section="Data")
-    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder with the token shards", "score", section="Data")
+    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "score")
     vocab_size: int = knob(1024, "vocabulary size of the tokenizer", "model", low=4, high=65536)
     shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, with SEED; 0: #399's order")
 
@@ -288,21 +289,21 @@ class Hyperparameters:
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
-    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
-    canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "run")
-    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
+    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
+    canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
+    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "score", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
-    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
-    ttt_enabled: bool = knob(False, "also score with score-first test-time training", "run")
-    ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "run", choices=("sgd", "lora"))
-    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
-    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
-    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
-    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
-    ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "run")
-    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "run", low=1)
-    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
-    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run")
+    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "score")
+    ttt_enabled: bool = knob(False, "also score with score-first test-time training", "score")
+    ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "score", choices=("sgd", "lora"))
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "score", low=2)
+    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "score")
+    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "score")
+    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "score", low=1)
+    ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "score")
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "score", low=1)
+    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "score")
+    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "score")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt; empty: date and time", "run", section="Run")
@@ -312,9 +313,9 @@ class Hyperparameters:
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
     deterministic: bool = knob(False, "GPU runs repeat bit for bit, but slower; CPU runs always do", "run")
-    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
-    device: str = knob("auto", "auto: a GPU if there is one", "run", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
+    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "score", choices=("auto", "bfloat16", "float32"))
+    device: str = knob("auto", "auto: a GPU if there is one", "score", choices=("auto", "cuda", "cpu"))
+    attention: str = knob("auto", "attention kernel; auto: the first that works", "score", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: on a CPU training only", "run", choices=("auto", "0", "1"))
     fused_mlp: bool = knob(False, "fused Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
@@ -2677,13 +2678,21 @@ def train_and_score(hp: Hyperparameters) -> None:
         run.model.load_state_dict(load_artifact(blob))
         score = score_artifact(run.make_scorer, hp, log)
         run.checkpoints.written.result()
-        command = (
-            f"DATA_PATH={shlex.quote(hp.data_path)} "
-            f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
-            f"EVAL_ONLY={shlex.quote(str(log.artifact))} python {sys.argv[0]}"
-        )
-        log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", command)
+        advice = evaluation_command(hp, log.artifact, runtime.comm.size)
+        log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
+
+
+def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
+    """The command that scores the artifact as its run did."""
+    values = {name: getattr(hp, name) for name in knobs_with("score")} | {"eval_only": artifact}
+    words = [
+        f"{field.name.upper()}={shlex.quote(str(values[field.name]))}"
+        for field in KNOBS
+        if values.get(field.name, field.default) != field.default
+    ]
+    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    return " ".join((*words, launcher, sys.argv[0]))
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -3712,7 +3721,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     require(
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
-        f"only these may change: {' '.join(knobs_with('evaluation', 'run')).upper()}",
+        f"only these may change: {' '.join(knobs_with('evaluation', 'score', 'run')).upper()}",
     )
 
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from importlib.metadata import version
@@ -136,12 +137,29 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     command = re.fullmatch(rf"next: (.*) python {ROOT}/train_gpt.py", following)[1]
     shutil.copytree(folder / "logs", tmp_path / "logs")
     settings = dict(word.split("=") for word in command.split())
-    settings |= {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
     again = run([ROOT / "train_gpt.py"], settings, tmp_path)
     assert scores(again) == pytest.approx(scores(result), abs=1e-7) and len(scores(again)) == 2
     assert again.stdout.splitlines()[-2] == end
     used = run([ROOT / "train_gpt.py"], settings | {"RUN_ID": "tiny"}, tmp_path, status=1)
     assert "RUN_ID=tiny is used by an earlier run" in sentence(used)
+
+
+def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
+    """It repeated a masked or banded score, or one after test-time training, as another one."""
+    monkeypatch.setattr(train_gpt.sys, "argv", ["train_gpt.py"])
+    modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "EVAL_MAX_SECONDS": 9}
+    learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
+    hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
+    names = train_gpt.knobs_with("score")
+    assert all(knob in names for knob in vars(hp) if knob.startswith(("ttt_", "eval_m")))
+    command = shlex.split(train_gpt.evaluation_command(hp, Path("logs/a b.int6.xz"), 1))
+    assert command[-2:] == ["python", "train_gpt.py"]
+    again = train_gpt.Hyperparameters.from_env(dict(word.split("=") for word in command[:-2]))
+    changed = {"eval_only": "logs/a b.int6.xz"} | {name: getattr(hp, name) for name in names}
+    assert again == train_gpt.Hyperparameters(**changed)
+    # Each rank hands on what its own documents taught.
+    many = train_gpt.evaluation_command(hp, Path("x"), 4)
+    assert many.endswith(" torchrun --standalone --nproc_per_node=4 train_gpt.py")
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import sys
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import train_gpt
 from conftest import ROOT
 
 NAMES = ("numpy", "sentencepiece", "constriction")
@@ -429,6 +430,20 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
     assert "logs/own text.int6.xz" in shlex.split(sample)
     assert "EVAL_ONLY=logs/own text.int6.xz" in shlex.split(evaluate)
+
+
+def test_the_end_repeats_the_score_of_the_run(complete):
+    """Its knobs and its ranks, each of which hands on what its own documents taught."""
+    knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
+    (complete.repository / "tools" / "demo.py").write_text("print('RUN_ID=demo')")
+    *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
+    *settings, python, m, launcher, alone, ranks, script = shlex.split(evaluate)
+    assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.int6.xz"}
+    assert (launcher, ranks, script) == (
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "train_gpt.py",
+    )
 
 
 def test_own_data_are_used_as_they_are(complete):
