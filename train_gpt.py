@@ -1847,9 +1847,9 @@ class Evaluator:
 
 
 # ---- Test-time training: score first, then train on what was scored ------------------------------
-# The challenge's conditions for it: a loss depends on the tokens before its target alone (C1), the
-# model gives a full distribution (C2), every target is scored before it trains anything (C3), and
-# once (C4).
+# The challenge's conditions for it: a loss depends on the tokens before its target alone (C1; SGD's
+# rates also on the length of the text, which is known in advance), the model gives a full
+# distribution (C2), every target is scored before it trains anything (C3), and once (C4).
 TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 
