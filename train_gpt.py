@@ -1502,6 +1502,7 @@ class Run:
                 "seconds": self.clock.seconds,
                 "recent": self.clock.recent,
                 "reserve": self.clock.reserve,
+                "train_tokens": len(self.loader.stream),
             }
             parts = self.tensors().items()
             full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
@@ -3109,7 +3110,7 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     followed by "c", as merge 1 takes the b first. With a a -> aa alone, "aaa" becomes "aa", "a", as
     of equal merges the leftmost comes first: behind "aa" only earlier merges count (`<`), in front
     of it equal ones, too (`<=`)."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
     ids = list(range(pieces.vocab_size()))
     texts, scores = pieces.id_to_piece(ids), np.array(pieces.get_score(ids))
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
@@ -3142,16 +3143,15 @@ def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
     """The share of the first 20,000 tokens (n,) that come back, behind the same 31 tokens, when the
     text of their documents is encoded again: 1 with the tokenizer that made them, but for 31 tokens
     of a document without its start. Other tokenizers of the same size gave 0.06 to 0.79."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
 
     def runs(documents):
         padded = [31 * [BOS] + document for document in documents]
         return [tuple(part[i : i + 32]) for part in padded for i in range(len(part) - 31)]
 
-    def has_no_text(token):
-        return pieces.is_control(token) or pieces.is_unknown(token)
-
-    groups = itertools.groupby(tokens[:20_000].tolist(), has_no_text)
+    groups = itertools.groupby(
+        tokens[:20_000].tolist(), lambda token: pieces.is_control(token) or pieces.is_unknown(token)
+    )
     documents = [list(group) for without, group in groups if not without]
     before, again = runs(documents), set(runs(pieces.encode(pieces.decode(documents))))
     return sum(run in again for run in before) / max(1, len(before))
@@ -3456,7 +3456,7 @@ class Log(contextlib.AbstractContextManager):
             folder.mkdir(parents=True, exist_ok=True)
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
-                self.files.append(path.open("a", encoding="utf-8", buffering=1))
+                self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
         with as_user_error(
             f"RUN_ID={self.name}: another run is writing {self.path}.txt",
             BlockingIOError,
@@ -3709,8 +3709,8 @@ def find_checkpoint(
 
 
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
-    """Raise UserError if knobs differ that must not. A knob younger than the file has its
-    default."""
+    """Raise UserError if knobs differ that must not, or the number of training tokens, from which
+    their order follows. A knob younger than the file has its default."""
     now = dataclasses.asdict(hp)
     then = dataclasses.asdict(Hyperparameters()) | metadata["hyperparameters"]
     unlike = [
@@ -3722,6 +3722,14 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
         f"only these may change: {' '.join(knobs_with('evaluation', 'score', 'run')).upper()}",
+    )
+    tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
+    before = metadata.get("train_tokens", tokens)
+    require(
+        tokens == before,
+        f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} have "
+        f"{tokens}, so their order would change: move added shards away, restore removed ones, or "
+        "set another RUN_ID",
     )
 
 
@@ -3989,12 +3997,17 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     else:
         needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
         needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
+    if sys.platform == "linux":
+        from torch._inductor.runtime.cache_dir_utils import cache_dir  # a slow import
+
+        noexec = os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
+        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={cache_dir()}"] = not noexec
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
     require(
         not on_gpu,
-        f"torch.compile needs {missing}: install it, or set COMPILE=0, which is slow",
+        f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow",
     )
     return False, (f"not compiled, which is slower: {missing} is missing",)
 
@@ -4408,11 +4421,13 @@ def main() -> None:
     status."""
     parser = argparse.ArgumentParser(
         usage="NUM_LAYERS=4 python train_gpt.py (knobs are environment variables)",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],  # python -OO drops it
         epilog=f"Knobs (environment variables):\n{knob_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
+    if sys.stdout:  # it may be ASCII, and a path may have any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
     for number in STOP_SIGNALS - {signal.SIGINT}:
         signal.signal(number, interrupt)
@@ -4422,11 +4437,8 @@ def main() -> None:
         return train_and_score(Hyperparameters.from_env(os.environ))
     except UserError as error:
         status, sentence = error.status, str(error)
-    except torch.OutOfMemoryError as error:
-        status = 1
-        sentence = (
-            f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
-        )
+    except RuntimeError as error:
+        status, sentence = 1, about_torch(error)
     except KeyboardInterrupt as interrupted:
         number = (*interrupted.args, signal.SIGINT)[0]
         name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -4441,6 +4453,19 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def about_torch(error: RuntimeError) -> str:
+    """What to do about full memory or a failed compilation. Raises any other error again."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch has set it
+        return (
+            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run has "
+            f"left half a file in {folder}, delete that folder; COMPILE=0 does without"
+        )
+    raise error
 
 
 def interrupt(number, frame) -> None:
