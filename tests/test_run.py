@@ -73,14 +73,40 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert re.search(r"\nexporting EMA of .*\nnote: 9\d% of the average is the initial", log)
 
 
-def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore")
-    monkeypatch.setattr(train_gpt, "train_and_score", mock.Mock(side_effect=full))
+ELF = OSError("/c/x.main.so: file too short")
+TOLD = [
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore"),
+        r"a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS",
+    ),
+    (  # what torch raises for a graph in its cache that a killed run left
+        torch._inductor.exc.InductorError(ELF, None),
+        r"torch.compile failed \(/c/x.main.so: file too short\): .* in /c, delete that folder; .*=0 .*",
+    ),
+]
+
+
+@pytest.mark.parametrize("error, told", TOLD)
+def test_an_error_of_torch_is_one_sentence(error, told, monkeypatch, capsys):
+    """Also without docstrings, as with python -OO."""
+    monkeypatch.setattr(train_gpt, "__doc__", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/c")
+    monkeypatch.setattr(train_gpt, "train_and_score", mock.Mock(side_effect=error))
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     with pytest.raises(SystemExit, match="1"):
         train_gpt.main()
-    sentence = r"error: a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS\n"
-    assert re.fullmatch(sentence, capsys.readouterr().err)
+    assert re.fullmatch(f"error: {told}\n", capsys.readouterr().err)
+
+
+def test_names_of_any_bytes(script, data, tmp_path):
+    """Nothing in a run needs UTF-8 names, and what is printed has an escape for each such byte."""
+    name = os.fsdecode(b"caf\xe9")
+    shutil.copytree(data, tmp_path / name)
+    tokenizer = f"{name}/tokenizer.model"
+    result = script(RUN_ID=name, DATA_PATH=name, TOKENIZER_PATH=tokenizer, CANONICAL_MASK=1)
+    assert r"files: logs/caf\udce9.int6.xz" in result.stdout
+    log = (tmp_path / "logs" / f"{name}.txt").read_text(encoding="utf-8")
+    assert r"* DATA_PATH=caf\udce9" in log
 
 
 def test_events_are_json_with_the_scores_of_the_log(finished):
