@@ -165,7 +165,7 @@ train() {  # this command: one run, or a sweep if SEEDS or GRID is set
 }
 
 next_steps() {
-    local python=$PYTHON data="" artifact=final_model.int6.xz name
+    local python=$PYTHON data="" score="" artifact=final_model.int6.xz name launcher
     if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID.int6.xz"); fi
     echo
     echo "next:"
@@ -177,9 +177,15 @@ next_steps() {
     for name in DATA_PATH TOKENIZER_PATH; do
         if [ -n "${!name:-}" ]; then data+="$name=$(printf %q "${!name}") "; fi
     done
+    # The knobs of role "score"
+    for name in EVAL_MODE CANONICAL_MASK VAL_BATCH_SIZE EVAL_MAX_SECONDS "${!TTT_@}" COMPUTE_DTYPE DEVICE ATTENTION; do
+        if [ -n "${!name:-}" ]; then score+="$name=$(printf %q "${!name}") "; fi
+    done
+    launcher=$python
+    if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --nproc_per_node=$NPROC"; fi
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         echo "    $data$python tools/sample.py $artifact --prompt 'The '"
-        echo "    ${data}EVAL_ONLY=$artifact $python train_gpt.py"
+        echo "    ${data}${score}EVAL_ONLY=$artifact $launcher train_gpt.py"
         echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
     else
         echo "    $python tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"

@@ -239,8 +239,9 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 
 def knob(default, text, role="training", **limits):
-    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation".
-    On resume those of "evaluation" and "run" may change, those of "training" and "model" may not.
+    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation";
+    the command that repeats a score has those of "score". On resume those of "evaluation", "score"
+    and "run" may change, those of "training" and "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
 
@@ -258,8 +259,8 @@ class Hyperparameters:
     Raises UserError for impossible values."""
 
     # fmt: off
-    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder with the token shards", "run", section="Data")
-    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "run")
+    data_path: str = knob("./data/datasets/fineweb10B_sp1024", "folder with the token shards", "score", section="Data")
+    tokenizer_path: str = knob("./data/tokenizers/fineweb_1024_bpe.model", "SentencePiece model of the shards", "score")
     vocab_size: int = knob(1024, "vocabulary size of the tokenizer", "model", low=4, high=65536)
     shuffle_seed: int = knob(1, "seed of the per-epoch shuffle, with SEED; 0: #399's order")
 
@@ -335,21 +336,21 @@ class Hyperparameters:
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
-    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "run", choices=("sliding", "banded"))
-    canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "run")
-    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "run", low=1)
+    eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
+    canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
+    val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "score", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
-    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "run")
-    ttt_enabled: bool = knob(False, "also score with score-first test-time training", "run")
-    ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "run", choices=("sgd", "lora"))
-    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "run", low=2)
-    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "run")
-    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "run")
-    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "run", low=1)
-    ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "run")
-    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "run", low=1)
-    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "run")
-    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "run")
+    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "score")
+    ttt_enabled: bool = knob(False, "also score with score-first test-time training", "score")
+    ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "score", choices=("sgd", "lora"))
+    ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "score", low=2)
+    ttt_lr: float = knob(0.002, "SGD learning rate; cosine to 0 at the last chunk", "score")
+    ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "score")
+    ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "score", low=1)
+    ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "score")
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "score", low=1)
+    ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "score")
+    ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "score")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
 
     run_id: str = knob("", "name of the log, logs/<RUN_ID>.txt; empty: date and time", "run", section="Run")
@@ -359,9 +360,9 @@ class Hyperparameters:
     resume: str = knob("", "auto: continue from RUN_ID's newest complete checkpoint", "run", choices=("", "auto"))
     shard_ranks: int = knob(0, "ranks among which a bank is sharded; 0: LOCAL_WORLD_SIZE", "run")
     deterministic: bool = knob(False, "GPU runs repeat bit for bit, but slower; CPU runs always do", "run")
-    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "run", choices=("auto", "bfloat16", "float32"))
-    device: str = knob("auto", "auto: a GPU if there is one", "run", choices=("auto", "cuda", "cpu"))
-    attention: str = knob("auto", "attention kernel; auto: the first that works", "run", choices=("auto", *KERNELS))
+    compute_dtype: str = knob("auto", "auto: bfloat16 if it is fast", "score", choices=("auto", "bfloat16", "float32"))
+    device: str = knob("auto", "auto: a GPU if there is one", "score", choices=("auto", "cuda", "cpu"))
+    attention: str = knob("auto", "attention kernel; auto: the first that works", "score", choices=("auto", *KERNELS))
     compile: str = knob("auto", "auto: on a CPU training only", "run", choices=("auto", "0", "1"))
     fused_mlp: bool = knob(False, "fused Triton kernel of the MLP; ./run.sh check times it", "run")
     # fmt: on
@@ -1554,6 +1555,7 @@ class Run:
                 "seconds": self.clock.seconds,
                 "recent": self.clock.recent,
                 "reserve": self.clock.reserve,
+                "train_tokens": len(self.loader.stream),
             }
             parts = self.tensors().items()
             full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
@@ -1877,9 +1879,9 @@ class Evaluator:
 
 
 # ---- Test-time training: score first, then train on what was scored ------------------------------
-# The challenge's conditions for it: a loss depends on the tokens before its target alone (C1), the
-# model gives a full distribution (C2), every target is scored before it trains anything (C3), and
-# once (C4).
+# The challenge's conditions for it: a loss depends on the tokens before its target alone (C1; SGD's
+# rates also on the length of the text, which is known in advance), the model gives a full
+# distribution (C2), every target is scored before it trains anything (C3), and once (C4).
 TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 
@@ -2711,13 +2713,21 @@ def train_and_score(hp: Hyperparameters) -> None:
             blob, total, seconds = train_and_export(run, log)
             run.model.load_state_dict(load_artifact(blob))
             score = score_artifact(run.make_scorer, hp, log)
-        command = (
-            f"DATA_PATH={shlex.quote(hp.data_path)} "
-            f"TOKENIZER_PATH={shlex.quote(hp.tokenizer_path)} "
-            f"EVAL_ONLY={shlex.quote(str(log.artifact))} python {sys.argv[0]}"
-        )
-        log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", command)
+        advice = evaluation_command(hp, log.artifact, runtime.comm.size)
+        log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
+
+
+def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
+    """The command that scores the artifact as its run did."""
+    values = {name: getattr(hp, name) for name in knobs_with("score")} | {"eval_only": artifact}
+    words = [
+        f"{field.name.upper()}={shlex.quote(str(values[field.name]))}"
+        for field in KNOBS
+        if values.get(field.name, field.default) != field.default
+    ]
+    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    return " ".join((*words, launcher, sys.argv[0]))
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -3140,7 +3150,7 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     followed by "c", as merge 1 takes the b first. With a a -> aa alone, "aaa" becomes "aa", "a", as
     of equal merges the leftmost comes first: behind "aa" only earlier merges count (`<`), in front
     of it equal ones, too (`<=`)."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer_path)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
     ids = list(range(pieces.vocab_size()))
     texts, scores = pieces.id_to_piece(ids), np.array(pieces.get_score(ids))
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
@@ -3173,7 +3183,7 @@ def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
     """The share of the first 20,000 tokens (n,) that come back, behind the same 31 tokens, when the
     text of their documents is encoded again: 1 with the tokenizer that made them, but for 31 tokens
     of a document without its start. Other tokenizers of the same size gave 0.06 to 0.79."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
 
     def runs(documents):
         padded = [31 * [BOS] + document for document in documents]
@@ -3521,7 +3531,7 @@ class Log(contextlib.AbstractContextManager):
             folder.mkdir(parents=True, exist_ok=True)
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
-                self.files.append(path.open("a", encoding="utf-8", buffering=1))
+                self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
         name = f"RUN_ID={self.name}"
         try:
             # Released when this process ends.
@@ -3780,8 +3790,8 @@ def find_checkpoint(
 
 
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
-    """Raise UserError if knobs differ that must not. A knob younger than the file has its
-    default."""
+    """Raise UserError if knobs differ that must not, or the number of training tokens, from which
+    their order follows. A knob younger than the file has its default."""
     now = dataclasses.asdict(hp)
     then = dataclasses.asdict(Hyperparameters()) | metadata["hyperparameters"]
     unlike = [
@@ -3792,7 +3802,15 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     require(
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
-        f"only these may change: {' '.join(knobs_with('evaluation', 'run')).upper()}",
+        f"only these may change: {' '.join(knobs_with('evaluation', 'score', 'run')).upper()}",
+    )
+    tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
+    before = metadata.get("train_tokens", tokens)
+    require(
+        tokens == before,
+        f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} have "
+        f"{tokens}, so their order would change: move added shards away, restore removed ones, or "
+        "set another RUN_ID",
     )
 
 
@@ -4060,12 +4078,17 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     else:
         needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
         needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
+    if sys.platform == "linux":
+        from torch._inductor.runtime.cache_dir_utils import cache_dir  # a slow import
+
+        noexec = os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
+        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={cache_dir()}"] = not noexec
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
     require(
         not on_gpu,
-        f"torch.compile needs {missing}: install it, or set COMPILE=0, which is slow",
+        f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow",
     )
     return False, (f"not compiled, which is slower: {missing} is missing",)
 
@@ -4479,7 +4502,7 @@ def main() -> None:
     status."""
     parser = argparse.ArgumentParser(
         usage="NUM_LAYERS=4 python train_gpt.py (knobs are environment variables)",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],  # python -OO drops it
         epilog=f"Knobs (environment variables):\n{knob_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -4487,6 +4510,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have any bytes
     on_signals(interrupt)
     try:
         try:
@@ -4497,11 +4521,8 @@ def main() -> None:
             on_signals(ENDING)
     except UserError as error:
         status, sentence = error.status, str(error)
-    except torch.OutOfMemoryError as error:
-        status = 1
-        sentence = (
-            f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
-        )
+    except RuntimeError as error:
+        status, sentence = 1, about_torch(error)
     except KeyboardInterrupt as interrupted:
         (number,) = interrupted.args
         name = "Ctrl-C" if number == signal.SIGINT else number.name
@@ -4512,6 +4533,19 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def about_torch(error: RuntimeError) -> str:
+    """What to do about full memory or a failed compilation. Raises any other error again."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
+    if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch has set it
+        return (
+            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run has "
+            f"left half a file in {folder}, delete that folder; COMPILE=0 does without"
+        )
+    raise error
 
 
 if __name__ == "__main__":

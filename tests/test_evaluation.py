@@ -373,6 +373,17 @@ def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training,
         assert bool(training) == any(trained or adapter for *_, adapter, trained, _ in shapes)
 
 
+@pytest.mark.parametrize("mode", ["banded", "sliding"])
+def test_every_score_loops(hyperparameters, mode):
+    """But for a validation before the layers loop."""
+    hp = hyperparameters(**PARTS, EVAL_MODE=mode, TTT_ENABLED=1)
+    ways = [*train_gpt.final_passes(hp).values(), train_gpt.validation_pass(hp)]
+    assert len(ways) == 4
+    assert {way.config.layer_order for way in ways} == {(0, 1, 2, 1, 2, 1, 2, 3, 4)}
+    before = train_gpt.validation_pass(hp, looping=False)
+    assert before.config.layer_order == (0, 1, 2, 3, 4)
+
+
 # ---- Test-time training --------------------------------------------------------------------------
 TTT = {"sgd": train_gpt.ttt_sgd, "lora": train_gpt.ttt_lora}
 
@@ -389,7 +400,7 @@ def learner(setting, mode="sgd", targets=0, **changes):
 
 
 def test_sgd_by_the_published_recipe(setting):
-    """The first two chunks by hand: score, steps of SGD with momentum on the chunk, score."""
+    """Three of four chunks by hand: score, steps of SGD on the chunk, score. The momentum goes on."""
     chunk = 64
     model, scorer, _ = learner(setting, "sgd", 250, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05)
     twin, val = copy.deepcopy(model), scorer.val
@@ -398,15 +409,18 @@ def test_sgd_by_the_published_recipe(setting):
     windows = train_gpt.plan_windows(val.spans(False), 32, 8)
     expected.score(windows[:, windows[1] < chunk])
     sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(3):
-        sgd.zero_grad()
-        x = val.tokens[: chunk + 1].long()
-        twin(x[:-1].view(-1, 32), x[1:].view(-1, 32)).backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        sgd.step()
-    expected.score(windows[:, (windows[1] >= chunk) & (windows[1] < 2 * chunk)])
+    for begin, rate in ((0, 0.05), (chunk, 0.05 * 0.75)):
+        sgd.param_groups[0]["lr"] = rate
+        x = val.tokens[begin : begin + chunk + 1].long()
+        for _ in range(3):
+            sgd.zero_grad()
+            twin(x[:-1].view(-1, 32), x[1:].view(-1, 32)).backward()
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+            sgd.step()
+        end = begin + chunk
+        expected.score(windows[:, (windows[1] >= end) & (windows[1] < end + chunk)])
     done = ~expected.nats[:-1].isnan()
-    assert done.sum() >= 2 * chunk
+    assert done.sum() >= 3 * chunk
     found, wanted = (one.nats[:-1][done] for one in (scorer, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 

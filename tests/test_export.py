@@ -497,6 +497,7 @@ DAMAGES = {
     "version 10": ("before version 11: use the script that", lambda blob: b"PGOLF\r\n\x1a\n\0"),
     "another archive": ("tools/adopt.py for a checkpoint of torch", lambda blob: saved(weights=np.ones(3))),
     "compressed": ("its arrays are compressed", lambda blob: saved(np.savez_compressed, **arrays_of(blob))),
+    "compressed codes": ("its arrays are compressed", lambda blob: deflated(blob, "codes.npy")),
     "other numbers": ("its tensors are not those", lambda blob: replaced(blob, codes=np.ones(3))),
     "objects": ("Object arrays cannot be loaded", lambda blob: replaced(blob, codes=np.array([{}]))),
     "a huge array": ("(MemoryError|EOF)", lambda blob: claiming(blob, 1 << 40)),
@@ -555,6 +556,15 @@ def claiming(blob, size) -> bytes:
     with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
         for name in archive.namelist():
             forged.writestr(name, array.getvalue() if name == "codes.npy" else archive.read(name))
+    return file.getvalue()
+
+
+def deflated(blob, member) -> bytes:
+    """The artifact with one array compressed, which could be a thousand times as large."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(file, "w") as forged:
+        for name in archive.namelist():
+            forged.writestr(name, archive.read(name), 8 * (name == member))
     return file.getvalue()
 
 

@@ -200,6 +200,15 @@ def test_a_kernel_must_work_on_all_ranks(gpu):
         train_gpt.choose_kernels(hp, runtime)
 
 
+def test_a_failing_rank_joins_each_gather(gpu):
+    """Else the other ranks would wait, or take its answer about the next kernel for this one's."""
+    hp, runtime, _ = gpu({"fa3": "missing", "cudnn": "missing"}, ranks=2)
+    gathered = []
+    runtime.comm.gather = lambda mine: gathered.append(mine) or [mine, ""]
+    assert train_gpt.choose_kernels(hp, runtime).attention == "flash"
+    assert gathered == ["it does not work", "it does not work", ""]
+
+
 @pytest.mark.parametrize(
     "changes, refused",
     [

@@ -47,6 +47,19 @@ def test_no_probe_finds_a_fault(setting, way):
     assert ("learn" in kinds) == (way in ("sgd", "lora"))
 
 
+@pytest.mark.parametrize("way, rate", [("sgd", "ttt_lr"), ("lora", "ttt_lora_lr")])
+def test_a_rate_by_the_length_of_the_text_is_caught(setting, way, rate):
+    """But for the number of chunks of SGD, as in #461."""
+    evaluate, _, hp = setting(way)
+
+    def by_length(model, evaluator):
+        changed = {rate: getattr(hp, rate) * evaluator.val.targets / TARGETS}
+        evaluator.hp = dataclasses.replace(evaluator.hp, **changed)
+
+    fault = legality.probe_all(train_gpt, hp, lambda tokens: evaluate(tokens, by_length))
+    assert fault.startswith("C1: ") and "when the stream ends after target" in fault
+
+
 # ---- Evaluators that cheat -----------------------------------------------------------------------
 def chunk_sees_itself(model, evaluator):
     """Each chunk of a banded pass sees all its keys, also those behind a query."""

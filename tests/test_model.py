@@ -1,6 +1,10 @@
 """The model against a plain reference in float64, and against the faults of #399's model."""
 
 import math
+import os
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -358,11 +362,28 @@ def test_what_compiling_needs(device, tools, missing, monkeypatch):
     assert train_gpt.choose_compile("0", device) == (False, ())
     assert train_gpt.choose_compile("1", device) == (True, ())
     if missing and device.type == "cuda":
-        with user_error(f"torch.compile needs {missing}: install it, or set COMPILE=0"):
+        with user_error(f"torch.compile needs {missing}: provide it, or set COMPILE=0"):
             train_gpt.choose_compile("auto", device)
     else:
         notes = (f"not compiled, which is slower: {missing} is missing",) if missing else ()
         assert train_gpt.choose_compile("auto", device) == (not missing, notes)
+
+
+def test_a_cache_folder_from_which_nothing_can_run(tmp_path, monkeypatch):
+    """As on a mount with noexec. Compiled code is loaded from there."""
+    monkeypatch.setattr(train_gpt.shutil, "which", lambda name: name)
+    monkeypatch.setattr(train_gpt, "find_spec", lambda name: name)
+    monkeypatch.setattr(train_gpt.Path, "exists", lambda path: True)  # Python.h
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for flags in (0, os.ST_NOEXEC):
+        mount = SimpleNamespace(f_flag=flags | os.ST_NOSUID)
+        monkeypatch.setattr(train_gpt.os, "statvfs", {str(tmp_path / "new"): mount}.get)
+        compiled, notes = train_gpt.choose_compile("auto", cpu)
+        assert compiled == (not flags) and len(notes) == bool(flags)
+        with user_error(f"needs the right .*{tmp_path}/new:") if flags else nullcontext():
+            train_gpt.choose_compile("auto", gpu)
+    assert re.match(r"not compiled, .*: the right to run .*/new is missing", notes[0])
 
 
 def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):

@@ -359,6 +359,20 @@ def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
     assert losses(tmp_path) == losses(undisturbed) and exact(tmp_path) == exact(undisturbed)
 
 
+def test_a_run_continues_on_its_data_alone(undisturbed, knobs, tmp_path, monkeypatch):
+    """A download that went on meanwhile changed the order of the data. The folder may move."""
+    shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
+    moved = shutil.copytree(knobs["DATA_PATH"], tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    now = knobs | {"DATA_PATH": str(moved)}
+    assert resume(now) == []
+    shutil.copy(moved / "fineweb_train_000001.bin", moved / "fineweb_train_000002.bin")
+    tokens = [len(train_gpt.TokenStream(f, "train", 400)) for f in (knobs["DATA_PATH"], moved)]
+    then = "step_00000012.npz has trained on shards of {} tokens, but those in DATA_PATH=.*/moved"
+    with user_error(f"{then} have {{}}, so .*: move added shards away, .*RUN_ID".format(*tokens)):
+        resume(now)
+
+
 def test_two_runs_of_one_name(knobs, tmp_path):
     first = start([FAULTS, "none", 0], {**knobs, "ITERATIONS": "100000"}, tmp_path)
     try:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 from importlib.metadata import version
@@ -73,14 +74,40 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert re.search(r"\nexporting EMA of .*\nnote: 9\d% of the average is the initial", log)
 
 
-def test_a_full_gpu_is_one_sentence(monkeypatch, capsys):
-    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore")
-    monkeypatch.setattr(train_gpt, "train_and_score", mock.Mock(side_effect=full))
+ELF = OSError("/c/x.main.so: file too short")
+TOLD = [
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore"),
+        r"a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS",
+    ),
+    (  # what torch raises for a graph in its cache that a killed run left
+        torch._inductor.exc.InductorError(ELF, None),
+        r"torch.compile failed \(/c/x.main.so: file too short\): .* in /c, delete that folder; .*=0 .*",
+    ),
+]
+
+
+@pytest.mark.parametrize("error, told", TOLD)
+def test_an_error_of_torch_is_one_sentence(error, told, monkeypatch, capsys):
+    """Also without docstrings, as with python -OO."""
+    monkeypatch.setattr(train_gpt, "__doc__", None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/c")
+    monkeypatch.setattr(train_gpt, "train_and_score", mock.Mock(side_effect=error))
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
     with pytest.raises(SystemExit, match="1"):
         train_gpt.main()
-    sentence = r"error: a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS\n"
-    assert re.fullmatch(sentence, capsys.readouterr().err)
+    assert re.fullmatch(f"error: {told}\n", capsys.readouterr().err)
+
+
+def test_names_of_any_bytes(script, data, tmp_path):
+    """Nothing in a run needs UTF-8 names, and what is printed has an escape for each such byte."""
+    name = os.fsdecode(b"caf\xe9")
+    shutil.copytree(data, tmp_path / name)
+    tokenizer = f"{name}/tokenizer.model"
+    result = script(RUN_ID=name, DATA_PATH=name, TOKENIZER_PATH=tokenizer, CANONICAL_MASK=1)
+    assert r"files: logs/caf\udce9.int6.xz" in result.stdout
+    log = (tmp_path / "logs" / f"{name}.txt").read_text(encoding="utf-8")
+    assert r"* DATA_PATH=caf\udce9" in log
 
 
 def test_events_are_json_with_the_scores_of_the_log(finished):
@@ -137,12 +164,29 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     command = re.fullmatch(rf"next: (.*) python {ROOT}/train_gpt.py", following)[1]
     shutil.copytree(folder / "logs", tmp_path / "logs")
     settings = dict(word.split("=") for word in command.split())
-    settings |= {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
     again = run([ROOT / "train_gpt.py"], settings, tmp_path)
     assert scores(again) == pytest.approx(scores(result), abs=1e-7) and len(scores(again)) == 2
     assert again.stdout.splitlines()[-2] == end
     used = run([ROOT / "train_gpt.py"], settings | {"RUN_ID": "tiny"}, tmp_path, status=1)
     assert "RUN_ID=tiny is used by an earlier run" in sentence(used)
+
+
+def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
+    """It repeated a masked or banded score, or one after test-time training, as another one."""
+    monkeypatch.setattr(train_gpt.sys, "argv", ["train_gpt.py"])
+    modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "EVAL_MAX_SECONDS": 9}
+    learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
+    hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
+    names = train_gpt.knobs_with("score")
+    assert all(knob in names for knob in vars(hp) if knob.startswith(("ttt_", "eval_m")))
+    command = shlex.split(train_gpt.evaluation_command(hp, Path("logs/a b.int6.xz"), 1))
+    assert command[-2:] == ["python", "train_gpt.py"]
+    again = train_gpt.Hyperparameters.from_env(dict(word.split("=") for word in command[:-2]))
+    changed = {"eval_only": "logs/a b.int6.xz"} | {name: getattr(hp, name) for name in names}
+    assert again == train_gpt.Hyperparameters(**changed)
+    # Each rank hands on what its own documents taught.
+    many = train_gpt.evaluation_command(hp, Path("x"), 4)
+    assert many.endswith(" torchrun --standalone --nproc_per_node=4 train_gpt.py")
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):

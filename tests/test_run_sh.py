@@ -12,6 +12,7 @@ import sys
 import pytest
 from packaging.specifiers import SpecifierSet
 
+import train_gpt
 from conftest import ROOT
 
 NAMES = ("numpy", "sentencepiece", "zstandard", "constriction")
@@ -485,6 +486,20 @@ def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
     assert result.stdout.partition("\nnext:\n")[0] == TRAINING, result.stderr
     assert f"    cd {complete.repository}\n" in result.stdout
     assert not list(places[1].iterdir()) and len(list(places[0].iterdir())) == 2
+
+
+def test_the_end_repeats_the_score_of_the_run(complete):
+    """Its knobs and its ranks, each of which hands on what its own documents taught."""
+    knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
+    (complete.repository / "tools" / "demo.py").write_text("print('RUN_ID=demo')")
+    *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
+    *settings, python, m, launcher, alone, ranks, script = shlex.split(evaluate)
+    assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.int6.xz"}
+    assert (launcher, ranks, script) == (
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "train_gpt.py",
+    )
 
 
 def test_own_data_are_used_as_they_are(complete):

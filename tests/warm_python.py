@@ -117,6 +117,7 @@ def attend(client: socket.socket, process: int, streams: list[int]) -> None:
 # ---- The fork ------------------------------------------------------------------------------------
 def become(request: tuple, streams: list[int]) -> None:
     """Be the Python that the client asked for, and run its arguments."""
+    import io
     import types
 
     sys.executable, options, arguments, folder, environ = request
@@ -124,7 +125,10 @@ def become(request: tuple, streams: list[int]) -> None:
         os.dup2(stream, number)
         os.close(stream)
     sys.dont_write_bytecode = "-B" in options or FOLLOWED[0] in environ
-    sys.stdout.reconfigure(write_through="-u" in options or FOLLOWED[1] in environ)
+    # A new one, as the server's knows whether its own file can seek.
+    through = "-u" in options or FOLLOWED[1] in environ
+    stdout = open(1, "wb", closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(stdout, write_through=through)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

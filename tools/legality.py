@@ -285,11 +285,15 @@ def random_mask(vocab_size: int, bos: int) -> torch.Tensor:
 def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
     """The first fault in one kind of evaluation, or ""."""
     tokens = random_stream(TARGETS, hp.vocab_size, script.BOS)
+    cuts = CUTS
+    if hp.ttt_enabled and hp.ttt_mode == "sgd":
+        # Its rates follow from the number of chunks (docs/score.md), which these cuts keep.
+        last = TARGETS - 1
+        cuts = range(last - last % hp.ttt_chunk_tokens, last, 6)
     few, positions = (tokens[:48], (44,)) if hp.ttt_enabled else (tokens[:60], (3, 50))
     probes = [
         lambda: future(evaluate, tokens, hp.vocab_size, CUTS, script.BOS),
-        # The learning rate of test-time training depends on the length of the stream.
-        lambda: "" if hp.ttt_enabled else truncation(evaluate, tokens, CUTS),
+        lambda: truncation(evaluate, tokens, cuts),
         lambda: distribution(evaluate, few, hp.vocab_size, positions),
         lambda: complete(evaluate, tokens),
         # Documents hand something on, so the whole stream is one pass.
