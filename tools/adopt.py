@@ -319,7 +319,7 @@ def configure(
         hp = Hyperparameters.from_env(merged)
         train_gpt.meta_parameters(hp)  # refuses one that is too large
     except UserError as error:
-        source = dict.fromkeys(given, f"{as_file}, unless the environment sets it")
+        source = dict.fromkeys(given, f"{as_file}, which the environment overrides")
         source |= dict.fromkeys(environ, "the environment") | dict.fromkeys(shown, path)
         names = [name for name in re.findall(r"(\w+)=", str(error)) if name in source]
         origins = [f"{name} is of {source[name]}" for name in dict.fromkeys(names)]
@@ -461,8 +461,10 @@ def export(
             scored.add(way)
             score = way.run(run.make_scorer, log, name)
             score.log(log, f"final_int6_{name}_exact")
-            label = "found" if name == "roundtrip" else name.replace("_", " ")
-            rows.append(Row(f"after it, {label}", score.val_loss, before, len(blob)))
+            # `before` is a score of rows without overlap as well, and of no other pass.
+            label, unrounded = ("found", before) if name == "roundtrip" else (name, None)
+            label = f"after it, {label}".replace("_", " ")
+            rows.append(Row(label, score.val_loss, unrounded, len(blob)))
     return rows
 
 
@@ -492,12 +494,14 @@ def compare(
     put(run, weights)
     rows, per_bpb = score_before(run)
     ours, across = rows[0].nats, rows[-1].nats
+    hp = run.hp
+    run.log(f"calibrating with GPTQ_BATCHES={hp.gptq_batches} of {hp.train_batch_tokens} tokens")
     _, calibration = run.finish()
     exported = []
     try:
         for size, path in zip(arguments.bytes, paths, strict=True):
             target = size + train_gpt.CODE_BYTES
-            run.hp = dataclasses.replace(run.hp, target_bytes=target)
+            run.hp = dataclasses.replace(hp, target_bytes=target)
             exported += export(run, weights, calibration, ours, path)
     except UserError as error:
         raise UserError(f"--bytes {size}: {error}") from error
