@@ -3204,17 +3204,7 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.nd
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
-    manifest = check_manifest(hp.data_path, hp.tokenizer_path)
-    our_grammar = manifest.get("caseops") is True
-    if manifest.get("canonical", True):
-        share = reencoded(tokens, hp.tokenizer_path)
-        found = (
-            f"{share:.2%} of the first validation tokens come back when TOKENIZER_PATH="
-            f"{hp.tokenizer_path} encodes their text again, not all"
-        )
-        require(share >= 0.9, f"{found}: set the tokenizer of the shards in DATA_PATH")
-        if share < 0.999:
-            log(f"note: {found}: is it the tokenizer of the shards?")
+    our_grammar = check_manifest(hp.data_path, hp.tokenizer_path).get("caseops") is True
     exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
         log(

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import shutil
 
 import numpy as np
@@ -178,7 +177,7 @@ def test_documents_are_counted_for_flash_attention_3(
 ):
     """On a GPU, too many would be an error of indexing that kills the run. `refused`: the limit."""
     shutil.copytree(data, tmp_path / "data")
-    tokens = np.full(1000, VOCAB - 1)  # a letter
+    tokens = np.full(1000, 5)
     tokens[500 : 500 + starts] = train_gpt.BOS
     for path in (tmp_path / "data").glob("*.bin"):
         write_shard(path, tokens)
@@ -215,27 +214,6 @@ def test_only_their_own_tokenizer_gives_the_tokens_back(data, other_tokenizer):
     assert reencoded(marked, own) == 1
     for text in (tokens, marked):
         assert 0.05 < reencoded(text, other_tokenizer) < 0.9
-
-
-def test_another_tokenizer_of_the_same_size_is_refused(one_rank, data, other_tokenizer, tmp_path):
-    """It has other bytes per token, so the score would be wrong."""
-    folder, lines = shutil.copytree(data, tmp_path / "data"), []
-    hp, runtime = one_rank(DATA_PATH=folder, TOKENIZER_PATH=other_tokenizer)
-    with user_error(r"^\d+\.\d\d% of the first .*/other\d+/tokenizer.model.* set the tokenizer of"):
-        read_validation(hp, runtime.device)
-    # Their own tokenizer may give other tokens as well (BPE dropout).
-    entry = {"sha256": train_gpt.sha256_of(other_tokenizer), "canonical": False}
-    (folder / "manifest.json").write_text(json.dumps({"tokenizer": entry}))
-    read_validation(hp, runtime.device, lines.append)
-    (folder / "manifest.json").unlink()
-    shard = folder / "fineweb_val_000000.bin"
-    tokens = train_gpt.read_shard(shard).copy()
-    tokens[:40] = 5
-    write_shard(shard, tokens)
-    hp, _ = one_rank(DATA_PATH=folder)
-    assert lines == []
-    read_validation(hp, runtime.device, lines.append)
-    assert len(lines) == 1 and re.match(r"note: 99\.\d\d% of the first validation tokens", lines[0])
 
 
 @pytest.mark.parametrize(
