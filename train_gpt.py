@@ -3129,25 +3129,6 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     return across < len(texts)
 
 
-def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
-    """The share of the first 20,000 tokens (n,) that come back, behind the same 31 tokens, when the
-    text of their documents is encoded again: 1 with the tokenizer that made them, but for 31 tokens
-    of a document without its start. Other tokenizers of the same size gave 0.06 to 0.79."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_path))
-
-    def runs(documents):
-        padded = [31 * [BOS] + document for document in documents]
-        return [tuple(part[i : i + 32]) for part in padded for i in range(len(part) - 31)]
-
-    def has_no_text(token):
-        return pieces.is_control(token) or pieces.is_unknown(token)
-
-    groups = itertools.groupby(tokens[:20_000].tolist(), has_no_text)
-    documents = [list(group) for without, group in groups if not without]
-    before, again = runs(documents), set(runs(pieces.encode(pieces.decode(documents))))
-    return sum(run in again for run in before) / max(1, len(before))
-
-
 def read_small(path: str | Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""

@@ -100,14 +100,6 @@ def data(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def other_tokenizer(tmp_path_factory) -> str:
-    """A tokenizer of as many pieces as that of `data`, trained on other text."""
-    path = tmp_path_factory.mktemp("other") / "tokenizer.model"
-    train_pieces(path, (ROOT / "README.md").read_text(encoding="utf-8").splitlines(), VOCAB)
-    return str(path)
-
-
-@pytest.fixture(scope="session")
 def env(data):
     """A function that returns the environment of a tiny run, with the given knobs changed."""
 

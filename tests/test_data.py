@@ -13,15 +13,7 @@ import torch
 
 import train_gpt
 from conftest import VOCAB, evaluator, user_error, write_shard
-from train_gpt import (
-    ByteCounter,
-    Comm,
-    TokenStream,
-    TrainingLoader,
-    UserError,
-    read_validation,
-    reencoded,
-)
+from train_gpt import ByteCounter, Comm, TokenStream, TrainingLoader, UserError, read_validation
 
 
 def loaders(one_rank, size, **changes):
@@ -197,23 +189,6 @@ def test_documents_are_counted_for_flash_attention_3(
 
 
 TOKENS = np.arange(4, 300)
-
-
-def test_only_their_own_tokenizer_gives_the_tokens_back(data, other_tokenizer):
-    own = str(data / "tokenizer.model")
-    stream = TokenStream(data, "train", VOCAB)
-    tokens = stream.read(0, len(stream))
-    begins = np.flatnonzero(tokens == train_gpt.BOS)
-    assert len(tokens) > 30_000 and begins[0] == 0
-    assert reencoded(tokens, own) == 1 == reencoded(tokens[:500], own)
-    assert 0.998 < reencoded(tokens[begins[9] + 2 :], own) < 1  # the first document is cut
-    # Tokens without text (unknown, end of a document) need not come back, and short documents are
-    # enough to tell tokenizers apart.
-    words = np.flatnonzero(ByteCounter(own, VOCAB).spaced[tokens])
-    marked = np.insert(tokens, words[::2], np.resize([0, 2], len(words[::2])))
-    assert reencoded(marked, own) == 1
-    for text in (tokens, marked):
-        assert 0.05 < reencoded(text, other_tokenizer) < 0.9
 
 
 @pytest.mark.parametrize(
