@@ -158,14 +158,17 @@ def finish(act, *arguments) -> None:
 
     status = 0
     try:
-        act(*arguments)
-    except SystemExit as ended:
+        try:
+            act(*arguments)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+            sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ended:  # also of that hook
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
