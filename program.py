@@ -28,7 +28,7 @@ LONGEST_NAME = 230  # bytes of a file's name; partial files have longer ones, of
 
 
 def read_env(path: str | Path) -> dict[str, str]:
-    """The variables of a file like records/published.env. Raises UserError for a word that sets no
+    """The variables of a file like configs/399.env. Raises UserError for a word that sets no
     knob."""
     known, found = {knob.name.upper() for knob in KNOBS}, {}
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()

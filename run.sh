@@ -165,8 +165,8 @@ train() {  # this command: one run, or a sweep if SEEDS or GRID is set
 }
 
 next_steps() {
-    local python=$PYTHON data="" score="" artifact=final_model.int6.xz name launcher
-    if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID.int6.xz"); fi
+    local python=$PYTHON data="" score="" artifact=final_model.npz name launcher
+    if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID.npz"); fi
     echo
     echo "next:"
     if [ "$caller" != "$PWD" ]; then echo "    cd $(printf %q "$PWD")"; fi
@@ -216,7 +216,7 @@ demonstration_settings() {  # on a CPU: a model of 1 or 4 million parameters, on
     local settings line own="${DATA_PATH:-}"
     # glibc keeps freed memory. Else its pages fault again in every step, which cost more than the arithmetic.
     export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1099511627776
-    settings=$(quietly "$PYTHON" tools/demo.py)
+    settings=$(quietly "$PYTHON" tools/demo_settings.py)
     while IFS= read -r line; do
         if [[ "$line" == [A-Z]*=* ]]; then export "$line"; else echo "$line"; fi
     done <<<"$settings"
@@ -234,7 +234,7 @@ demonstration() {  # on a CPU
         if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
             quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
         fi
-        quietly "$PYTHON" tools/report.py "logs/$RUN_ID.jsonl" "logs/$RUN_ID.int6.xz" --prompt "$prompt"
+        quietly "$PYTHON" tools/report.py "logs/$RUN_ID.jsonl" "logs/$RUN_ID.npz" --prompt "$prompt"
     fi
     next_steps
 }
@@ -252,7 +252,7 @@ check() {  # of the machine
         export COMPILE="${compile:-0}"
     fi
     trap - INT
-    "$PYTHON" tools/launch.py "$PYTHON" tools/preflight.py
+    "$PYTHON" tools/launch.py "$PYTHON" tools/check_machine.py
 }
 
 case "${1:-}" in

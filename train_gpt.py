@@ -234,6 +234,9 @@ MAX_NUMBER = (1 << 32) - 1  # of any knob
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
+# How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
+# a gate between the scaled skip and the stream.
+SKIPS = ("gates", "scales", "lerp")
 # Trellises: parity checks by number of states (Ungerboeck, IEEE Trans. Inf. Theory 28, 1982).
 PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256: (0o515, 0o362)}
 
@@ -255,7 +258,7 @@ def knob(default, text, role="training", **limits):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. Defaults: #399's run (records/published.env) plus changes that measured better.
+    """All knobs. Defaults: #399's run (configs/399.env) plus changes that measured better.
     Raises UserError for impossible values."""
 
     # fmt: off
@@ -270,8 +273,7 @@ class Hyperparameters:
     num_kv_heads: int = knob(4, "key/value heads, each shared by NUM_HEADS / NUM_KV_HEADS query heads", "model", low=1)
     mlp_mult: float = knob(3.0, "hidden width of the MLP as a multiple of MODEL_DIM", "model", low=0.1)
     mlp_slope: float = knob(0.5, "negative slope of the squared leaky ReLU; 0: relu^2 (#399)", "model", high=1)
-    skip_gates: bool = knob(True, "U-Net skips with sigmoid gates, initially 0.18; 0: scales, initially 1", "model")
-    skip_lerp: bool = knob(False, "skips as in #2135: gates between a scaled skip and the stream", "model")
+    skips: str = knob("gates", "U-Net skips: sigmoid gates, scales (#399), or lerp (#2135)", "model", choices=SKIPS)
     smear_token: bool = knob(False, "SmearGate before the norm, gated by 12 dimensions of the token embedding", "model")
     loop_visits: int = knob(1, "how often the looped layers run; 1: no depth recurrence", "model", low=1, high=16)
     loop_first: int = knob(3, "first looped layer", "model")
@@ -328,7 +330,7 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
-    row_range: str = knob("sdclip", "steps by sensitivity, or #399's rule", choices=("sdclip", "published"))
+    rounding: str = knob("sensitivity", "steps by sensitivity, or #399's rule", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
@@ -404,10 +406,6 @@ class Hyperparameters:
             "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N: end the loop before lanes",
         )
         require(
-            not (self.skip_gates and self.skip_lerp),
-            "SKIP_GATES=1 and SKIP_LERP=1 are two kinds of skips: set SKIP_GATES=0",
-        )
-        require(
             self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
             f"TTT_LORA_CHUNK={self.ttt_lora_chunk} exceeds EVAL_SEQ_LEN={self.eval_seq_len}",
         )
@@ -423,7 +421,7 @@ class Hyperparameters:
             not re.search("^[.]|[/,]", self.run_id),
             f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
-        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.int6.xz.XXXXXXXX.partial
+        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.npz.XXXXXXXX.partial
         require(size <= 255 - 25, f"RUN_ID={self.run_id} has {size} bytes: set one of at most 230")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
@@ -478,7 +476,8 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
     swapped letters, without its last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
         words = "_" in name
-        near = [
+        near = [RENAMED[name]] if name in RENAMED else []
+        near += [
             other
             for other in known
             if sorted(other) == sorted(name.upper()) or (words and other.startswith(f"{name}_"))
@@ -490,6 +489,21 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
                 f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this "
                 "program, unset it"
             )
+
+
+RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}
+
+
+def todays_names(knobs: dict) -> dict:
+    """Knobs of an older log, checkpoint or artifact, by the names and values that they have now."""
+    knobs = dict(knobs)
+    if "row_range" in knobs:
+        old = knobs.pop("row_range")
+        knobs["rounding"] = {"sdclip": "sensitivity", "published": "399"}.get(old, old)
+    if "skip_gates" in knobs:  # True or, in a log, "True"
+        gates, lerp = (str(knobs.pop(name, False)) for name in ("skip_gates", "skip_lerp"))
+        knobs["skips"] = "lerp" if lerp == "True" else "gates" if gates == "True" else "scales"
+    return knobs
 
 
 def knobs_with(*roles: str) -> tuple[str, ...]:
@@ -722,8 +736,8 @@ class GPT(nn.Module):
         # SMEAR_TOKEN: a factor, then the weights of the gate.
         self.smear_gate = filled(1 + inputs if hp.smear_token else dim)
         skips = len(hp.layer_order()) // 2
-        self.skip_scale = filled(skips, dim, value=-1.5 if hp.skip_gates else 1.0)
-        if hp.skip_lerp:
+        self.skip_scale = filled(skips, dim, value=-1.5 if hp.skips == "gates" else 1.0)
+        if hp.skips == "lerp":
             self.skip_gate = filled(skips, dim)
         mix = torch.tensor([[1.0], [0.0]])  # of the stream and the embedding
         self.resid_mix = nn.Parameter(mix.repeat(layers, 1, dim))  # (L, 2, D)
@@ -816,10 +830,10 @@ class GPT(nn.Module):
     def add_skip(self, x: Tensor, skip: Tensor, number: int) -> Tensor:
         """The stream x with a U-Net skip mixed in, (B, T, D) each."""
         scale = self.skip_scale[number]
-        if self.hp.skip_lerp:  # (#1218, #2135)
+        if self.hp.skips == "lerp":  # (#1218, #2135)
             mixed = torch.lerp(scale * skip, x.float(), self.skip_gate[number].sigmoid())
         else:
-            mixed = x + (scale.sigmoid() if self.hp.skip_gates else scale) * skip
+            mixed = x + (scale.sigmoid() if self.hp.skips == "gates" else scale) * skip
         return mixed.to(self.dtype)
 
     def block(
@@ -912,7 +926,7 @@ class GPT(nn.Module):
             bank = bank_part(getattr(self, kind.bank), kind)
             if qat:
                 rows = bank.detach().float()
-                rule = RULES[self.hp.row_range][0]
+                rule = RULES[self.hp.rounding][0]
                 steps = rule.default_steps(rows)
                 bank = bank + (to_codes(rows, steps, rule.limit) * steps - bank).detach()
             if kind.gain:
@@ -1272,7 +1286,7 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
 def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
     """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run, for
-    tools/preflight.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
+    tools/check_machine.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
     planned = max(hp.iterations, 1)
     steps = (schedule(hp, planned * place / 1000, 0.0, math.inf) for place in range(1001))
     start = hp.muon_momentum_warmup_start
@@ -2210,12 +2224,12 @@ class Rule(NamedTuple):
         return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
 
 
-# By ROW_RANGE: for the matrices of banks, for the other tensors. Low damping moves errors to inputs
+# By ROUNDING: for the matrices of banks, for the other tensors. Low damping moves errors to inputs
 # that are weak in the calibration, which other text uses. An embedding is also looked up, and then
 # each of its columns counts equally.
 RULES = {
-    "sdclip": (Rule(0.1), Rule(1.0)),
-    "published": (Rule(0.01, 31, torch.float16, True), Rule(0.01, 127, torch.float16, True)),
+    "sensitivity": (Rule(0.1), Rule(1.0)),
+    "399": (Rule(0.01, 31, torch.float16, True), Rule(0.01, 127, torch.float16, True)),
 }
 
 
@@ -2451,7 +2465,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
             cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
             # Rows that the calibration has hardly seen are not free of cost.
             cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-        rule_of_banks, rule_of_others = RULES[hp.row_range]
+        rule_of_banks, rule_of_others = RULES[hp.rounding]
         rule = rule_of_banks if kinds[0].bank else rule_of_others
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
@@ -2460,7 +2474,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
-ARTIFACT = Path("final_model.int6.xz")  # the challenge's name for a copy, whichever coder
+ARTIFACT = Path("final_model.npz")  # the challenge's name for a copy, whichever coder
 ARTIFACT_VERSION = 14
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
@@ -2540,7 +2554,7 @@ def pack_artifact(
             role: {name: getattr(hp, name) for name in knobs_with(role)}
             for role in ("model", "evaluation")
         },
-        "row_range": hp.row_range,
+        "rounding": hp.rounding,
         "trellis_states": first.states,
         "expected_loss": expected if first.calibrated else {},
         "coder": hp.compressor,
@@ -2598,7 +2612,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     require(
         blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,
         "it is not an artifact, or one before version 11: use the script that made it, or "
-        "tools/adopt.py for a checkpoint of torch.save",
+        "tools/import_checkpoint.py for a checkpoint of torch.save",
     )
     with np.load(io.BytesIO(blob)) as archive:
         # A compressed array could be a thousand times as large as the file.
@@ -2606,20 +2620,20 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
         text, codes, values = (archive[name].tobytes() for name in ("header", "codes", "values"))
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
-    header = json.loads(text)
+    header = todays_names(json.loads(text))
     require(
         header["version"] == ARTIFACT_VERSION,
         f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
     # A knob that is younger than the file has its default.
-    stored = header["model"] | header["evaluation"]
+    stored = todays_names(header["model"] | header["evaluation"])
     unknown = stored.keys() - knobs_with("model", "evaluation")
     require(
         not unknown,
         f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
     )
-    stored |= {name: header[name] for name in ("row_range", "trellis_states")}
+    stored |= {name: header[name] for name in ("rounding", "trellis_states")}
     hp = Hyperparameters.from_env({name.upper(): str(value) for name, value in stored.items()})
     require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
@@ -2644,7 +2658,7 @@ def load_artifact(blob: bytes) -> Tensors:
             codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
                 codes = codes + trellis_bits(codes, hp.trellis_states) / 2
-            steps = part.view(RULES[hp.row_range][0].step_type).view_as(view[..., :1])
+            steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
             view.copy_(codes * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
@@ -2658,12 +2672,12 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     tokenizer differ from the artifact's."""
     require(
         not Path(path).match("step_*.npz"),
-        f"{path} is a checkpoint: give logs/<RUN_ID>.int6.xz; if there is none, the command of the "
+        f"{path} is a checkpoint: give logs/<RUN_ID>.npz; if there is none, the command of the "
         "run with RESUME=auto continues it and writes one",
     )
     require(
         Path(path).is_file(),
-        f"artifact {path} does not exist: a run writes logs/<RUN_ID>.int6.xz",
+        f"artifact {path} does not exist: a run writes logs/<RUN_ID>.npz",
     )
     with reading_artifact(path):
         blob = read_small(path)
@@ -2853,7 +2867,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     started = time.perf_counter()
     weights = run.optimizer.weights()
     count = count_numbers(weights.values())
-    fixed = not hp.target_bytes or hp.row_range == "published"  # no step may be widened
+    fixed = not hp.target_bytes or hp.rounding == "399"  # no step may be widened
     max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
     how = "GPTQ" if calibration else "no calibration"
@@ -3515,7 +3529,7 @@ class Log(contextlib.AbstractContextManager):
         self.hp, self.comm = hp, comm
         self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         self.path = folder / self.name  # without suffix
-        self.artifact = folder / f"{self.name}.int6.xz"
+        self.artifact = folder / f"{self.name}.npz"
         self.started = time.perf_counter()
         self.failure = ""  # the first failed write, and what to do
         # How to go on from what is kept, if the run ends early
@@ -3603,7 +3617,7 @@ class Log(contextlib.AbstractContextManager):
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
             f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
-            ".int6.xz; README.md says how to lengthen a finished run",
+            ".npz; README.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
@@ -3793,7 +3807,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     """Raise UserError if knobs differ that must not, or the number of training tokens, from which
     their order follows. A knob younger than the file has its default."""
     now = dataclasses.asdict(hp)
-    then = dataclasses.asdict(Hyperparameters()) | metadata["hyperparameters"]
+    then = dataclasses.asdict(Hyperparameters()) | todays_names(metadata["hyperparameters"])
     unlike = [
         f"{name.upper()}={now[name]} instead of {then[name]}"
         for name in knobs_with("training", "model")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compare coders on the codes of an artifact, or ways to quantise a model.
 
-    python bench/artifact.py final_model.int6.xz
+    python bench/artifact.py final_model.npz
     python bench/artifact.py --quantise                      # trains a small model, some minutes on a CPU
     python bench/artifact.py --quantise --sizes 1 0.85 0.7 --plot bench/quantisation.png
 
@@ -220,7 +220,7 @@ def compare_coders(path: str, only: list[str] | None) -> None:
 SHORT_RUN = {
     "EMA_DECAY": "0.97", "LATE_QAT": "0", "MUON_MOMENTUM": "0.95", "MUON_MOMENTUM_WARMUP_START": "0.85",
     "MUON_MOMENTUM_WARMUP_STEPS": "50", "ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0",
-    "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "1", "MLP_SLOPE": "0", "SKIP_GATES": "0", "MUON_EQ": "0",
+    "VAL_LOSS_EVERY": "0", "WARMUP_STEPS": "1", "MLP_SLOPE": "0", "SKIPS": "scales", "MUON_EQ": "0",
     "SHORT_SEQ_PARTS": "1", "SHUFFLE_SEED": "0",
 }
 # fmt: on
@@ -256,7 +256,7 @@ def compare_quantisation(
     rows = [{"way": "before", "bpb": before}]
     for way, max_bytes in cases:
         changed = (
-            dataclasses.replace(hp, row_range="published", compressor="lzma")
+            dataclasses.replace(hp, rounding="399", compressor="lzma")
             if way == "published"
             else dataclasses.replace(hp, trellis_states=8 if way == "trellis" else 0)
         )

@@ -4,8 +4,8 @@ strides.
 
     python bench/eval.py                       # a small model on a CPU, the record's model on a GPU
     python bench/eval.py --windows 1024 --rounds 3
-    DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.int6.xz --windows 1024
-    ... python bench/eval.py --artifact final_model.int6.xz --lengths 256 512 1024 --strides 256 64 --plot windows.png
+    DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.npz --windows 1024
+    ... python bench/eval.py --artifact final_model.npz --lengths 256 512 1024 --strides 256 64 --plot windows.png
 
 The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass.
 The published way takes windows in a Python loop, copies each to the device, sends all positions

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt

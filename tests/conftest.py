@@ -69,8 +69,8 @@ def user_error(sentence: str):
 
 
 def variables(name: str) -> dict[str, str]:
-    """The variables of records/NAME.env."""
-    text = re.sub(r"(?m)^#.*", "", (ROOT / "records" / f"{name}.env").read_text())
+    """The variables of configs/NAME.env."""
+    text = re.sub(r"(?m)^#.*", "", (ROOT / "configs" / f"{name}.env").read_text())
     return dict(word.split("=") for word in text.split())
 
 
@@ -205,7 +205,7 @@ def matrices_of(tensors) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantised(rows, rule=train_gpt.RULES["sdclip"][0]) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(rows, rule=train_gpt.RULES["sensitivity"][0]) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, steps) of rows by plain rounding."""
     steps = rule.default_steps(rows)
     return train_gpt.to_codes(rows, steps, rule.limit), steps

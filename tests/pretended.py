@@ -1,5 +1,5 @@
 """Started by tests/test_h100.py under the pretended driver of bench/h100.py: the script, or with the
-word "check" tools/preflight.py, without what needs numbers.
+word "check" tools/check_machine.py, without what needs numbers.
 
 The device computes nothing, and its memory holds zeros or what was copied there. So five things are
 replaced: the report of a step, the check that every target was scored, the check that kernels agree
@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-import preflight
+import check_machine
 import train_gpt
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     torch.linalg.cholesky = lambda matrix, upper=False: matrix
     encode, decode = train_gpt.CODERS["ans"]
     train_gpt.CODERS["ans"] = (lambda codes: encode(codes.clip(-31, 31)), decode)
-    program = preflight if sys.argv[1:] == ["check"] else train_gpt
+    program = check_machine if sys.argv[1:] == ["check"] else train_gpt
     del sys.argv[1:]
     program.main()
 

@@ -4,10 +4,9 @@ import json
 import re
 from pathlib import Path
 
-import published
-import runs
 import warm_python
 from conftest import ROOT
+from lib import record_curves, runs
 
 SWEEP = [ROOT / "tools" / "sweep.py", "--", warm_python.python(), ROOT / "train_gpt.py"]
 
@@ -78,17 +77,17 @@ def counted(size: int, source: bytes):
     return change
 
 
-CURVES = json.loads(published.CURVES.read_text())
+CURVES = json.loads(record_curves.CURVES.read_text())
 FINAL = "final_int6_roundtrip_exact val_loss:1.93000000 val_bpb:1.14300000\n"
 
 
 def log_of(name: str, seed: str, change=lambda step, nats: nats, end=FINAL, **settings) -> str:
     """A log of this script with a record's losses, each changed."""
-    settings = {"VOCAB_SIZE": published.VOCABULARIES[name], "SHUFFLE_SEED": 0, **settings}
+    settings = {"VOCAB_SIZE": record_curves.VOCABULARIES[name], "SHUFFLE_SEED": 0, **settings}
     lines = ["hyperparameters (* differs from the default)"]
     lines += [f"* {name}={value}" for name, value in settings.items()]
     for step, kind, nats, _, seconds in CURVES[name][seed]["curve"]:
-        rate = published.RATES[name](step, seconds) if step and seconds else 1.0
+        rate = record_curves.RATES[name](step, seconds) if step and seconds else 1.0
         tail = f"train_time:{1000 * (seconds or 0):.0f}ms step_avg:80.00ms lr_scale:{rate:.4f}"
         extra = "" if kind == "train" else " val_bpb:1.1"
         lines.append(f"step:{step}/9000 {kind}_loss:{change(step, nats):.4f}{extra} {tail}")

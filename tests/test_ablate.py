@@ -15,12 +15,12 @@ import scipy.stats
 import torch
 
 import ablate
-import runs
 import shards
 import sweep
 import train_gpt
 import warm_python
 from conftest import ROOT, run, start, user_error
+from lib import runs
 from sample_logs import logs_of
 
 ABLATE = ROOT / "tools" / "ablate.py"
@@ -167,7 +167,7 @@ def test_priced_variants_get_fewer_steps(sweep_knobs, tmp_path, monkeypatch, cap
     assert first.count("== ") == 2 and "== " not in again
     assert [line["steps"] for line in json.loads(again.splitlines()[-1])["score"]] == [6, 3]
     assert re.search(r"(?m)^base: [\d,]+ tokens/s, [\d.]+ GFLOP/s, \d+% of the ", again)
-    assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.int6.xz").is_file()
+    assert not list(Path("work").iterdir()) and Path("logs/dear_seed1.npz").is_file()
 
 
 def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):

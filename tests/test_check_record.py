@@ -14,9 +14,9 @@ import pytest
 import check_record
 import make_record
 import pack_code
-import runs
 import train_gpt
 from conftest import ROOT, run, user_error
+from lib import runs
 from sample_logs import LATER, LEGAL, PUBLISHED, counted, logs_of, written
 
 CHECK = ROOT / "tools" / "check_record.py"

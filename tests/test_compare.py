@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import compare
-import published
-import runs
 from conftest import ROOT, assert_mistake, run, user_error
+from lib import record_curves, runs
 from sample_logs import CURVES, PUBLISHED, log_of, logs_of, written
 
 
@@ -234,7 +233,7 @@ def test_texts_of_different_sizes_are_not_compared(copied):
 
 # ---- Beside the published losses of a record -----------------------------------------------------
 def followed(tmp_path, name: str, text: str) -> tuple[bool, str]:
-    return published.follow(runs.read_run(written(tmp_path, text)), name)
+    return record_curves.follow(runs.read_run(written(tmp_path, text)), name)
 
 
 @pytest.mark.parametrize("name", ["399", "1493"])
@@ -264,15 +263,15 @@ def test_a_loss_that_is_not_finite_is_behind(tmp_path, value):
 
 def test_limits_follow_the_seeds(tmp_path):
     """Twice the range of the seeds, or twice a least one."""
-    curves = published.read_curves("399")
+    curves = record_curves.read_curves("399")
     for point in (("train", 200), ("val", 3000)):
         spread = max(curves[point].losses) - min(curves[point].losses)
-        limit = 2 * max(spread, published.LEAST_RANGE[point[0]])
+        limit = 2 * max(spread, record_curves.LEAST_RANGE[point[0]])
         for factor, expected in ((0.9, True), (1.1, False)):
             moved = {point[1]: curves[point].mean + factor * limit}
             text = log_of("399", "42", lambda step, nats: moved.get(step, nats))  # noqa: B023
             # Both losses of step 3,000 are moved, and only one of them is asked for.
-            rows = published.rows_of(runs.read_run(written(tmp_path, text)), "399")
+            rows = record_curves.rows_of(runs.read_run(written(tmp_path, text)), "399")
             (row,) = [row for row in rows if (row.kind, row.step) == point]
             assert (row.off == 0) == expected
 
@@ -328,7 +327,7 @@ def test_the_program(tmp_path):
     """Exit status 0 on the track, 3 behind it."""
     program = ROOT / "tools" / "compare.py"
     log = written(tmp_path, log_of("1493", "42"))
-    result = run([program, log, "--published", "1493"], {}, tmp_path)
+    result = run([program, log, "--record", "1493"], {}, tmp_path)
     assert "beside #1493 (published, 8 x H100)" in result.stdout
     worse = written(tmp_path, log_of("1493", "42", lambda step, nats: nats + 1), "worse.txt")
-    run([program, worse, "--published", "1493"], {}, tmp_path, status=3)
+    run([program, worse, "--record", "1493"], {}, tmp_path, status=3)

@@ -344,7 +344,7 @@ def test_tokenizer_errors(tmp_path, data, monkeypatch):
 def test_files_that_would_fill_the_memory_are_refused(tmp_path):
     """A sparse file can have any length, so sizes are checked before anything is read."""
     for name, use in (
-        ("a.int6.xz", lambda path: train_gpt.read_artifact(str(path), {})),
+        ("a.npz", lambda path: train_gpt.read_artifact(str(path), {})),
         ("tokenizer.model", lambda path: ByteCounter(str(path), VOCAB)),
         ("manifest.json", lambda path: train_gpt.check_manifest(str(path.parent), "")),
     ):

@@ -1,4 +1,4 @@
-"""The demonstration: its settings (tools/demo.py) on imitated machines, its data and its report."""
+"""The demonstration: its settings (tools/demo_settings.py) on imitated machines, its data and its report."""
 
 import ast
 import json
@@ -11,8 +11,8 @@ import pytest
 import sentencepiece
 
 import program
-import demo
 import demo_corpus
+import demo_settings
 import report
 import shards
 import train_gpt
@@ -94,7 +94,7 @@ def demonstrated(built, env, tmp_path_factory):
 
 def test_report(demonstrated):
     data, folder = demonstrated
-    command = [ROOT / "tools" / "report.py", "logs/demo.jsonl", "logs/demo.int6.xz"]
+    command = [ROOT / "tools" / "report.py", "logs/demo.jsonl", "logs/demo.npz"]
     result = run(command, {"EVAL_SEQ_LEN": "32", "EVAL_STRIDE": "8"}, folder)
     history = report.read_events(folder / "logs" / "demo.jsonl")
     events = {event["event"]: event for event in history}
@@ -155,13 +155,13 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
 @pytest.mark.parametrize("speed, name", [(1.1e13, "large"), (1.09e13, "small")])
 def test_the_model_fits_the_machine(speed, name, monkeypatch):
     """DEMO_SIZE overrides the measured speed."""
-    monkeypatch.setattr(demo, "forked", lambda calls: speed)
-    chosen, sentence = demo.choose_size({}, 2)
+    monkeypatch.setattr(demo_settings, "forked", lambda calls: speed)
+    chosen, sentence = demo_settings.choose_size({}, 2)
     assert chosen == name
     assert f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
-    assert demo.choose_size({"DEMO_SIZE": "large"}, 2)[0] == "large"
+    assert demo_settings.choose_size({"DEMO_SIZE": "large"}, 2)[0] == "large"
     with user_error("DEMO_SIZE=huge is not one of small, large"):
-        demo.choose_size({"DEMO_SIZE": "huge"}, 2)
+        demo_settings.choose_size({"DEMO_SIZE": "huge"}, 2)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_the_model_fits_the_machine(speed, name, monkeypatch):
     ],
 )
 def test_candidates_divide_the_eight_sequences_and_use_all_cores(cores, fixed, pairs):
-    assert demo.candidates(cores, 8, *fixed) == pairs
+    assert demo_settings.candidates(cores, 8, *fixed) == pairs
 
 
 @pytest.mark.parametrize(
@@ -202,23 +202,27 @@ def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
         path = tmp_path / "fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
-    assert demo.physical_cores({0, 1, 2, 4, 5}, tmp_path) == expected
+    assert demo_settings.physical_cores({0, 1, 2, 4, 5}, tmp_path) == expected
 
 
 def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch):
     speeds = {(1, 4): 5.0, (2, 2): 7.0, (4, 1): 6.0}
-    monkeypatch.setattr(demo, "measure", lambda _, pairs: {pair: speeds[pair] for pair in pairs})
-    environ = {name: str(value) for name, value in demo.SIZES["small"].items()}
-    chosen, sentence = demo.choose_ranks(environ, 4)
+    monkeypatch.setattr(
+        demo_settings, "measure", lambda _, pairs: {pair: speeds[pair] for pair in pairs}
+    )
+    environ = {name: str(value) for name, value in demo_settings.SIZES["small"].items()}
+    chosen, sentence = demo_settings.choose_ranks(environ, 4)
     assert chosen == {"NPROC": "2", "OMP_NUM_THREADS": "2"}
     assert "2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0; NPROC=2 OMP_NUM_THREADS=2" in sentence
-    chosen, sentence = demo.choose_ranks({**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4)
+    chosen, sentence = demo_settings.choose_ranks(
+        {**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4
+    )
     assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
 
 
 def log_of(size: str, path: Path) -> None:
     """The first line of a run's log, and one that was cut off."""
-    knobs = {name.lower(): value for name, value in demo.SIZES[size].items()}
+    knobs = {name.lower(): value for name, value in demo_settings.SIZES[size].items()}
     if "NUM_LAYERS=5" in path.name:
         knobs["num_layers"] = 5
     runtime = "runtime: ranks:4 mesh:4x1 device:CPU model, 3 threads compute_dtype:bfloat16"
@@ -226,7 +230,7 @@ def log_of(size: str, path: Path) -> None:
     path.write_text(start + '\n{"event"')
 
 
-@pytest.mark.parametrize("size", demo.SIZES)
+@pytest.mark.parametrize("size", demo_settings.SIZES)
 @pytest.mark.parametrize(
     "given, name, kept",
     [
@@ -247,20 +251,20 @@ def test_what_is_continued_keeps_what_it_began_with(
     (tmp_path / "logs").mkdir()
     log_of(size, tmp_path / "logs" / f"{name}.jsonl")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo.os, "environ", given)
+    monkeypatch.setattr(demo_settings.os, "environ", given)
     measured = []
-    monkeypatch.setattr(demo, "forked", lambda calls: measured.append("size") or 0.0)
+    monkeypatch.setattr(demo_settings, "forked", lambda calls: measured.append("size") or 0.0)
     speeds = lambda _, pairs: measured.append("ranks") or {p: -sum(p) for p in pairs}  # noqa: E731
-    monkeypatch.setattr(demo, "measure", speeds)
-    monkeypatch.setattr(demo, "physical_cores", lambda _: 2)
-    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
-    demo.main()
+    monkeypatch.setattr(demo_settings, "measure", speeds)
+    monkeypatch.setattr(demo_settings, "physical_cores", lambda _: 2)
+    monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
+    demo_settings.main()
     lines = capsys.readouterr().out.splitlines()
     sentences = [line for line in lines if not re.match("[A-Z].*=", line)]
     found = dict(line.split("=", 1) for line in lines if line not in sentences) | given
     new = kept == "1 1"
     assert f"{found['NPROC']} {found['OMP_NUM_THREADS']}" == (kept if not new else "1 2")
-    assert found["MODEL_DIM"] == str(demo.SIZES["small" if new else size]["MODEL_DIM"])
+    assert found["MODEL_DIM"] == str(demo_settings.SIZES["small" if new else size]["MODEL_DIM"])
     assert sentences[-1].startswith(f"kept as logs/{name}.jsonl began: DEMO_SIZE=") is not new
     assert bool(measured) is new
 
@@ -272,17 +276,17 @@ def test_settings_are_printed_byte_for_byte(tmp_path, monkeypatch, capfdbinary):
     entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
     shards.write_manifest(folder, files={}, tokenizer=entry)
     environ = {"DATA_PATH": str(folder), "DEMO_SIZE": "small", "NPROC": "1", "OMP_NUM_THREADS": "1"}
-    monkeypatch.setattr(demo.os, "environ", environ)
-    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
-    program.run_program(demo.main)
+    monkeypatch.setattr(demo_settings.os, "environ", environ)
+    monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
+    program.run_program(demo_settings.main)
     line = os.fsencode(f"TOKENIZER_PATH={folder}/t.model\n")
     assert line in capfdbinary.readouterr().out
 
 
 def test_real_steps_are_timed_by_several_ranks(env):
     """5 ranks cannot share 24 sequences: their speed is 0, and nothing hangs."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import demo, os; "
-    code += "print(demo.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import demo_settings, os; "
+    code += "print(demo_settings.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
     result = run(["-c", code], env(), ROOT)
     found = eval(result.stdout)
     assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
@@ -290,34 +294,34 @@ def test_real_steps_are_timed_by_several_ranks(env):
 
 # ---- Knobs ---------------------------------------------------------------------------------------
 def test_settings_yield_to_the_users(tmp_path):
-    for size in demo.SIZES:
-        found = demo.knobs({}, size, tmp_path)
+    for size in demo_settings.SIZES:
+        found = demo_settings.knobs({}, size, tmp_path)
         assert found["DATA_PATH"] == "demo_data"
         assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
         assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
     given = {"NUM_LAYERS": "3", "DEMO_SECONDS": "7.5", "RUN_ID": "mine"}
-    fewer = demo.knobs(given, "small", tmp_path)
+    fewer = demo_settings.knobs(given, "small", tmp_path)
     assert fewer["MAX_WALLCLOCK_SECONDS"] == "7.5" and not {"NUM_LAYERS", "RUN_ID"} & fewer.keys()
     # WARMDOWN_FRAC would replace WARMDOWN_ITERS
     mine = ("WARMDOWN_ITERS", "9"), ("GRID", "SEED=1 WARMDOWN_ITERS=9,10"), ("WARMDOWN_FRAC", "0.1")
     for name, value in mine:
-        assert "WARMDOWN_FRAC" not in demo.knobs({name: value}, "small", tmp_path)
-    assert "WARMDOWN_FRAC" in demo.knobs({"GRID": "MATRIX_LR=0.1,0.2"}, "small", tmp_path)
+        assert "WARMDOWN_FRAC" not in demo_settings.knobs({name: value}, "small", tmp_path)
+    assert "WARMDOWN_FRAC" in demo_settings.knobs({"GRID": "MATRIX_LR=0.1,0.2"}, "small", tmp_path)
 
 
 def test_each_demonstration_has_a_name_of_its_own(tmp_path):
     """Except in a sweep, which goes on where it was, and for RESUME."""
     expected = ["demo", "demo2", "demo3"]
     for name in expected:
-        assert demo.run_id({}, tmp_path) == name
+        assert demo_settings.run_id({}, tmp_path) == name
         (tmp_path / f"{name}.txt").touch()
     for environ in ({"SEEDS": "1 2"}, {"GRID": "SEED=1"}, {"RESUME": "auto"}):
-        assert demo.run_id(environ, tmp_path) == "demo"
+        assert demo_settings.run_id(environ, tmp_path) == "demo"
 
 
 def test_own_data_bring_their_tokenizer(tmp_path):
     def found(**environ):
-        chosen = demo.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
+        chosen = demo_settings.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
         return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
 
     with user_error("has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"):
@@ -348,8 +352,8 @@ def test_own_data_bring_their_tokenizer(tmp_path):
 def test_a_mistake_is_named_before_anything_is_measured(variable, value, sentence, monkeypatch):
     names = re.search(r'RUN_SH="(.*)"', (ROOT / "run.sh").read_text())[1]
     environ = {"RUN_SH": names, "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
-    monkeypatch.setattr(demo.os, "environ", environ)
-    monkeypatch.setattr(demo, "measure", None)
-    monkeypatch.setattr(demo.sys, "argv", ["demo.py"])
+    monkeypatch.setattr(demo_settings.os, "environ", environ)
+    monkeypatch.setattr(demo_settings, "measure", None)
+    monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
     with user_error(f"^{re.escape(sentence)}"):
-        demo.main()
+        demo_settings.main()

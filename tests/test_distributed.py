@@ -107,7 +107,7 @@ def test_two_nodes(env, tmp_path):
     assert first[0] == second[0] == 0, (first, second)
     assert "ranks:4 mesh:2x2 " in first[1]
     assert "final_int6_sliding_window_exact" in first[1]
-    assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.int6.xz"}
+    assert {p.name for p in (tmp_path / "node0").iterdir()} == {"logs", "final_model.npz"}
     assert not list((tmp_path / "node1").iterdir()) and "final" not in second[1]
 
 

@@ -76,7 +76,7 @@ def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
 
 def test_published_range():
     """#399's rule (fault B13): the largest weight / 31, at least 1 / 31; int8 for the tables."""
-    rules = train_gpt.RULES["published"]
+    rules = train_gpt.RULES["399"]
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])
     codes, steps = quantised(rows, rules[0])
     torch.testing.assert_close(steps.flatten(), (torch.tensor([1, 3.1]) / 31).half().float())
@@ -251,7 +251,7 @@ def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
 def quantiser(rows, cost=None, hessian=None, states=8, kind=train_gpt.MATRICES[0]):
     """Of matrices of this kind."""
     hessian = torch.eye(rows.size(2)).expand(len(rows), -1, -1) if hessian is None else hessian
-    rule = train_gpt.RULES["sdclip"][not kind.bank]
+    rule = train_gpt.RULES["sensitivity"][not kind.bank]
     return train_gpt.Quantiser(rows, hessian, cost, states, rule)
 
 
@@ -449,8 +449,8 @@ def test_a_forged_frame_is_refused_before_memory_is_filled(kind):
 
 # ---- The file ------------------------------------------------------------------------------------
 FORMS = [{"COMPRESSOR": name} for name in train_gpt.CODERS]
-FORMS += [{"ROW_RANGE": "published"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 1}]
-FORMS += [variables("published") | TINY | {"COMPRESSOR": "zstd"}]  # #399's first revision
+FORMS += [{"ROUNDING": "399"}, {"TRELLIS_STATES": 0}, {"TRELLIS_STATES": 1}]
+FORMS += [variables("399") | TINY | {"COMPRESSOR": "zstd"}]  # #399's first revision
 
 
 @pytest.mark.parametrize("knobs, wider", [*((form, 1.0) for form in FORMS), ({}, 2.0)])
@@ -464,8 +464,8 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
     for (kind, name, original), (_, _, found) in views:
         if kind is None:
             assert torch.equal(found, original.half().float()), name
-        elif knobs.get("ROW_RANGE"):
-            codes, steps = quantised(original, train_gpt.RULES["published"][not kind.bank])
+        elif knobs.get("ROUNDING"):
+            codes, steps = quantised(original, train_gpt.RULES["399"][not kind.bank])
             assert torch.equal(found, codes * steps), name
         else:
             plain = "TRELLIS_STATES" in knobs
@@ -495,7 +495,7 @@ DAMAGES = {
     "last byte": ("BadZipFile", lambda blob: blob[:-1]),
     "foreign": ("it is not an artifact", lambda blob: b"hello"),
     "version 10": ("before version 11: use the script that", lambda blob: b"PGOLF\r\n\x1a\n\0"),
-    "another archive": ("tools/adopt.py for a checkpoint of torch", lambda blob: saved(weights=np.ones(3))),
+    "another archive": ("tools/import_checkpoint.py for a checkpoint of torch", lambda blob: saved(weights=np.ones(3))),
     "compressed": ("its arrays are compressed", lambda blob: saved(np.savez_compressed, **arrays_of(blob))),
     "compressed codes": ("its arrays are compressed", lambda blob: deflated(blob, "codes.npy")),
     "other numbers": ("its tensors are not those", lambda blob: replaced(blob, codes=np.ones(3))),
@@ -591,7 +591,7 @@ def test_a_run_needs_constriction_only_for_ans(coder, env, tmp_path):
     """Training, export and EVAL_ONLY where its import fails."""
     script = script_after("import sys; sys.modules['constriction'] = None")
     run(script, env(COMPRESSOR=coder, RUN_ID="a", ITERATIONS=2), tmp_path)
-    run(script, env(EVAL_ONLY="logs/a.int6.xz", RUN_ID="b"), tmp_path)
+    run(script, env(EVAL_ONLY="logs/a.npz", RUN_ID="b"), tmp_path)
     made, read = (
         re.findall("final_int6.*val_bpb:[0-9.]+", (tmp_path / f"logs/{name}.txt").read_text())
         for name in "ab"
@@ -660,7 +660,7 @@ CHANGES = {
     "a truth for states": ("TRELLIS_STATES='True' is not", setter(True, "trellis_states")),
     "no coder": ("its coder is unknown", setter("pickle", "coder")),
     "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
-    "an unknown range": ("ROW_RANGE='wide' is not one of", setter("wide", "row_range")),
+    "an unknown range": ("ROUNDING='wide' is not one of", setter("wide", "rounding")),
     "a huge model": ("", setter(1 << 50, "model", "model_dim")),
     "a large model": ("the limit of 67108864 of an artifact", setter(1 << 15, "model", "model_dim")),
     "a model of many layers": ("NUM_LAYERS=.* is not at most", setter(10**9, "model", "num_layers")),
@@ -867,7 +867,7 @@ def test_all_ranks_take_the_file_that_rank_0_has_packed(model):
 def test_writing_is_atomic(tmp_path, monkeypatch):
     """A full disk leaves the old file and no temporary one, two processes can write at once, and
     there is room for the longest RUN_ID."""
-    path = tmp_path / f"{'r' * 230}.int6.xz"
+    path = tmp_path / f"{'r' * 230}.npz"
 
     def write(content):
         with train_gpt.replacing(path) as partial:
@@ -883,7 +883,7 @@ def test_writing_is_atomic(tmp_path, monkeypatch):
     assert path.read_bytes() == b"first"
     write(b"old")
     monkeypatch.setattr(train_gpt.os, "fsync", full)
-    with user_error("cannot write .*r.int6.xz: No space left"):
+    with user_error("cannot write .*r.npz: No space left"):
         write(b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 

@@ -69,7 +69,7 @@ def test_the_whole_script(env, tmp_path, version):
     assert "attention:flash mlp:plain" in second["start"]["runtime"]
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second
-    assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.int6.xz", RUN_ID="alone")
+    assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.npz", RUN_ID="alone")
 
 
 def test_the_update_and_its_communication():

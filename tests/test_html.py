@@ -9,10 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 import compare
-import page
 import plot
-import runs
 from conftest import ROOT, run, user_error
+from lib import html_page, runs
 from sample_logs import LATER, PUBLISHED, log_of, logs_of, written
 
 EMPTY = {"meta", "input", "wbr", "br"}
@@ -63,7 +62,7 @@ class Page(HTMLParser):
 
 
 def written_page(tmp_path, *logs, record=None) -> Page:
-    page.write(tmp_path / "x.html", list(map(str, logs)), record)
+    html_page.write(tmp_path / "x.html", list(map(str, logs)), record)
     return Page(tmp_path / "x.html")
 
 
@@ -119,7 +118,7 @@ def test_curves_are_over_steps_and_time(sweep, swept):
     for figures, field in zip(sweep.curves, fields, strict=True):
         for x, figure in figures.items():
             band, line, *others = figure["data"]
-            curves = [page.read_curve(one, field, x) for one in members]
+            curves = [html_page.read_curve(one, field, x) for one in members]
             if field != "speed":
                 kind = "val" if field == "val_bpb" else "train"
                 curves = [plot.curve(getattr(one, kind), x, field) for one in members]
@@ -128,11 +127,11 @@ def test_curves_are_over_steps_and_time(sweep, swept):
             assert max(band["y"]) == values.max() and min(band["y"]) == values.min()
             assert [trace["meta"]["color"] for trace in others] == [1, 1]
     (step, ms), tokens = plot.step_times(members[0].train), members[0].settings
-    speed = page.read_curve(members[0], "speed", "step")
+    speed = html_page.read_curve(members[0], "speed", "step")
     assert speed[0].tolist() == step.tolist()
     assert speed[1] == pytest.approx(1000 * int(tokens["TRAIN_BATCH_TOKENS"]) / ms)
     # Bytes and seconds add up
-    seconds = [page.events_of(one)["finished"]["seconds"] for one in members]
+    seconds = [html_page.events_of(one)["finished"]["seconds"] for one in members]
     totals = dict(bytes=sum(one.total_bytes for one in members), time=sum(seconds))
     for name, total in totals.items():
         assert sum(sweep.bars[name]["data"][0]["x"]) == pytest.approx(total / 2)
@@ -174,10 +173,10 @@ def test_a_run_without_artifact_and_events(swept, tmp_path):
     """One log alone, as in a record's folder; then with another run's artifact beside it."""
     log = written(tmp_path, logs_of(swept)[0].read_text(), "train_seed1.log")
     other_log = logs_of(swept)[1]
-    artifact = other_log.with_name(f"{other_log.stem}.int6.xz").read_bytes()
+    artifact = other_log.with_name(f"{other_log.stem}.npz").read_bytes()
     for other in (b"", b"another", artifact):
         if other:
-            (tmp_path / "train_seed1.int6.xz").write_bytes(other)
+            (tmp_path / "train_seed1.npz").write_bytes(other)
         found = written_page(tmp_path, log)
         member = runs.read_run(log)
         assert found.bars["bytes"]["data"][0]["y"] == ["code", "weights"]
@@ -203,7 +202,7 @@ def test_seeds_with_unequal_steps_are_warned_about(swept, tmp_path):
 def test_evaluations_are_no_configurations_beside_trainings(swept, tmp_path):
     """The dated log of an evaluation comes first, and the page compared every training with it."""
     first, second = logs_of(swept)
-    text = re.sub(r"(?m)^. EVAL_ONLY=.*$", "* EVAL_ONLY=logs/x.int6.xz", first.read_text())
+    text = re.sub(r"(?m)^. EVAL_ONLY=.*$", "* EVAL_ONLY=logs/x.npz", first.read_text())
     scored = written(tmp_path, text, "20261125-012116-27833.txt")
     found = written_page(tmp_path, scored, second)
     assert "left out: 1 logs that only evaluate (EVAL_ONLY)." in found.text

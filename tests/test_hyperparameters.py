@@ -32,15 +32,15 @@ def test_defaults_are_the_record_run():
 
 
 def test_the_published_run_is_one_set_of_variables():
-    """published.env holds #399's command, but for LATE_QAT, which reached no matrix there, and
+    """399.env holds #399's command, but for LATE_QAT, which reached no matrix there, and
     every knob whose default differs from #399 here."""
-    assert COMMAND.items() - variables("published").items() == {("LATE_QAT", "1")}
-    ours, hp = Hyperparameters(), Hyperparameters.from_env(variables("published"))
+    assert COMMAND.items() - variables("399").items() == {("LATE_QAT", "1")}
+    ours, hp = Hyperparameters(), Hyperparameters.from_env(variables("399"))
     names = [f.name for f in dataclasses.fields(hp)]
     differing = {name for name in names if getattr(hp, name) != getattr(ours, name)}
-    beyond = set(variables("published")) - set(COMMAND) | {"ITERATIONS"}
+    beyond = set(variables("399")) - set(COMMAND) | {"ITERATIONS"}
     assert {name.upper() for name in differing} == beyond
-    assert (hp.mlp_slope, hp.skip_gates, hp.muon_eq, hp.muon_coeffs) == (0, False, False, "quintic")
+    assert (hp.mlp_slope, hp.skips, hp.muon_eq, hp.muon_coeffs) == (0, "scales", False, "quintic")
     shape = (hp.train_batch_tokens, hp.train_seq_len, hp.model_dim, hp.num_heads, hp.num_kv_heads)
     assert shape == (786_432, 2048, 512, 8, 4)
     assert (hp.grad_clip_norm, hp.mlp_mult, hp.logit_softcap, hp.vocab_size) == (0.3, 3, 30, 1024)
@@ -62,15 +62,15 @@ def test_the_leaders_configurations_are_models_that_fit_an_artifact(name, count)
 
 
 def test_one_gpu_changes_neither_model_nor_optimizer():
-    """records/one_gpu.env compares the record's model and optimizer. After another configuration,
-    published.env with its 9,000 steps included, it takes away none of its parts."""
+    """configs/one_gpu.env compares the record's model and optimizer. After another configuration,
+    399.env with its 9,000 steps included, it takes away none of its parts."""
     one, ours = variables("one_gpu"), Hyperparameters()
     allowed = {"TRAIN_BATCH_TOKENS", "WARMDOWN_FRAC", "ITERATIONS", "VAL_LOSS_EVERY", "EVAL_STRIDE"}
     hp = Hyperparameters.from_env(one)
     differing = {f.name.upper() for f in train_gpt.KNOBS if getattr(hp, f.name) != f.default}
     assert set(one) == differing | {"ITERATIONS"} == allowed
     assert hp.train_batch_tokens == ours.train_batch_tokens // 8  # 48 sequences of one of 8 ranks
-    for name in ("published", "2135", "frontier"):
+    for name in ("399", "2135", "frontier"):
         alone = Hyperparameters.from_env(variables(name))
         combined = Hyperparameters.from_env(variables(name) | one)
         for knob in {f.name for f in train_gpt.KNOBS} - {name.lower() for name in allowed}:

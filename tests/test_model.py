@@ -56,7 +56,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
                 x[b, t] = (1 - gate) * token + gate * before
             before = token
     x0 = x
-    skips, gates = [], torch.sigmoid(p["skip_scale"]) if hp.skip_gates else p["skip_scale"]
+    skips, gates = [], torch.sigmoid(p["skip_scale"]) if hp.skips == "gates" else p["skip_scale"]
     order = list(range(hp.num_layers))
     for _ in range(hp.loop_visits - 1):
         last = hp.loop_first + hp.loop_layers
@@ -72,7 +72,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         lane = x if parallel == 0 else lane
         if place >= half and skips:
             skip = gates[place - half] * skips.pop()
-            if hp.skip_lerp:
+            if hp.skips == "lerp":
                 keep = torch.sigmoid(p["skip_gate"][place - half])
                 x = (1 - keep) * skip + keep * x
             else:
@@ -125,16 +125,16 @@ def turn(x, hp):
     return torch.cat((turned.real, turned.imag, x[..., rotated:]), dim=-1)
 
 
-SMEARED = {"SMEAR_TOKEN": 1, "SKIP_LERP": 1}
+SMEARED = {"SMEAR_TOKEN": 1, "SKIPS": "lerp"}
 LOOP = {"LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2}
 VARIANTS = (
     {},
     {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4, "DOC_ATTENTION": 1},
-    {"NUM_LAYERS": 4, "XSA_LAST_N": 4, "SKIP_GATES": 0, "MLP_SLOPE": 0},
+    {"NUM_LAYERS": 4, "XSA_LAST_N": 4, "SKIPS": "scales", "MLP_SLOPE": 0},
     {"NUM_LAYERS": 4, "LANES_LAST_N": 2, "MLP_GATE": 1},
     {"NUM_LAYERS": 5, **LOOP, "SMEAR_TOKEN": 1},
     {"NUM_LAYERS": 4, **LOOP, "LOOP_FIRST": 0, "LANES_LAST_N": 1, "ATTN_GATE": 1},
-    {"NUM_LAYERS": 5, **LOOP, "LANES_LAST_N": 2, "SKIP_GATES": 0, "MLP_GATE": 1, **SMEARED},
+    {"NUM_LAYERS": 5, **LOOP, "LANES_LAST_N": 2, "MLP_GATE": 1, **SMEARED},
 )
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import plot
-import runs
 from conftest import ROOT, run
+from lib import runs
 from sample_logs import PUBLISHED, logs_of, written
 
 
@@ -44,7 +44,7 @@ def test_plots_are_drawn(swept, tmp_path):
     logs = swept / "logs" / "*seed?.txt", written(tmp_path, PUBLISHED, "caf\udcff.log")
     run([ROOT / "tools" / "plot.py", *logs, "-o", "x.png"], {}, tmp_path)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    artifact = swept / "logs" / "t_MATRIX_LR=0.025_seed1.int6.xz"
+    artifact = swept / "logs" / "t_MATRIX_LR=0.025_seed1.npz"
     assert sum(plot.byte_shares(str(artifact)).values()) == artifact.stat().st_size
 
 

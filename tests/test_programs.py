@@ -44,17 +44,6 @@ def test_every_program_answers_help(path, tmp_path):
     assert not result.stderr and not list(tmp_path.iterdir())
 
 
-DATA_PROGRAMS = [path for path in PROGRAMS if path.parent.name == "data"]
-
-
-@pytest.mark.parametrize("path", DATA_PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_names_the_folders_of_its_modules(path, tmp_path):
-    """PYTHONSAFEPATH leaves out the folder of the program, and so does runpy."""
-    code = f"import runpy, sys; sys.argv = [{path.name!r}, '--help']; "
-    result = run(["-c", f"{code}runpy.run_path({str(path)!r}, run_name='__main__')"], {}, tmp_path)
-    assert result.stdout.startswith(f"usage: {path.name} ")
-
-
 @pytest.mark.parametrize(
     "mistake, status, sentence",
     [
@@ -101,7 +90,7 @@ def test_ctrl_c_between_the_modules():
 
 
 WITH_CHILDREN = {
-    "demo": "demo.forked([lambda: print('waits', file=sys.stderr, flush=True) or time.sleep(60)])",
+    "demo_settings": "demo_settings.forked([lambda: print('waits', file=sys.stderr, flush=True) or time.sleep(60)])",
     # The workers wait for more
     "tokenize_text": "list(tokenize_text.in_workers(abs, (print('waits', file=sys.stderr, flush=True) or "
     "time.sleep(60) if i else 1 for i in range(2)), 2))",
@@ -133,7 +122,11 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/pack_code.py bad.py", 1, "bad.py: comments cannot be removed"),
     ("tools/inspect_artifact.py nothing.xz", 1, "artifact nothing.xz does not exist"),
     ("tools/inspect_artifact.py bad.py", 1, "bad.py cannot"),
-    ("tools/inspect_artifact.py step_5.npz", 1, "step_5.npz is a checkpoint: give logs/<RUN_ID>.i"),
+    (
+        "tools/inspect_artifact.py step_5.npz",
+        1,
+        "step_5.npz is a checkpoint: give logs/<RUN_ID>.npz",
+    ),
     ("tools/quantise.py . --text bad.py --bits 3 -o x.npz", 1, "cannot load .: ValueError"),
     ("tools/quantise.py . --text none.txt --bits 3 -o x.npz", 1, "cannot use none.txt: No such"),
     ("tools/quantise.py . --text step_5.npz --bits 3 -o x.npz", 1, "cannot read step_5.npz: Uni"),
@@ -145,7 +138,7 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("bench/step.py --trace no/x.json", 2, "no/x.json is in no folder: make no first"),
     ("bench/h100.py --home bad.py", 2, "bad.py is not a writable folder: choose another one"),
     ("tools/ablate.py --folder bad.py/a 'x: SEED=1'", 2, "bad.py is not a writable folder: choose"),
-    ("tools/report.py a.jsonl", 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html"),
+    ("tools/report.py a.jsonl", 2, "give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.npz, or --html"),
     ("bench/step.py --against broken.py", 1, "cannot be imported"),
     ("bench/step.py --against none.py", 1, "is not a Python file"),
     ("bench/step.py --against empty.py", 1, "has no Hyperparameters: give another version"),
@@ -160,8 +153,8 @@ MISTAKES = [  # (command, exit status, part of the sentence); argparse exits wit
     ("tools/ablate.py --steps 6 --seeds 1 2 'x: SEED=1'", 2, "write the variants before --seeds"),
     ("tools/launch.py", 2, "an empty command cannot be run; give for example: python train_gpt.py"),
     ("tools/launch.py /nowhere/python", 2, "/nowhere/python cannot be run; give for example: py"),
-    ("tools/compare.py a.txt", 2, "either the logs B or --published"),
-    ("tools/compare.py a.txt a.txt --published 399", 2, "either the logs B or --published"),
+    ("tools/compare.py a.txt", 2, "either the logs B or --record"),
+    ("tools/compare.py a.txt a.txt --record 399", 2, "either the logs B or --record"),
 ]
 
 

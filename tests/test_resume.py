@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import runs
 import train_gpt
 from conftest import PARTS, ROOT, made, run, script_after, sentence, start, user_error, work
+from lib import runs
 from train_gpt import Comm, StepSettings, UserError
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_running")
@@ -59,7 +59,7 @@ def kept(folder) -> list[int]:
 
 def unfinished(folder: Path) -> None:
     """Cut the log of run r, as if it had been killed before its export."""
-    (folder / "logs" / "r.int6.xz").unlink()
+    (folder / "logs" / "r.npz").unlink()
     for suffix, mark in ((".txt", "exporting"), (".jsonl", '{"event": "artifact"')):
         log = folder / "logs" / f"r{suffix}"
         before, found, _ = log.read_text().rpartition(f"\n{mark}")
@@ -115,7 +115,7 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
 
 LOST = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
 KEPT = "RESUME=auto continues from {}"
-SCORES = "EVAL_ONLY=logs/r.int6.xz scores the artifact"
+SCORES = "EVAL_ONLY=logs/r.npz scores the artifact"
 INTERRUPTED = "interrupted by {}; what was finished until then is in the log"
 SIGNALS = {  # (changed knobs, status, the sentence, in the log, a line of the output)
     "term": (PLAIN, 143, f"stopped by SIGTERM after step 8; {LOST}", LOST, ""),
@@ -145,7 +145,7 @@ def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
     assert not noted or f"note: {noted}\n" in result.stdout
     trained = fault in ("export", "twice", "score")
     assert [*exact(tmp_path)] == ["final_average_exact"] * trained
-    assert (tmp_path / "logs" / "r.int6.xz").exists() == (fault in ("export", "score"))
+    assert (tmp_path / "logs" / "r.npz").exists() == (fault in ("export", "score"))
     assert len(list(tmp_path.rglob("*.npz"))) == (2 if changes == {} else 0)
 
 
@@ -262,7 +262,7 @@ def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
     result = work("apart", tmp_path, longer, 2)
     assert "resumed: step:12 " in result.stdout and "error:" not in result.stderr
     assert kept(tmp_path / "node0") == [12, 14] and not list((tmp_path / "node1").iterdir())
-    assert (tmp_path / "node0" / "final_model.int6.xz").exists()
+    assert (tmp_path / "node0" / "final_model.npz").exists()
     assert result.stdout.count("final_int6_sliding_window_exact") == 1
     assert list(losses(tmp_path / "node0")) == [13, 14]
 
@@ -511,7 +511,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(name, content, knobs, tmp_path,
 
 def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
     """The operating system refuses files over a limit that only the checkpoints exceed."""
-    files = (undisturbed / "logs" / "r.txt", undisturbed / "final_model.int6.xz")
+    files = (undisturbed / "logs" / "r.txt", undisturbed / "final_model.npz")
     limit = max(path.stat().st_size for path in files) + 20_000
     # Checkpoints must be larger than the log
     assert (undisturbed / step_file(12)).stat().st_size > limit

@@ -79,11 +79,11 @@ class Machine:
         for name in ("data/demo_corpus.py", "tools/report.py", "train_gpt.py"):
             (self.repository / name).parent.mkdir(exist_ok=True)
             (self.repository / name).write_text(f"print('ran', {name!r})")
-        preflight = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
+        check_machine = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
         names = ("WORLD_SIZE", "COMPILE", "WARMDOWN_FRAC", "DATA_PATH", "RUN_SH")
-        (self.repository / "tools" / "preflight.py").write_text(preflight % (names,))
-        settings = "\n".join([*SETTINGS.split(), "ran tools/demo.py"])
-        (self.repository / "tools" / "demo.py").write_text(f"print({settings!r})")
+        (self.repository / "tools" / "check_machine.py").write_text(check_machine % (names,))
+        settings = "\n".join([*SETTINGS.split(), "ran tools/demo_settings.py"])
+        (self.repository / "tools" / "demo_settings.py").write_text(f"print({settings!r})")
         shutil.copy(ROOT / "tools" / "launch.py", self.repository / "tools")
         self.python(self.root / "bin" / "python3")
         self.nvidia_smi("No devices were found")
@@ -169,7 +169,9 @@ def pins(name):
 
 PINS = pins("requirements.txt")
 OPTIONAL = {"triton", "flash_attn_interface", "kernels"}
-TRAINING = "ran tools/demo.py\nran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
+TRAINING = (
+    "ran tools/demo_settings.py\nran data/demo_corpus.py\nran train_gpt.py\nran tools/report.py\n"
+)
 
 
 def pinned(command: str) -> set[str]:
@@ -253,7 +255,9 @@ def interruptible(machine):
     return subprocess.Popen([machine.repository / "run.sh"], preexec_fn=default, **machine.how())
 
 
-@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py", "tools/report.py"])
+@pytest.mark.parametrize(
+    "name", ["data/demo_corpus.py", "tools/demo_settings.py", "tools/report.py"]
+)
 def test_ctrl_c_is_one_sentence(machine, name):
     """As in a terminal, all processes of the group get SIGINT. Python would print a traceback."""
     machine.complete()
@@ -280,7 +284,7 @@ signal.signal(signal.SIGTERM, end)
 print("waits", file=sys.stderr, flush=True)
 time.sleep(60)
 """
-    for name in ("data/demo_corpus.py", "tools/demo.py"):  # alone, and read by run.sh
+    for name in ("data/demo_corpus.py", "tools/demo_settings.py"):  # alone, and read by run.sh
         (machine.repository / name).write_text(code)
         cleaned = machine.repository / "cleaned"
         process = interruptible(machine)
@@ -333,7 +337,7 @@ def complete(machine):
     return machine
 
 
-@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo.py"])
+@pytest.mark.parametrize("name", ["data/demo_corpus.py", "tools/demo_settings.py"])
 def test_a_failure_before_the_training_ends_the_demonstration(complete, name):
     (complete.repository / name).write_text("import sys; sys.exit('error: no text')")
     result = complete.run()
@@ -394,9 +398,9 @@ def test_a_sweep_starts_its_runs_with_the_launcher(complete):
 def test_the_check_has_the_settings_of_the_run(complete):
     """On GPUs those of the record run, else the demonstration's, eager: compiling takes minutes."""
     on_cpu = complete.run("check", NPROC="1")
-    settings = "ran tools/demo.py\nran data/demo_corpus.py\n"
+    settings = "ran tools/demo_settings.py\nran data/demo_corpus.py\n"
     assert on_cpu.stdout == f"{settings}checked 0 1 0 None demo_data {OWN}\n"
-    demo = complete.repository / "tools" / "demo.py"
+    demo = complete.repository / "tools" / "demo_settings.py"
     demo.write_text(demo.read_text().replace("NUM_LAYERS", "COMPILE=auto\\nNUM_LAYERS"))
     compiled = complete.run("check", NPROC="1")
     hint = "the check does not compile; the demonstration does, so its steps are faster\n"
@@ -408,7 +412,7 @@ def test_the_check_has_the_settings_of_the_run(complete):
     on_gpus = complete.run("check", **gpus)
     ranks = [f"checked {rank} 2 None 0.41 {folder} {OWN}" for rank in range(2)]
     assert sorted(on_gpus.stdout.splitlines()) == ranks and on_gpus.returncode == 0
-    (complete.repository / "tools" / "preflight.py").write_text("import sys; sys.exit(1)")
+    (complete.repository / "tools" / "check_machine.py").write_text("import sys; sys.exit(1)")
     assert complete.run("check", **gpus).returncode == 1
     no_data = complete.run("check", **gpus | {"DATA_PATH": "nowhere"})
     assert no_data.returncode == 1 and "has no fineweb_train_NNNNNN.bin" in no_data.stderr
@@ -428,7 +432,7 @@ def test_the_tests_get_one_process_more_than_the_cores_that_they_may_use(machine
 
 def test_the_demonstration_has_the_settings_of_its_tool(complete):
     """Values may have spaces. As many ranks as NPROC says are started."""
-    (complete.repository / "tools" / "demo.py").write_text(
+    (complete.repository / "tools" / "demo_settings.py").write_text(
         "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo\\nnote')"
     )
     shown = ["RANK", "WORLD_SIZE", "DATA_PATH", "RUN_SH"]
@@ -443,7 +447,7 @@ def test_the_end_says_how_to_go_on(machine):
     """With .venv, also how to activate it, unless it is."""
     activate = "    source .venv/bin/activate\n"
     data = "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
-    evaluate = f"    {data} EVAL_ONLY=logs/demo.int6.xz python train_gpt.py\n"
+    evaluate = f"    {data} EVAL_ONLY=logs/demo.npz python train_gpt.py\n"
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site")
     result = machine.run()
@@ -469,8 +473,8 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     assert result.stderr.endswith(command)
     result = complete.run(GPUS="8", USABLE="1", RUN_ID="own text")
     sample, evaluate, *_ = result.stdout.partition("\nnext:\n")[2].splitlines()
-    assert "logs/own text.int6.xz" in shlex.split(sample)
-    assert "EVAL_ONLY=logs/own text.int6.xz" in shlex.split(evaluate)
+    assert "logs/own text.npz" in shlex.split(sample)
+    assert "EVAL_ONLY=logs/own text.npz" in shlex.split(evaluate)
 
 
 def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
@@ -491,10 +495,10 @@ def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
 def test_the_end_repeats_the_score_of_the_run(complete):
     """Its knobs and its ranks, each of which hands on what its own documents taught."""
     knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
-    (complete.repository / "tools" / "demo.py").write_text("print('RUN_ID=demo')")
+    (complete.repository / "tools" / "demo_settings.py").write_text("print('RUN_ID=demo')")
     *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
     *settings, python, m, launcher, alone, ranks, script = shlex.split(evaluate)
-    assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.int6.xz"}
+    assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.npz"}
     assert (launcher, ranks, script) == (
         "torch.distributed.run",
         "--nproc_per_node=2",

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-import runs
 from conftest import ROOT, user_error
+from lib import runs
 from sample_logs import LATER, LEGAL, PUBLISHED, logs_of, written
 
 

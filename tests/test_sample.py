@@ -100,7 +100,7 @@ def artifact(data, hyperparameters, tmp_path_factory):
     hp = hyperparameters(**PARTS)
     metadata = {"tokenizer_sha256": train_gpt.sha256_of(data / "tokenizer.model")}
     blob = exported(weights_of(noise(made(hp))), hp, metadata=metadata)
-    path = tmp_path_factory.mktemp("artifact") / "a.int6.xz"
+    path = tmp_path_factory.mktemp("artifact") / "a.npz"
     path.write_bytes(blob)
     return path
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import pack_code
-import runs
 import sweep
 import train_gpt
 from conftest import ROOT, assert_mistake, run, start, user_error
+from lib import runs
 from sample_logs import SWEEP, counted, logs_of
 
 
 def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
     output = (swept / "out.txt").read_text()
     names = [f"t_MATRIX_LR={rate}_seed{seed}" for rate in ("0.005", "0.025") for seed in (1, 2)]
-    expected = {f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".int6.xz")}
+    expected = {f"{name}{suffix}" for name in names for suffix in (".txt", ".jsonl", ".npz")}
     assert {path.name for path in (swept / "logs").iterdir()} == expected
     table = output[output.index("\nMATRIX_LR=0.025\n") :]
     found = [runs.read_run(path) for path in logs_of(swept)]
@@ -31,7 +31,7 @@ def test_sweep_runs_every_combination_and_ends_with_a_table(swept):
         line = next(line for line in table.splitlines() if line.startswith(f"seed {row.seed} "))
         for part in (f"{row.score.bpb:.5f}", f"{row.total_bytes:,}", f"{row.step_ms:.2f}"):
             assert part in line
-        artifact = swept / "logs" / f"t_MATRIX_LR=0.025_seed{row.seed}.int6.xz"
+        artifact = swept / "logs" / f"t_MATRIX_LR=0.025_seed{row.seed}.npz"
         assert artifact.stat().st_size == row.model_bytes
     mean, std = np.mean([r.score.bpb for r in found]), np.std([r.score.bpb for r in found], ddof=1)
     assert re.search(rf"^mean .* {mean:.5f} ", table, re.M)

@@ -53,20 +53,24 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench", "data")]
 
 import program
 import compare
-import demo
 import demo_corpus
+import demo_settings
 import flops
-import runs
 import sweep
 import train_gpt
 from common import positive
+from lib import runs
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
 import torch
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
-BASE = demo.SIZES["small"] | demo.SHORT_RUN | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
+BASE = (
+    demo_settings.SIZES["small"]
+    | demo_settings.SHORT_RUN
+    | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
+)
 STEPS = 400
 POINTS = 50  # of a curve
 POWER = 0.8  # of the smallest gain that is seen, at compare.LEVEL
@@ -421,7 +425,7 @@ def choose_data() -> None:
     os.environ["DATA_PATH"] = str(folder)
     os.environ |= {
         name: str(value)
-        for name, value in demo.data_knobs(os.environ).items()
+        for name, value in demo_settings.data_knobs(os.environ).items()
         if not os.environ.get(name)
     }
     # The runs start in another folder

@@ -32,9 +32,9 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 import program
 import make_record
 import pack_code
-import runs
+from lib import runs
+from lib.runs import Run
 from make_record import CAP, SECONDS
-from runs import Run
 from train_gpt import UserError
 
 # isort: split

@@ -3,13 +3,13 @@
 
     python tools/compare.py "logs/base_seed*.txt" "logs/new_seed*.txt"
     python tools/compare.py records/track_10min_16mb/2026-03-23_someone records/track_10min_16mb/2026-11-21_mine
-    python tools/compare.py logs/mine.txt --published 399    # beside a record's losses, also while it runs
+    python tools/compare.py logs/mine.txt --record 399    # beside a record's losses, also while it runs
 
 Each side is a folder of logs, a log, a pattern, or several of these separated by commas. Published
 logs work too. The challenge asks that a record "beat the existing SOTA by at least 0.005 nats",
 shown "at p < 0.01". The test that decides is Welch's, one-sided (B. L. Welch, Biometrika 34, 1947);
 an experiment shows a gain if its p is below 0.05. The exit status is 0 if B would count as a
-record, 3 if it would not, and 1 if the two cannot be compared. --published compares the losses of
+record, 3 if it would not, and 1 if the two cannot be compared. --record compares the losses of
 one log, step by step, with those of a record; the exit status is 3 if it is behind them.
 """
 
@@ -24,9 +24,8 @@ from typing import NamedTuple
 sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
-import published
-import runs
-from runs import Run, UserError
+from lib import record_curves, runs
+from lib.runs import Run, UserError
 
 
 class Rule(NamedTuple):
@@ -258,13 +257,13 @@ def main() -> None:
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
     parser.add_argument("b", nargs="?", help="logs of the candidate")
     parser.add_argument(
-        "--published", choices=published.RATES, help="compare the log A with a record's losses"
+        "--record", choices=record_curves.RATES, help="compare the log A with a record's losses"
     )
     arguments = parser.parse_args()
-    if (arguments.b is None) == (arguments.published is None):
-        parser.error("give either the logs B or --published")
-    if arguments.published:
-        counts, text = published.follow(runs.read_run(Path(arguments.a)), arguments.published)
+    if (arguments.b is None) == (arguments.record is None):
+        parser.error("give either the logs B or --record")
+    if arguments.record:
+        counts, text = record_curves.follow(runs.read_run(Path(arguments.a)), arguments.record)
     else:
         counts, text = report(runs.read_group(arguments.a), runs.read_group(arguments.b))
     print(text)

@@ -4,7 +4,7 @@
     python tools/conformance.py                # one line per group of quantities of every file
     python tools/conformance.py 2135 --all     # one file, a line per quantity
 
-records/published/<pull request>.json has the golden numbers of a published script, computed in fp32
+tools/golden/<pull request>.json has the golden numbers of a published script, computed in fp32
 on tiny models: losses, logits, gradients, five optimizer steps, schedules, codes, and low-rank
 test-time training. Weights, tokens, gradients and probes follow from seeds of numpy's RandomState,
 so no file of weights is needed. "equal" is within the file's tolerance. "by design" differs for the
@@ -32,7 +32,7 @@ with importing("requirements.txt"):
 
 import train_gpt as script
 
-FOLDER = Path(__file__).resolve().parent.parent / "records" / "published"
+FOLDER = Path(__file__).resolve().parent / "golden"
 EQUAL, DIFFERS, BY_DESIGN = "equal", "DIFFERS", "by design"
 
 
@@ -226,7 +226,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
         values = normal(case["seed"], case["shape"]).astype(np.float32)
         rows = float32(values * np.float32(case["std"]))
         limit_of_codes = 2 ** (bits - 1) - 1
-        rule = script.RULES[golden.knobs().row_range][0]._replace(limit=limit_of_codes)
+        rule = script.RULES[golden.knobs().rounding][0]._replace(limit=limit_of_codes)
         steps = rule.default_steps(rows)[:, 0].tolist()
         for row, (want, got) in enumerate(zip(case["steps"], steps, strict=True)):
             what, why = f"step of row {row}", case.get("why", "")
@@ -248,7 +248,7 @@ def check_rounding(golden: Golden) -> Iterator[Finding]:
 
 def check_steps(golden: Golden) -> Iterator[Finding]:
     """Steps of the kinds of matrices in deviations of a row, in QAT."""
-    got = script.RULES[golden.knobs().row_range][0].default_steps(float32(np.ones((1, 1)))).item()
+    got = script.RULES[golden.knobs().rounding][0].default_steps(float32(np.ones((1, 1)))).item()
     for case in golden.facts.get("steps", []):
         for name in case["matrices"]:
             want, limit = case["step_in_row_deviations"], golden.limits["steps"]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Print the contents of an artifact: its header, and each tensor's shape and size.
 
-    python tools/inspect_artifact.py final_model.int6.xz
+    python tools/inspect_artifact.py final_model.npz
 
 `entropy` is the order-0 entropy of a tensor's codes and `coded` what the coder used, both in bits
 per code. `loss` is what its rounding is expected to cost, in thousandths of a nat per token. Then

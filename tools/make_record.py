@@ -27,9 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import program
 import pack_code
-import runs
 import train_gpt
-from runs import Run, UserError, mean_std
+from lib import runs
+from lib.runs import Run, UserError, mean_std
 
 CAP = train_gpt.SUBMISSION_CAP
 TRACKS = ("10min_16mb", "non_record_16mb")

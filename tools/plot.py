@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "bench")]
 
 import program
-import runs
 import train_gpt
 from common import image_file
-from runs import Point, Run
+from lib import runs
+from lib.runs import Point, Run
 
 with train_gpt.importing("requirements-dev.txt"):
     import matplotlib

@@ -2,13 +2,13 @@
 """Print some sampled text, a demonstration's results beside simpler ways to code the same text, and
 its loss curve; or write an HTML page about runs.
 
-    python tools/report.py logs/demo.jsonl logs/demo.int6.xz
+    python tools/report.py logs/demo.jsonl logs/demo.npz
     python tools/report.py --html runs.html "logs/base_seed*.txt" "logs/new_seed*.txt"
 
 The log names the data. All of its validation text is decoded and compressed.
 
 The page is one file that needs no network. It groups runs that differ only in their seeds and
-compares each group with that of the first log. A log's .jsonl and .int6.xz are used if they lie
+compares each group with that of the first log. A log's .jsonl and .npz are used if they lie
 beside it.
 """
 
@@ -24,9 +24,9 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "data")]
 
 import program
 import caseops
-import published
 import train_gpt
-from runs import read_events
+from lib import record_curves
+from lib.runs import read_events
 from sample import load
 from train_gpt import UserError
 
@@ -130,7 +130,7 @@ def main() -> None:
     )
     parser.add_argument("--html", type=page_file, help="write a page about the logs to this file")
     parser.add_argument(
-        "--published", choices=published.RATES, help="draw a record's curves into the page"
+        "--record", choices=record_curves.RATES, help="draw a record's curves into the page"
     )
     parser.add_argument(
         "--prompt",
@@ -139,14 +139,14 @@ def main() -> None:
         help="of the sample (default: the beginning of the validation text)",
     )
     arguments = parser.parse_args()
-    if arguments.published and not arguments.html:
-        parser.error("--published needs --html; tools/compare.py --published prints the same")
+    if arguments.record and not arguments.html:
+        parser.error("--record needs --html; tools/compare.py --record prints the same")
     if arguments.html:
-        import page
+        from lib import html_page
 
-        page.write(arguments.html, arguments.logs, arguments.published)
+        html_page.write(arguments.html, arguments.logs, arguments.record)
     elif len(arguments.logs) != 2:
-        parser.error("give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.int6.xz, or --html and logs")
+        parser.error("give logs/<RUN_ID>.jsonl and logs/<RUN_ID>.npz, or --html and logs")
     else:
         print_report(Path(arguments.logs[0]), arguments.logs[1], arguments.prompt)
 

@@ -2,9 +2,9 @@
 """Let the model of an artifact continue a text.
 
     export TOKENIZER_PATH=demo_data/tokenizer.model
-    python tools/sample.py logs/demo.int6.xz --prompt "def main(" --tokens 100 --temperature 0.8
-    python tools/sample.py logs/demo.int6.xz                  # interactive: continues each line that you type
-    python tools/sample.py logs/demo.int6.xz < notes.txt      # the whole file is the prompt
+    python tools/sample.py logs/demo.npz --prompt "def main(" --tokens 100 --temperature 0.8
+    python tools/sample.py logs/demo.npz                  # interactive: continues each line that you type
+    python tools/sample.py logs/demo.npz < notes.txt      # the whole file is the prompt
 
 In interactive mode, an empty line starts over and Ctrl-D ends. A text also ends where the model
 puts a BOS. TOKENIZER_PATH names the tokenizer. The text goes to standard output, the speed to
@@ -206,7 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("artifact", help="logs/<RUN_ID>.int6.xz")
+    parser.add_argument("artifact", help="logs/<RUN_ID>.npz")
     parser.add_argument(
         "--prompt", type=program.utf8, help="text to continue; default: standard input"
     )

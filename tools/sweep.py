@@ -27,8 +27,8 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import pack_code
-import runs
 import train_gpt
+from lib import runs
 from train_gpt import Hyperparameters, UserError
 
 LOGS = Path("logs")

@@ -2,7 +2,7 @@
 """Check a machine before an expensive run: a minute of measurements on all ranks, and a verdict.
 
     ./run.sh check                                                # all GPUs, or the CPU
-    torchrun --standalone --nproc_per_node=8 tools/preflight.py   # the same; or on several nodes
+    torchrun --standalone --nproc_per_node=8 tools/check_machine.py   # the same; or on several nodes
 
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
 kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It
@@ -70,7 +70,7 @@ STEP_399 = 0.08187  # seconds of #399's step on 8 x H100 (published)
 # MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of records/.
 BOUNDS = {
     "defaults": (48.78, 44.36),
-    "published": (48.77, 44.35),
+    "399": (48.77, 44.35),
     "2135": (59.16, 52.93),
     "frontier": (60.07, 53.79),
 }
@@ -458,7 +458,7 @@ def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
         return None
     roles = [name for name in train_gpt.knobs_with("model", "training") if "seed" not in name]
     for name, times in BOUNDS.items():
-        variables = program.read_env(ROOT / "records" / f"{name}.env") if name != "defaults" else {}
+        variables = program.read_env(ROOT / "configs" / f"{name}.env") if name != "defaults" else {}
         ours = Hyperparameters.from_env(variables)
         if all(getattr(hp, role) == getattr(ours, role) for role in roles):
             return name, times[report["chosen"]["mlp"] == "fused"]
@@ -467,7 +467,7 @@ def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
 
 def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     """A step that makes less of the GPU than #399's published one."""
-    published = Hyperparameters(skip_gates=False, short_seq_parts=1)
+    published = Hyperparameters(skips="scales", short_seq_parts=1)
     batch = published.train_batch_tokens * flops.flops_per_token(published, published.train_seq_len)
     usual = batch / 8 / STEP_399 / (PRODUCTS * flops.PEAK_FLOPS["H100"])
     step = whole_step(hp, report)

@@ -1,4 +1,4 @@
-"""tools/adopt.py: checkpoints of other scripts compute here what they computed there; all others are
+"""tools/import_checkpoint.py: checkpoints of other scripts compute here what they computed there; all others are
 one sentence."""
 
 import dataclasses
@@ -15,8 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 
-import adopt
 import conformance
+import import_checkpoint
 import inspect_artifact
 import sample
 import train_gpt
@@ -37,12 +37,12 @@ from conftest import (
 GIVEN = {"ROPE_DIMS": "4", "TRAIN_SEQ_LEN": "32", "TRAIN_BATCH_TOKENS": "256", "EVAL_SEQ_LEN": "32"}
 GIVEN |= {"EVAL_STRIDE": "32", "TTT_ENABLED": "0", "DOC_LEN": "0", "TTT_LORA_CHUNK": "32"}
 SMALL = {"VOCAB_SIZE": VOCAB, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2}
-SIZES = {"2135": SMALL, "published": SMALL | {"NUM_LAYERS": 5, "MLP_MULT": 45 / 32}}
-SIZES["published"] |= {"BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}
+SIZES = {"2135": SMALL, "399": SMALL | {"NUM_LAYERS": 5, "MLP_MULT": 45 / 32}}
+SIZES["399"] |= {"BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}
 
 
 def as_file(record: str) -> str:
-    return str(ROOT / "records" / f"{record}.env")
+    return str(ROOT / "configs" / f"{record}.env")
 
 
 def model_of(record: str) -> train_gpt.GPT:
@@ -102,20 +102,20 @@ def loss(model: train_gpt.GPT) -> float:
 
 
 def imported(path, record: str, **environ: str) -> train_gpt.GPT:
-    """The model that adopt.py makes of a file."""
-    renamed = adopt.rename(str(path))
-    shown = adopt.sizes(str(path), renamed)
-    hp = adopt.configure(str(path), shown, as_file(record), GIVEN | environ)
+    """The model that import_checkpoint.py makes of a file."""
+    renamed = import_checkpoint.rename(str(path))
+    shown = import_checkpoint.sizes(str(path), renamed)
+    hp = import_checkpoint.configure(str(path), shown, as_file(record), GIVEN | environ)
     model = train_gpt.GPT(hp, train_gpt.load_attention("math"), torch.float32)
-    model.load_state_dict(adopt.weights_of(str(path), renamed, hp))
+    model.load_state_dict(import_checkpoint.weights_of(str(path), renamed, hp))
     return model
 
 
 @pytest.mark.parametrize(
     "record, banked, prefix, nested",
     [
-        ("published", True, "", False),
-        ("published", False, "module._orig_mod.", True),
+        ("399", True, "", False),
+        ("399", False, "module._orig_mod.", True),
         ("2135", True, "_orig_mod.module.", False),
         ("2135", False, "", False),
     ],
@@ -136,8 +136,8 @@ def test_a_checkpoint_computes_the_same_loss(tmp_path, record, banked, prefix, n
 
 @pytest.mark.parametrize(
     "record, wrong",
-    [("published", "SKIP_GATES=1"), ("published", "MLP_SLOPE=0.5"), ("published", "LN_SCALE=0")]
-    + [("published", "ROPE_BASE=100"), ("published", "LOGIT_SOFTCAP=20"), ("2135", "MLP_SLOPE=0")]
+    [("399", "SKIPS=gates"), ("399", "MLP_SLOPE=0.5"), ("399", "LN_SCALE=0")]
+    + [("399", "ROPE_BASE=100"), ("399", "LOGIT_SOFTCAP=20"), ("2135", "MLP_SLOPE=0")]
     + [("2135", "LOOP_FIRST=2"), ("2135", "XSA_LAST_N=4")],
 )
 def test_a_wrong_configuration_that_fits_has_another_loss(tmp_path, record, wrong):
@@ -151,7 +151,7 @@ def test_a_width_that_no_quotient_gives():
     shapes = {"tok_emb": (5, 11), "q_gain": (2, 1), "up": (2, 15, 11), "q": (2, 11, 11)}
     shapes |= {"k": (2, 11, 11)}
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
-    shown = adopt.sizes("a.pt", adopt.Adopted(tensors, {}, []))
+    shown = import_checkpoint.sizes("a.pt", import_checkpoint.Adopted(tensors, {}, []))
     assert int(float(shown["MLP_MULT"]) * 11) == 15
 
 
@@ -170,7 +170,7 @@ class Code:
         ("x", Code(bytearray, 1 << 40), "more than tensors, __builtin__.bytearray"),
         ("x", 5, "'x' is int, not a tensor"),
         ("ve.scale", torch.ones(1), "has ve.scale, which is no part of a model"),
-        ("skip_gates", torch.ones(2, 32), "has skip_gates, but .* no skip_gate; look at SKIP_LERP"),
+        ("skip_gates", torch.ones(2, 32), "has skip_gates, but .* no skip_gate; look at SKIPS"),
         ("smear.gate", None, "has no smear.gate or .*, which the model needs; look at SMEAR_T"),
         ("tok_emb.weight", None, "has no tok_emb.weight, or of another shape"),
         ("blocks.1.attn_scale", None, r"blocks\.\*\.attn_scale are not of equal shapes"),
@@ -196,10 +196,10 @@ class Code:
 )
 def test_an_odd_tensor_is_named(tmp_path, monkeypatch, name, value, part):
     monkeypatch.chdir(tmp_path)
-    state = foreign("published") | {name: value}
+    state = foreign("399") | {name: value}
     torch.save({name: value for name, value in state.items() if value is not None}, "a.pt")
     with user_error(f"a.pt.*{part}"):
-        imported("a.pt", "published")
+        imported("a.pt", "399")
     assert not Path("ran").exists()
 
 
@@ -233,16 +233,16 @@ def compressed(whole: bytes) -> bytes:
     ],
 )
 def test_an_odd_file_is_named(tmp_path, damage, part):
-    (tmp_path / "a.pt").write_bytes(damage(saved(foreign("published"))))
+    (tmp_path / "a.pt").write_bytes(damage(saved(foreign("399"))))
     with user_error(rf"a\.pt .*{part}"):
-        adopt.rename(str(tmp_path / "a.pt"))
+        import_checkpoint.rename(str(tmp_path / "a.pt"))
 
 
 def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "a.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError):
-        adopt.rename(str(tmp_path / "a.safetensors"))
+        import_checkpoint.rename(str(tmp_path / "a.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -254,11 +254,13 @@ def test_a_missing_package_is_no_fault_of_the_file(tmp_path, monkeypatch):
     ],
 )
 def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
-    state = foreign("published")
+    state = foreign("399")
     torch.save(state | {"mlp_up_bank": change(state["mlp_up_bank"])}, tmp_path / "a.pt")
-    adopted = adopt.rename(str(tmp_path / "a.pt"))
-    shown = adopt.sizes("a.pt", adopted)
-    adopt.weights_of("a.pt", adopted, adopt.configure("a.pt", shown, as_file("published"), GIVEN))
+    adopted = import_checkpoint.rename(str(tmp_path / "a.pt"))
+    shown = import_checkpoint.sizes("a.pt", adopted)
+    import_checkpoint.weights_of(
+        "a.pt", adopted, import_checkpoint.configure("a.pt", shown, as_file("399"), GIVEN)
+    )
     expected = [f"note: the matrices up {part}"] if part else []
     assert [
         note[: len(wanted)] for note, wanted in zip(adopted.notes, expected, strict=True)
@@ -266,11 +268,11 @@ def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
 
 
 def test_export_and_scores_of_the_file_are_left_out():
-    hp = adopt.configure("a.pt", {}, as_file("published"), {"EVAL_SEQ_LEN": "512"})
-    assert (hp.target_bytes, hp.row_range, hp.eval_stride) == (16_000_000, "sdclip", 512)
-    assert not adopt.configure("a.pt", {}, as_file("2135"), {}).ttt_enabled
-    hp = adopt.configure(
-        "a.pt", {}, as_file("published"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
+    hp = import_checkpoint.configure("a.pt", {}, as_file("399"), {"EVAL_SEQ_LEN": "512"})
+    assert (hp.target_bytes, hp.rounding, hp.eval_stride) == (16_000_000, "sensitivity", 512)
+    assert not import_checkpoint.configure("a.pt", {}, as_file("2135"), {}).ttt_enabled
+    hp = import_checkpoint.configure(
+        "a.pt", {}, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
     )
     assert (hp.eval_stride, hp.gptq_batches) == (64, 7)
 
@@ -281,7 +283,7 @@ def test_across_documents_is_as_published():
     hp = golden.knobs(case["knobs"])
     model, ids = golden.model(hp, {}), golden.ids(case, hp.vocab_size)
     for _ in range(2):
-        with torch.no_grad(), adopt.across_documents(model):
+        with torch.no_grad(), import_checkpoint.across_documents(model):
             assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(
                 case["published"]["loss"], rel=1e-6
             )
@@ -293,16 +295,22 @@ def test_the_beginning_of_a_text():
     tokens = np.array([1, 5, 6, 1, 7, 8, 1], dtype=np.uint16)
     whole = train_gpt.Validation(tokens, np.arange(6), torch.device("cpu"))
     whole.refused = torch.zeros(3, 3)
-    short = adopt.beginning(whole, 4)
+    short = import_checkpoint.beginning(whole, 4)
     assert (short.tokens.tolist(), short.nbytes.tolist()) == ([1, 5, 6, 1, 7], [0, 1, 2, 3])
     assert (short.targets, short.total_bytes, short.documents.tolist()) == (4, 6, [0, 3])
     assert short.refused is whole.refused
-    assert adopt.beginning(whole, 6) is adopt.beginning(whole, None) is whole
+    assert (
+        import_checkpoint.beginning(whole, 6) is import_checkpoint.beginning(whole, None) is whole
+    )
 
 
 def test_the_table():
-    rows = [adopt.Row("a", 2.0), adopt.Row("b", 2.5, 2.0, 1000), adopt.Row("c", size=9)]
-    head, *lines = adopt.table(rows, 500, 2.0).splitlines()
+    rows = [
+        import_checkpoint.Row("a", 2.0),
+        import_checkpoint.Row("b", 2.5, 2.0, 1000),
+        import_checkpoint.Row("c", size=9),
+    ]
+    head, *lines = import_checkpoint.table(rows, 500, 2.0).splitlines()
     assert "bytes, no code" in head
     assert [line.split() for line in lines] == [
         ["a", "2.00000", "1.00000"],
@@ -313,18 +321,18 @@ def test_the_table():
 
 def test_a_second_size_does_not_see_the_first(run_of, tmp_path):
     """The model shares the small weights with the optimizer, and each artifact is loaded into it."""
-    model = model_of("published")
-    sizes = {name: str(value) for name, value in SIZES["published"].items()}
+    model = model_of("399")
+    sizes = {name: str(value) for name, value in SIZES["399"].items()}
     run = run_of(
         val=True,
-        **variables("published") | GIVEN | sizes | {"ROW_RANGE": "sdclip", "EVAL_STRIDE": "16"},
+        **variables("399") | GIVEN | sizes | {"ROUNDING": "sensitivity", "EVAL_STRIDE": "16"},
     )
-    path = Path("logs", "a.int6.xz")
+    path = Path("logs", "a.npz")
     path.parent.mkdir()
 
-    def exported(size: int) -> tuple[list[adopt.Row], bytes]:
+    def exported(size: int) -> tuple[list[import_checkpoint.Row], bytes]:
         run.hp = dataclasses.replace(run.hp, target_bytes=train_gpt.CODE_BYTES + size)
-        return adopt.export(run, weights_of(model), {}, 3.0, path), path.read_bytes()
+        return import_checkpoint.export(run, weights_of(model), {}, 3.0, path), path.read_bytes()
 
     first = exported(10**6)
     rows = [(row.label, row.before) for row in first[0]]
@@ -336,14 +344,14 @@ def test_a_second_size_does_not_see_the_first(run_of, tmp_path):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("theirs") / "final_model.pt"
-    torch.save(foreign("published"), path)
+    torch.save(foreign("399"), path)
     return path
 
 
 @pytest.mark.parametrize(
     "words, environ, part, status",
     [
-        (["--as", as_file("published")], {"NUM_LAYERS": "9"}, "NUM_LAYERS=9 is set, but ", 1),
+        (["--as", as_file("399")], {"NUM_LAYERS": "9"}, "NUM_LAYERS=9 is set, but ", 1),
         (
             ["--as", as_file("2135")],
             {},
@@ -352,15 +360,15 @@ def checkpoint(tmp_path_factory) -> Path:
         ),
         (["--as", str(ROOT / "run.sh")], {}, "sets no knob of train_gpt.py", 1),
         (["--as", "none.env"], {}, "cannot use none.env", 1),
-        (["--as", as_file("published")], {"NPROC": "x"}, "NPROC=x is not a number of proc", 1),
-        (["--as", as_file("published")], {"TARGET_BYTES": "1"}, "counts the code: give --bytes", 1),
-        (["--as", as_file("published")], {"DATA_PATH": "no"}, "DATA_PATH=no has no fineweb_", 1),
-        (["--as", as_file("published"), "--bytes", "9,0"], {}, "invalid counts value: '9,0'", 2),
+        (["--as", as_file("399")], {"NPROC": "x"}, "NPROC=x is not a number of proc", 1),
+        (["--as", as_file("399")], {"TARGET_BYTES": "1"}, "counts the code: give --bytes", 1),
+        (["--as", as_file("399")], {"DATA_PATH": "no"}, "DATA_PATH=no has no fineweb_", 1),
+        (["--as", as_file("399"), "--bytes", "9,0"], {}, "invalid counts value: '9,0'", 2),
         ([], {}, "required: --as", 2),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, checkpoint, words, environ, part, status):
-    command = [ROOT / "tools" / "adopt.py", checkpoint, *words]
+    command = [ROOT / "tools" / "import_checkpoint.py", checkpoint, *words]
     assert_mistake(command, tmp_path, part, status, **GIVEN | environ)
     assert not list(tmp_path.iterdir())
 
@@ -380,11 +388,11 @@ def test_a_mistake_ends_it_before_the_work(
     environ = {name: text or other_tokenizer for name, text in environ.items()}
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "old.jsonl").write_text('{"event": "finished"}\n')
-    command = [ROOT / "tools" / "adopt.py", checkpoint, "--as", as_file("published")]
+    command = [ROOT / "tools" / "import_checkpoint.py", checkpoint, "--as", as_file("399")]
     command += ["--tokens", "64", "--bytes", "1,1000000"]
     assert_mistake(command, tmp_path, part, **knobs | environ | {"GPTQ_BATCHES": "0"})
     small = environ.get("RUN_ID") == "small"
-    assert (tmp_path / "final_model.int6.xz").exists() == small  # known after the work only
+    assert (tmp_path / "final_model.npz").exists() == small  # known after the work only
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -395,18 +403,18 @@ def knobs(env) -> dict[str, str]:
 
 
 def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, one_rank):
-    command = [ROOT / "tools" / "adopt.py", checkpoint, "--as", as_file("published")]
+    command = [ROOT / "tools" / "import_checkpoint.py", checkpoint, "--as", as_file("399")]
     command += ["--their-bpb", 0.5, "--their-bytes", 31000]
     knobs |= {"RUN_ID": "r", "NPROC": "2"}
     output = run(command, knobs, tmp_path, fresh=True).stdout
     log = (tmp_path / "logs" / "r.jsonl").read_text().splitlines()
     events = {event["event"]: event for event in map(json.loads, log)}
     # The published model's own loss, before the export and first of all.
-    model = model_of("published")
-    hp, runtime = one_rank(**GIVEN | SIZES["published"])
+    model = model_of("399")
+    hp, runtime = one_rank(**GIVEN | SIZES["399"])
     text = train_gpt.read_validation(hp, runtime.device)
     expected = evaluate(model, text, hp, runtime, 32).val_loss
-    with adopt.across_documents(model):
+    with import_checkpoint.across_documents(model):
         across = evaluate(model, text, hp, runtime, 32).val_loss
     names = ("average", "average_across_documents", "int6_roundtrip")
     losses = [events[f"final_{name}_exact"]["val_loss"] for name in names]
@@ -427,7 +435,7 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, on
     theirs = ["0.50000", f"{0.5 * per_bpb - across:+.5f}", "31,000"]
     assert found["theirs"][1:4] == theirs and "note: theirs is below the weights before" in output
     assert "sliding" not in events  # the same as in rows
-    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.int6.xz"}
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.npz"}
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -435,5 +443,7 @@ def test_a_file_of_torch_save_is_no_artifact(tmp_path, legacy):
     path = tmp_path / "final_model.pt"
     path.write_bytes(saved({"a": torch.ones(3)}, legacy))
     for read in (inspect_artifact.inspection, lambda name: sample.load(name, {})):
-        with user_error(f"{path} cannot be used: .*tools/adopt.py for a checkpoint of torch.save"):
+        with user_error(
+            f"{path} cannot be used: .*tools/import_checkpoint.py for a checkpoint of torch.save"
+        ):
             read(str(path))

@@ -17,9 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from train_gpt import Hyperparameters, UserError
+from train_gpt import RENAMED, Hyperparameters, UserError, todays_names
 
 RULER = "=" * 100  # separates the source at the top of a log from the rest
 # Runs that differ in one of these are different experiments. Published logs list other names too;
@@ -316,8 +314,9 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))
     ]
     if ours:
-        return {name: value for _, name, value in ours}, tuple(
-            name for mark, name, _ in ours if mark == "*"
+        knobs = todays_names({name.lower(): value for _, name, value in ours})
+        return {name.upper(): value for name, value in knobs.items()}, tuple(
+            RENAMED.get(name, name) for mark, name, _ in ours if mark == "*"
         )
     found = {}
     for line in lines:

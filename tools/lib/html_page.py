@@ -1,6 +1,6 @@
 """The HTML page of `tools/report.py --html`: one file about runs, drawn by Plotly.
 
-`write` reads the logs, makes tables of strings and figures, and fills tools/page.html. The template
+`write` reads the logs, makes tables of strings and figures, and fills html_page.html. The template
 escapes every string. A color is the number of a group; the page has the colors, for light and dark.
 """
 
@@ -13,18 +13,14 @@ import json
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import compare
 import plot
-import published
-import runs
 import train_gpt
-from runs import Run
+from lib import record_curves, runs
+from lib.runs import Run
 
 # isort: split
 import jinja2
@@ -238,7 +234,7 @@ def run_table(groups: list[Group]) -> Table:
 
 
 # ---- Figures -------------------------------------------------------------------------------------
-def read_curve(run: Run | published.Track, field: str, x: str) -> plot.Curve:
+def read_curve(run: Run | record_curves.Track, field: str, x: str) -> plot.Curve:
     """A field of a run, or its tokens per second between two logged steps, against `x`."""
     if field == "speed":
         tokens = run.settings.get("TRAIN_BATCH_TOKENS", "")
@@ -459,13 +455,13 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
 
 # ---- The page ------------------------------------------------------------------------------------
 def track_notes(groups: list[Group], record: str) -> list[str]:
-    """What `tools/compare.py --published` concludes about each run. Raises UserError for another
+    """What `tools/compare.py --record` concludes about each run. Raises UserError for another
     vocabulary."""
     notes = []
     for run in (run for group in groups for run in group.members):
-        published.check_vocabulary(run, record)
+        record_curves.check_vocabulary(run, record)
         try:
-            end = published.follow(run, record)[1].splitlines()[-1]
+            end = record_curves.follow(run, record)[1].splitlines()[-1]
         except train_gpt.UserError as error:
             end = str(error)
         notes.append(f"{run.path.stem}: {end}.")
@@ -496,7 +492,7 @@ def contents(texts: list[str], record: str | None) -> dict:
     notes += [f"{name}: {warning}." for name, warning in warned.items() if warning]
     if record:
         notes += track_notes(groups, record)
-        members.append((f"#{record}, published", PUBLISHED, published.tracks(record)))
+        members.append((f"#{record}, published", PUBLISHED, record_curves.tracks(record)))
     return {
         "title": groups[0].name + f" and {len(groups) - 1} more" * (len(groups) > 1),
         "about": about([run for group in groups for run in group.members], len(groups)),
@@ -523,7 +519,7 @@ def write(path: Path, texts: list[str], record: str | None = None) -> None:
     """Write the page about these logs, with the curves of a published record if one is named."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True}
-    template = jinja2.Environment(loader=loader, **options).get_template("page.html")
+    template = jinja2.Environment(loader=loader, **options).get_template("html_page.html")
     page = template.render(contents(texts, record)).encode(errors="replace")
     with train_gpt.replacing(path) as partial:
         partial.write_bytes(page)

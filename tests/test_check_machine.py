@@ -1,4 +1,4 @@
-"""tools/preflight.py, the check of a machine: real runs on a CPU with 1 and 2 ranks, each verdict on
+"""tools/check_machine.py, the check of a machine: real runs on a CPU with 1 and 2 ranks, each verdict on
 figures of pretended GPUs, and the faults that must be seen. tests/test_h100.py has its CUDA path."""
 
 import copy
@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-import preflight
+import check_machine
 import train_gpt
 from conftest import ROOT, run, variables
 from train_gpt import Hyperparameters
@@ -28,7 +28,7 @@ def check(env, tmp_path):
     """A function: (fault, ranks, exit status, changed knobs) -> (the ended process, the report)."""
 
     def start(fault="none", ranks=1, status=0, **changes):
-        program = [ROOT / "tests" / "preflight_faults.py", fault]
+        program = [ROOT / "tests" / "check_machine_faults.py", fault]
         done = run(program, env(RUN_ID="mine", **changes), tmp_path, ranks, status=status)
         report = tmp_path / "logs" / "check.json"
         return done, json.loads(report.read_text()) if report.exists() else None
@@ -96,7 +96,7 @@ def test_data_that_a_run_cannot_use_is_an_error(check, data, tmp_path):
     """A truncated shard, and one that is shorter than its manifest says."""
     folder = shutil.copytree(data, tmp_path / "folder")
     shard = folder / "fineweb_train_000001.bin"
-    digest = preflight.shards.file_sha256(folder / "tokenizer.model")
+    digest = check_machine.shards.file_sha256(folder / "tokenizer.model")
     entry = {"bytes": shard.stat().st_size + 2, "tokens": 9, "sha256": ""}
     tokenizer = {"path": "tokenizer.model", "sha256": digest}
     manifest = {"format": 1, "tokenizer": tokenizer, "files": {shard.name: entry}}
@@ -154,7 +154,9 @@ def report():
 
 
 def judge(report: dict, **knobs) -> dict:
-    return preflight.judge(Hyperparameters.from_env({k: str(v) for k, v in knobs.items()}), report)
+    return check_machine.judge(
+        Hyperparameters.from_env({k: str(v) for k, v in knobs.items()}), report
+    )
 
 
 def test_a_good_machine_has_an_expectation_and_a_line_to_paste(report, capsys):
@@ -171,7 +173,7 @@ def test_a_good_machine_has_an_expectation_and_a_line_to_paste(report, capsys):
     plain = copy.deepcopy(report)
     plain["chosen"]["mlp"] = "plain"
     assert judge(plain)["bound"] == ("defaults", 48.78)
-    preflight.print_verdict(found)
+    check_machine.print_verdict(found)
     printed = capsys.readouterr().out
     assert f"expected: {steps:,} steps in 600 s of training" in printed
     assert "step:     80.0 ms, 1.80 times the modelled bound of defaults, 44.36 ms" in printed
@@ -194,7 +196,7 @@ def test_configurations_have_their_bounds(report):
     assert judge(report, SEED=5)["bound"][0] == "defaults"
     assert judge(report, NUM_LAYERS=12)["bound"] is None
     assert judge(report | {"ranks": report["ranks"][:4]})["bound"] is None
-    for name in preflight.BOUNDS.keys() - {"defaults"}:
+    for name in check_machine.BOUNDS.keys() - {"defaults"}:
         knobs = variables(name)
         for kind in report["ranks"][0]["training"]["kinds"]:
             kind["seq_len"] = int(knobs.get("TRAIN_SEQ_LEN", 2048))
@@ -281,8 +283,8 @@ def fa3_builds(report: dict, ms: dict, refused: dict, **attention: float) -> lis
 
 
 def test_the_fastest_build_of_flash_attention_is_advised(report):
-    wheel, hub, other = preflight.FA3_SOURCES
-    lines = preflight.FA3_SOURCES
+    wheel, hub, other = check_machine.FA3_SOURCES
+    lines = check_machine.FA3_SOURCES
     assert not fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 2.07}, {wheel: "..."}, fa3=2.04)
     (line,) = fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 1.9}, {}, fa3=2.1)
     assert line.endswith(f", {wheel}, 2.10: {lines[other]}") and line.startswith(f"{other} takes 1")
@@ -296,12 +298,12 @@ def test_the_fastest_build_of_flash_attention_is_advised(report):
 
 
 def test_a_missing_build_of_flash_attention_is_advised(report):
-    wheel, hub, other = preflight.FA3_SOURCES
+    wheel, hub, other = check_machine.FA3_SOURCES
     (line,) = fa3_builds(report, {hub: 2.1}, {wheel: MISSING}, fa3=2.1)
     assert "slower than another build on an H100 (published" in line
-    assert line.endswith(f": {preflight.FA3_SOURCES[wheel]}")
+    assert line.endswith(f": {check_machine.FA3_SOURCES[wheel]}")
     (line,) = fa3_builds(report, {}, dict.fromkeys((wheel, hub, other), MISSING), cudnn=2.6)
-    assert line == f"install FlashAttention 3: {preflight.FA3_SOURCES[wheel]}"
+    assert line == f"install FlashAttention 3: {check_machine.FA3_SOURCES[wheel]}"
     why = "ImportError: libcudart.so.12: cannot open shared object file"
     (line,) = fa3_builds(report, {hub: 2.1}, {wheel: why}, fa3=2.1)
     assert line.startswith(why) and line.endswith("#737): apt-get install cuda-cudart-12-6")
@@ -355,7 +357,7 @@ def test_other_data_types_and_parts_of_a_gpu_have_no_usual_speed(report):
     peaks |= {"NVIDIA A100-SXM4-40GB": 1.555e12, "NVIDIA H100 PCIe": 2.0e12}
     peaks |= {"NVIDIA GH200 480GB": 4.0e12, "NVIDIA GeForce RTX 4090 Laptop GPU": None}
     for name, peak in peaks.items():
-        assert preflight.flops.of_gpu(name, preflight.flops.BANDWIDTH) == peak
+        assert check_machine.flops.of_gpu(name, check_machine.flops.BANDWIDTH) == peak
 
 
 def test_the_line_to_paste_has_what_is_advised(report):
@@ -410,9 +412,9 @@ def test_an_error_of_any_rank_means_that_a_run_would_not_work(report):
 def test_a_time_is_the_best_of_three_rounds(monkeypatch):
     """The first round takes 3 s, the others 2 s; five calls each, and the device is waited for."""
     calls, waits, now = [], [], iter([0.0, 3.0, 3.0, 5.0, 5.0, 7.0])
-    monkeypatch.setattr(preflight.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(check_machine.time, "perf_counter", lambda: next(now))
     runtime = SimpleNamespace(synchronize=lambda: waits.append(len(calls)))
-    assert preflight.milliseconds(lambda: calls.append(1), runtime) == 400.0
+    assert check_machine.milliseconds(lambda: calls.append(1), runtime) == 400.0
     assert waits == [0, 5, 5, 10, 10, 15]
 
 
@@ -431,26 +433,26 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "try_attention", try_attention)
     names = train_gpt.AUTO_KERNELS["cpu"]
-    found = preflight.attention_times(hp, runtime, names)
+    found = check_machine.attention_times(hp, runtime, names)
     assert found["ms"]["math"] > 0 and found["refused"] == {"flash": "it is wrong"}
     assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
-    assert preflight.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
+    assert check_machine.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
     monkeypatch.setattr(train_gpt, "try_attention", lambda *_: attend)
     now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of flash and math, in turn
-    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: next(now))
-    assert preflight.attention_times(hp, runtime, names)["ms"] == {"flash": 1.0, "math": 2.0}
+    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: next(now))
+    assert check_machine.attention_times(hp, runtime, names)["ms"] == {"flash": 1.0, "math": 2.0}
     gpu = dataclasses.replace(runtime, device=SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: call() or 1.0)
+    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: call() or 1.0)
     monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
     monkeypatch.setattr(train_gpt, "try_fused_mlp", lambda *_: lambda *inputs: sum(inputs))
-    assert preflight.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
+    assert check_machine.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
 
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_each_build_of_flash_attention_is_timed(installed, run_of, monkeypatch):
     """The script imports each of them; after that, what is installed."""
     run, asked, tried = run_of(val=True), [], []
-    wheel, hub, other = preflight.FA3_SOURCES
+    wheel, hub, other = check_machine.FA3_SOURCES
     builds = {name: ModuleType(name) for name in (wheel, hub, other)}
     builds[other].flash_attn_interface = inner = ModuleType("inner")
 
@@ -466,7 +468,7 @@ def test_each_build_of_flash_attention_is_timed(installed, run_of, monkeypatch):
     monkeypatch.setitem(sys.modules, wheel, builds[wheel] if installed else None)  # ImportError
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
     monkeypatch.setattr(train_gpt, "try_attention", try_attention)
-    found = preflight.attention_times(run.hp, run.runtime, preflight.FA3_SOURCES)
+    found = check_machine.attention_times(run.hp, run.runtime, check_machine.FA3_SOURCES)
     assert asked == [(hub, {"version": 1}), (other, {"revision": "main"})]
     assert tried == [("fa3", builds[wheel])] * installed + [("fa3", inner)]
     assert list(found["ms"]) == [wheel] * installed + [other]
@@ -479,29 +481,29 @@ def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
     run = run_of(val=True, MICRO_BATCH_TOKENS=64, VAL_BATCH_SIZE=64)  # two windows of 32
     scored = []
     monkeypatch.setattr(train_gpt.Evaluator, "score", lambda self, w: scored.append(w.shape[1]))
-    monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 1.0)
+    monkeypatch.setattr(check_machine, "seconds_of", lambda work, runtime: work() or 1.0)
     later = math.ceil((run.val.targets - 32) / 8)
-    found = preflight.evaluation(run)
+    found = check_machine.evaluation(run)
     assert scored == [2, 16, 2, 16]
     assert found["sliding_window"] == math.ceil(later / 2) / 8
     assert found["roundtrip"] == math.ceil(run.val.targets / 32 / 2) / 8
 
 
 def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, monkeypatch):
-    monkeypatch.setattr(preflight, "seconds_of", lambda work, runtime: work() or 10.0)
-    monkeypatch.setattr(preflight, "scoring", lambda run, way: 4.0)
+    monkeypatch.setattr(check_machine, "seconds_of", lambda work, runtime: work() or 10.0)
+    monkeypatch.setattr(check_machine, "scoring", lambda run, way: 4.0)
     knobs = {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 128}
     run = run_of(val=True, **knobs)
     whole = 10.0 * run.val.targets / (8 * 128) * 8 / 7
-    assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole)
+    assert check_machine.evaluation(run)["ttt_sgd"] == pytest.approx(whole)
     run = run_of(val=True, **knobs, EVAL_MAX_SECONDS=whole / 4)
     monkeypatch.setattr(train_gpt, "out_of_time", lambda *_: False)
-    assert preflight.evaluation(run)["ttt_sgd"] == pytest.approx(whole / 4 + 0.75 * 4.0)
+    assert check_machine.evaluation(run)["ttt_sgd"] == pytest.approx(whole / 4 + 0.75 * 4.0)
 
 
 def test_training_leaves_no_gradients_and_knows_the_time_of_gptq(run_of):
     run = run_of(val=True, GPTQ_BATCHES=2, MAX_WALLCLOCK_SECONDS=60)
-    found = preflight.training(run)
+    found = check_machine.training(run)
     optimizer = run.optimizer
     assert not optimizer.flat.any() and not any(s.grad.any() for s in optimizer.banks.values())
     assert found["calibration_seconds"] == run.clock.reserve > 0
@@ -520,9 +522,9 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
     comm = train_gpt.Comm(0, ranks)
     comm.shard, comm.replicate = train_gpt.Comm(0, shard), train_gpt.Comm(0, ranks // shard)
     monkeypatch.setattr(train_gpt.Comm, "start", start)
-    monkeypatch.setattr(preflight, "milliseconds", lambda call, runtime: 1.0)
+    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: 1.0)
     runtime = dataclasses.replace(run.runtime, comm=comm)
-    found = preflight.communication(run.hp, runtime)
+    found = check_machine.communication(run.hp, runtime)
     assert len(calls) == 3 + 3 + 1 + 3 * (shard != ranks), "each once before it is timed"
     model = train_gpt.GPT(run.hp, None, runtime.dtype)
     optimizer = train_gpt.ParallelMuon(model, model.initialise(0), run.hp, comm)

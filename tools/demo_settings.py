@@ -2,7 +2,7 @@
 """Choose the settings of ./run.sh's demonstration: the data's, and a model, processes and threads
 for this machine.
 
-    python tools/demo.py          # DEMO_SIZE, NPROC and OMP_NUM_THREADS fix a choice
+    python tools/demo_settings.py          # DEMO_SIZE, NPROC and OMP_NUM_THREADS fix a choice
 
 Prints NAME=VALUE lines of what the environment does not set, then a sentence that says what was
 chosen and why. A run or sweep that is continued keeps what its log says. Else the model follows

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Bring the checkpoint of another script of the challenge here: score, export and score it again.
 
-    python tools/adopt.py final_model.pt --as records/published.env
-    EVAL_MODE=banded python tools/adopt.py a.pt --as records/2135.env --bytes 15800000,9000000
+    python tools/import_checkpoint.py final_model.pt --as configs/399.env
+    EVAL_MODE=banded python tools/import_checkpoint.py a.pt --as configs/2135.env --bytes 15800000,9000000
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
 state dict, or the same as a safetensors file, in banks or with one matrix per layer. Nothing in it
 is executed. Sizes follow from its tensors. --as is a file of variables with what no tensor shows:
-skips, activation, rotary base, loop and others (docs/published.md has the list). Variables of the
+skips, activation, rotary base, loop and others (docs/configurations.md has the list). Variables of the
 environment override it, as for every run: set DATA_PATH and TOKENIZER_PATH to its data. The export
-and the scores are ours: ROW_RANGE, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE and
+and the scores are ours: ROUNDING, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE and
 TTT_ENABLED of the file are left out, those of the environment are not.
 
 The weights are scored as they are, in rows of EVAL_SEQ_LEN tokens without overlap: compare that
@@ -95,13 +95,13 @@ CAPS = ("softcap_pos", "softcap_neg")  # ()
 KNOBS_OF = {
     "smear_gate": "SMEAR_TOKEN",
     "skip_scale": "NUM_LAYERS, LOOP_VISITS and LOOP_LAYERS",
-    "skip_gate": "SKIP_LERP",
+    "skip_gate": "SKIPS",
     "attn_gate": "ATTN_GATE",
     "mlp_gate": "MLP_GATE",
     "lane_mix": "LANES_LAST_N",
 }
 # Of these the file's are left out: the export and the scores are ours.
-OURS = ("ROW_RANGE", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
+OURS = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
 OURS += ("EVAL_STRIDE", "TTT_ENABLED")
 # No step is taken, and the weights are an average already.
 FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
@@ -538,7 +538,7 @@ def adopt(arguments: argparse.Namespace) -> None:
         log.kept = ""
         paths = [log.artifact]
         if len(arguments.bytes) > 1:
-            paths = [Path(f"{log.path}-{size}.int6.xz") for size in arguments.bytes]
+            paths = [Path(f"{log.path}-{size}.npz") for size in arguments.bytes]
         if runtime.comm.rank == 0:
             train_gpt.require_space(hp)
             for name in (*paths, train_gpt.ARTIFACT):
@@ -578,7 +578,7 @@ def main() -> None:
         dest="as_file",
         required=True,
         metavar="FILE",
-        help="records/published.env or like it",
+        help="configs/399.env or like it",
     )
     parser.add_argument(
         "--tokens", type=count, help="of the validation text, from its start (default: all)"

@@ -1,4 +1,4 @@
-"""`preflight_faults.py FAULT`: tools/preflight.py on a machine with a fault.
+"""`check_machine_faults.py FAULT`: tools/check_machine.py on a machine with a fault.
 
 slow     rank 1 multiplies and computes gradients at half speed
 disk     the disk is full
@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torch
 
-import preflight
+import check_machine
 import train_gpt
 from program import run_program
 
@@ -28,7 +28,7 @@ from program import run_program
 def main() -> None:
     fault = sys.argv.pop()
     rank = int(os.environ.get("RANK", 0))
-    product_speed, step = preflight.product_speed, train_gpt.Run.train_step
+    product_speed, step = check_machine.product_speed, train_gpt.Run.train_step
     backward = train_gpt.Run.backward
 
     def slow_product(runtime):
@@ -47,11 +47,11 @@ def main() -> None:
 
     train_gpt.Run.train_step = faulty_step
     if fault == "slow":
-        preflight.product_speed, preflight.STEPS = slow_product, 2
+        check_machine.product_speed, check_machine.STEPS = slow_product, 2
         train_gpt.Run.backward = slow_backward
     if fault == "disk":
-        preflight.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)
-    preflight.main()
+        check_machine.shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 20)
+    check_machine.main()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A run beside the published losses of a record, step by step: is it on that track?
 
-`tools/compare.py LOG --published 399` prints this for a running or a finished log. The losses are
-in records/published/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
+`tools/compare.py LOG --record 399` prints this for a running or a finished log. The losses are
+in tools/golden/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
 record folders. A loss is compared where both runs have the same learning rate. Training losses are
 compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step; validation
 losses for #399 only on a text of as many tokens. #2135 cuts the text of its validation otherwise,
@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from runs import Point, Run, UserError
+from lib.runs import Point, Run, UserError
 from train_gpt import require
 
-CURVES = Path(__file__).resolve().parent.parent / "records" / "published" / "curves.json"
+CURVES = Path(__file__).resolve().parents[1] / "golden" / "curves.json"
 # A loss is off the track if it differs from the seeds' mean by more than twice their range, or than
 # twice this many nats.
 LEAST_RANGE = {"train": 0.01, "val": 0.0025}
@@ -165,7 +165,7 @@ def check_vocabulary(run: Run, name: str) -> None:
 def follow(run: Run, name: str) -> tuple[bool, str]:
     """(whether no loss is behind the published track, the report). Raises UserError if nothing can
     be compared."""
-    require(name in RATES, f"--published {name}: choose one of {', '.join(RATES)}")
+    require(name in RATES, f"--record {name}: choose one of {', '.join(RATES)}")
     check_vocabulary(run, name)
     # With whole documents a position sees more: some 0.02 nats (modelled), four times the limit.
     require(
