@@ -29,11 +29,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
 
 import program
 import quantise
 import train_gpt
+from common import image_file, positive
 
 # isort: split
 import torch
@@ -294,8 +295,8 @@ def main() -> None:
     )
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=1000, help="training steps of each model")
-    parser.add_argument("--plot", type=Path, help="plot the losses to this file")
+    parser.add_argument("--steps", type=positive, default=1000, help="training steps of each model")
+    parser.add_argument("--plot", type=image_file, help="plot the losses to this file")
     arguments = parser.parse_args()
     shards = {}
     for split in ("train", "val"):

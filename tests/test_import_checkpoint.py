@@ -434,7 +434,7 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, on
     per_bpb = losses[0] / events["final_average_exact"]["val_bpb"]
     theirs = ["0.50000", f"{0.5 * per_bpb - across:+.5f}", "31,000"]
     assert found["theirs"][1:4] == theirs and "note: theirs is below the weights before" in output
-    assert "sliding" not in events  # the same as in rows
+    assert "final_int6_sliding_window_exact" not in events  # the same as in rows
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.npz"}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import quantise
+import quantisers
 import train_gpt
 from conftest import ROOT, run, user_error
 from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
@@ -359,12 +360,10 @@ def test_each_matrix_is_rounded_once_and_a_table_with_its_damping(
     monkeypatch.setattr(quantise, "GROUP", 1)
     parts = quantise.make_groups(trained, calibration, 8)
     matrices = {"embed", "second", "left", "right", "twice", "conv"}
-    for groups, quantisers in (whole, parts):
+    for groups, made in (whole, parts):
         names = [name.removesuffix(".weight") for group in groups for name in group]
         assert len(names) == len(matrices) and {*names} == matrices
-        damping = {
-            group[0]: one.rule.damping for group, one in zip(groups, quantisers, strict=True)
-        }
+        damping = {group[0]: one.rule.damping for group, one in zip(groups, made, strict=True)}
         assert damping["embed.weight"] == 1.0 and damping["left.weight"] == 0.1
     assert len(whole[0]) == 2 and len(parts[0]) == 6
     head = nn.ModuleList([nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)])
@@ -541,11 +540,17 @@ def test_the_program_rounds_to_several_sizes_from_one_calibration(
     monkeypatch.setattr(quantise, "calibrate", None)
     program(words.replace("3 3.5", "3.5"))
     assert (tmp_path / "a.npz").read_bytes() == first
+    # Without a test text the end of the text is that, and the rest calibrates.
+    seen = []
+    monkeypatch.setattr(quantise, "mean_loss", lambda model, rows: seen.append(rows))
     with user_error("kept is of other weights, text, --rows or --width: delete it"):
-        program(words.replace("64", "63"))
+        program("--bits 3 --rows 63 --calibration kept")
+    _, tokenizer = quantise.read_model(str(folder / "model"))
+    text = (folder / "text").read_text(encoding="utf-8")
+    assert tokenizer.decode(seen[0].flatten())[:200] == text[7200:7400]
 
 
-def test_the_text_of_the_test_is_the_end_and_little_more_than_needed_is_tokenized(folder):
+def test_little_more_of_a_text_is_tokenized_than_needed():
     counts = []
 
     def tokenizer(text, verbose):
@@ -567,10 +572,10 @@ def test_the_text_of_the_test_is_the_end_and_little_more_than_needed_is_tokenize
 @pytest.mark.parametrize(
     "words, name, sentence",
     [
-        ("--bits 3 --width 0", "a.npz", "a width that is not above 0: 0"),
-        ("--bits 3 --rows 0", "a.npz", "a rows that is not above 0: 0"),
-        ("--bits 3 nan", "a.npz", "a size that is not above 0: 3.0 nan"),
-        ("--bytes 0", "a.npz", "a size that is not above 0: 0"),
+        ("--bits 3 --width 0", "a.npz", "width 0: give a number above 0"),
+        ("--bits 3 --rows 0", "a.npz", "rows 0: give"),
+        ("--bits nan", "a.npz", "size nan: give"),
+        ("--bytes 0", "a.npz", "size 0: give"),
         ("--bits 3", ".", ". is a folder: name a file in it"),
         ("--bits 3", "no/a.npz", "no/a.npz cannot be written: make the folder no"),
         ("--bits 3 --calibration no/b", "a.npz", "no/b cannot be written: make the folder no"),
@@ -581,6 +586,13 @@ def test_a_mistake_is_found_before_the_work(program, words, name, sentence, caps
     with pytest.raises(SystemExit, match="2"):
         program(words, name=name)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"quantise.py: error: {sentence}")
+
+
+def test_the_benchmark_refuses_a_plot_before_the_work(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["quantisers.py", "data", "--plot", "no/x.png"])
+    with pytest.raises(SystemExit, match="2"):
+        quantisers.main()
+    assert "no/x.png is in no folder: make no first" in capsys.readouterr().err
 
 
 def test_rows_that_the_model_cannot_read_and_code_of_its_own(

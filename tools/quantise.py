@@ -561,9 +561,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     arguments = parser.parse_args()
     sizes = arguments.bits or arguments.bytes
-    for name, values in (("width", [arguments.width]), ("rows", [arguments.rows]), ("size", sizes)):
-        if not all(0 < value < math.inf for value in values):
-            parser.error(f"a {name} that is not above 0: {' '.join(map(str, values))}")
+    for name, number in (
+        ("width", arguments.width),
+        ("rows", arguments.rows),
+        ("size", min(sizes)),
+    ):
+        if not 0 < number < math.inf:
+            parser.error(f"{name} {number}: give a number above 0")
     arguments.outputs = {}
     for size in sizes:
         suffix = f"_{size:.12g}" if len(sizes) > 1 else ""
