@@ -4426,7 +4426,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
-    if sys.stdout:  # it may be ASCII, and a path may have any bytes
+    # It may be ASCII, and a path may have any bytes. A notebook's is of another class.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     # STOP_SIGNALS raise KeyboardInterrupt, except while `stop_signals` collects them.
     for number in STOP_SIGNALS - {signal.SIGINT}:
