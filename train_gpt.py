@@ -4524,7 +4524,9 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    sys.stdout.reconfigure(errors="backslashreplace")  # a path may have any bytes
+    # It may be ASCII, and a path may have any bytes. A notebook's is of another class.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     on_signals(interrupt)
     try:
         try:

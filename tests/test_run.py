@@ -747,7 +747,6 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     """There a bar replaces the lines of progress; the log file has all lines."""
     screen = io.StringIO()
     screen.isatty = lambda: True
-    screen.reconfigure = lambda **options: None
     monkeypatch.setattr(sys, "stdout", screen)
     knobs = dict(GPTQ_BATCHES=1, VAL_LOSS_EVERY=6, TTT_ENABLED=1, TTT_CHUNK_TOKENS=2000)
     in_process(env(**knobs, RUN_ID="bar"))
