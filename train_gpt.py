@@ -3617,7 +3617,7 @@ class Log(contextlib.AbstractContextManager):
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
             f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
-            ".npz; README.md says how to lengthen a finished run",
+            ".npz; docs/formats.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:

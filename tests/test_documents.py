@@ -6,7 +6,7 @@ import pytest
 
 from conftest import ROOT
 
-FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records"))]
+FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records", "tools"))]
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
 
 

@@ -523,8 +523,9 @@ def test_requirements_are_what_is_imported():
     imported = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     assert set(PINS) <= imported and imported - set(PINS) <= OPTIONAL
     readme = (ROOT / "README.md").read_text()
-    words, *_ = re.findall(r"^ +pip install (.*?)(?:  #.*)?$", readme, re.M)
-    assert words.strip() == "-r requirements.txt"
+    words, *_ = re.findall(r"^pip install (.*?)(?:  #.*)?$", readme, re.M)
+    assert words.strip() == "-r requirements-dev.txt"
+    assert "\n-r requirements.txt\n" in (ROOT / "requirements-dev.txt").read_text()
 
 
 def test_requirements_are_ranges_and_the_constraints_are_in_them():
