@@ -74,151 +74,8 @@ try:
 except ImportError:
     sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
-
-def launched(name: str, default: int) -> int:
-    """The number that a launcher, such as torchrun, has set in this variable."""
-    text = os.environ.get(name, str(default))
-    if not text.isdecimal() or int(text) < min(default, 1):
-        sys.exit(f"error: {name}={text!r} is impossible: unset it, or start with torchrun")
-    return int(text)
-
-
-# Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
-# torchrun --virtual-local-rank.
-PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
-# shell's background the first.
-STOP_SIGNALS = [
-    number
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-]
-
-
-def on_signals(act: Callable | signal.Handlers) -> None:
-    """Set what STOP_SIGNALS do."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, act)
-
-
-def interrupt(number, frame) -> None:
-    """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
-    that, or has failed, and its launcher sent the signal: the others end at once."""
-    if PLACE_IN_NODE:
-        os._exit(128 + number)
-    on_signals(signal.SIG_IGN)
-    raise KeyboardInterrupt(signal.Signals(number))
-
-
-# What a signal does from an error on: it raises nothing, but ends ranks that wait for a sentence.
-ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
-
-
-@contextlib.contextmanager
-def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
-    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
-
-    def note(number, frame):
-        if number == signal.SIGINT and number in received:
-            interrupt(number, frame)
-        received.append(signal.Signals(number))
-
-    on_signals(note)
-    try:
-        yield
-    except UserError as error:
-        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
-            interrupt(received[0], None)
-        raise
-    on_signals(interrupt)
-
-
-def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
-    """Print. Without a reader, as of `| head`, on a full disk or a lost terminal it goes nowhere."""
-    try:
-        print(text, file=stream, end=end, flush=True)
-    except OSError:  # else also at the end, with status 120
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def print_error(sentence: str) -> None:
-    """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
-    the others."""
-    on_signals(ENDING)
-    if PLACE_IN_NODE:
-        time.sleep(5)  # if this rank still runs then, it alone has failed
-    print_to(sys.stderr, f"error: {sentence}")
-
-
-@contextlib.contextmanager
-def importing(requirements: str) -> Iterator[None]:
-    """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
-    try:
-        yield
-    except ImportError as error:
-        install = f"`pip install -r {requirements}`"
-        print_error(f"{error}: run `source .venv/bin/activate` if there is a .venv, or {install}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print_error("interrupted by Ctrl-C")
-        sys.exit(130)
-
-
-with importing("requirements.txt"):
-    import numpy as np
-    import sentencepiece
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
-    import torch.nn.functional as F
-    import zstandard
-    from torch import Tensor, nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.linalg import vector_norm
-
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
-CODE_BYTES = Path(__file__).stat().st_size  # of the script that runs
-# The readable script: a self-extracting copy (tools/pack_code.py) sets the global.
-SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
-
-
-class UserError(ValueError):
-    """An error the user can fix: the variable or file, what was found, and what to do."""
-
-    status = 1  # exit status of the process
-
-
-def require(condition: object, sentence: str) -> None:
-    """Raise UserError(sentence) unless the condition holds."""
-    if not condition:
-        raise UserError(sentence)
-
-
-def error_message(error: BaseException) -> str:
-    """The first line of an exception's message; its type comes first unless the message says it."""
-    # The text of an OSError would repeat its number and file.
-    message = str(getattr(error, "strerror", None) or error)
-    line = message.strip().split("\n")[0][:300]
-    return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
-
-
-@contextlib.contextmanager
-def as_user_error(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
-    """Turn these errors into a UserError: what failed, why, and what to do."""
-    try:
-        yield
-    except errors as error:
-        raise UserError(f"{what}: {error_message(error)}; {advice}") from error
-
-
-def writing(path: str | Path) -> contextlib.AbstractContextManager:
-    """Turn a failed write (folder not writable, disk full) into a UserError."""
-    return as_user_error(
-        f"cannot write {path}", OSError, advice="free space or choose a writable folder"
-    )
 
 
 # ---- Hyperparameters: each knob is declared once -------------------------------------------------
@@ -526,6 +383,151 @@ def knob_help() -> str:
     return "\n".join(lines)
 
 
+# ---- Start: signals, errors, packages ------------------------------------------------------------
+def launched(name: str, default: int) -> int:
+    """The number that a launcher, such as torchrun, has set in this variable."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < min(default, 1):
+        sys.exit(f"error: {name}={text!r} is impossible: unset it, or start with torchrun")
+    return int(text)
+
+
+# Read when torch is loaded. OpenMP threads that spin while they wait slow a busy CPU down tenfold.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
+# torchrun --virtual-local-rank.
+PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
+# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
+# shell's background the first.
+STOP_SIGNALS = [
+    number
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+
+
+def on_signals(act: Callable | signal.Handlers) -> None:
+    """Set what STOP_SIGNALS do."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, act)
+
+
+def interrupt(number, frame) -> None:
+    """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
+    that, or has failed, and its launcher sent the signal: the others end at once."""
+    if PLACE_IN_NODE:
+        os._exit(128 + number)
+    on_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt(signal.Signals(number))
+
+
+# What a signal does from an error on: it raises nothing, but ends ranks that wait for a sentence.
+ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
+
+
+@contextlib.contextmanager
+def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
+
+    def note(number, frame):
+        if number == signal.SIGINT and number in received:
+            interrupt(number, frame)
+        received.append(signal.Signals(number))
+
+    on_signals(note)
+    try:
+        yield
+    except UserError as error:
+        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
+            interrupt(received[0], None)
+        raise
+    on_signals(interrupt)
+
+
+def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
+    """Print. Without a reader, as of `| head`, on a full disk or a lost terminal it goes nowhere."""
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except OSError:  # else also at the end, with status 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def print_error(sentence: str) -> None:
+    """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
+    the others."""
+    on_signals(ENDING)
+    if PLACE_IN_NODE:
+        time.sleep(5)  # if this rank still runs then, it alone has failed
+    print_to(sys.stderr, f"error: {sentence}")
+
+
+@contextlib.contextmanager
+def importing(requirements: str) -> Iterator[None]:
+    """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
+    try:
+        yield
+    except ImportError as error:
+        install = f"`pip install -r {requirements}`"
+        print_error(f"{error}: run `source .venv/bin/activate` if there is a .venv, or {install}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print_error("interrupted by Ctrl-C")
+        sys.exit(130)
+
+
+with importing("requirements.txt"):
+    import numpy as np
+    import sentencepiece
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
+    import torch.nn.functional as F
+    import zstandard
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.linalg import vector_norm
+
+CODE_BYTES = Path(__file__).stat().st_size  # of the script that runs
+# The readable script: a self-extracting copy (tools/pack_code.py) sets the global.
+SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
+
+
+class UserError(ValueError):
+    """An error the user can fix: the variable or file, what was found, and what to do."""
+
+    status = 1  # exit status of the process
+
+
+def require(condition: object, sentence: str) -> None:
+    """Raise UserError(sentence) unless the condition holds."""
+    if not condition:
+        raise UserError(sentence)
+
+
+def error_message(error: BaseException) -> str:
+    """The first line of an exception's message; its type comes first unless the message says it."""
+    # The text of an OSError would repeat its number and file.
+    message = str(getattr(error, "strerror", None) or error)
+    line = message.strip().split("\n")[0][:300]
+    return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
+
+
+@contextlib.contextmanager
+def as_user_error(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+    """Turn these errors into a UserError: what failed, why, and what to do."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{what}: {error_message(error)}; {advice}") from error
+
+
+def writing(path: str | Path) -> contextlib.AbstractContextManager:
+    """Turn a failed write (folder not writable, disk full) into a UserError."""
+    return as_user_error(
+        f"cannot write {path}", OSError, advice="free space or choose a writable folder"
+    )
+
+
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
 class Matrix(NamedTuple):
     """A kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
@@ -559,10 +561,8 @@ class Matrix(NamedTuple):
 #     up        the stream; GPT.mlp norms what it makes   the layer scale
 #     down      the hidden units                          `mlp_scale`
 #
-# A matrix of a new shape is a row with a bank name of its own, and with its sizes in
-# `Matrix.shape`. The rest follows: parameter, Muon, checkpoint, Hessian and export. The forward
-# multiplies by it with `call.linear(x, NAME)`. It is always in the model: to compare without it,
-# run a copy of the script. A new row changes the initial embedding of a seed.
+# The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
+# Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
     Matrix("q", "qo_bank", hessian="q", normed=True),
     Matrix("out", "qo_bank", hessian="out", zero=True, gain="attn_scale"),
@@ -700,6 +700,11 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
     square = v.float().square().sum(dim=-1, keepdim=True).clamp(min=1e-24)
     along = (grouped * v).sum(dim=-1, keepdim=True) / square
     return (grouped - along * v).to(y.dtype).flatten(2, 3)
+
+
+def activation(z: Tensor, slope: float) -> Tensor:
+    """The MLP's, a squared leaky ReLU (#493). `mlp_kernel` has it and its derivative, too."""
+    return F.leaky_relu(z, slope).square()
 
 
 def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
@@ -878,14 +883,13 @@ class GPT(nn.Module):
     def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
         """The MLP of rms_norm(stream), (B, T, D), with a squared leaky ReLU (#1948).
 
-        The activation f is written three times: here, in `plain_mlp` and in `mlp_kernel`. All need
-        f(c z) = c^2 f(z) for c > 0: then the norm is one factor after f. With another f, give "up"
-        rms_norm(stream) instead, drop `scale`, and let FUSED_MLP be 0."""
+        As `activation` has f(c z) = c^2 f(z) for c > 0, the norm is one factor after it. With
+        another f, give "up" rms_norm(stream) instead, drop `scale`, and let FUSED_MLP be 0."""
         scale = 1 / mean_square(stream)  # the square of the norm's factor
         if self.fused_mlp and not (call.hook or call.factors):
             y = self.fused_mlp(stream, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = F.leaky_relu(call.linear(stream, "up"), self.hp.mlp_slope).square() * scale
+            hidden = activation(call.linear(stream, "up"), self.hp.mlp_slope) * scale
             y = call.linear(hidden.to(self.dtype), "down")
         if "mlp.a" in call.factors:
             y = call.adapt(y, rms_norm(stream), "mlp")
@@ -1028,9 +1032,8 @@ class BankShard:
         more   one            `grad`         `grad`       its own
         more   several        fp32           `grad`       its own
 
-    New state of Muon is another entry of `state`, but "weight" and "average" are taken. Then
-    checkpoints and the warm-up restore it. All ranks need the same entries, but `transposed` is
-    None on some: state per output is two entries, (r, a, 1) and (r, 1, b).
+    Checkpoints and the warm-up restore each entry of `state`, which all ranks must have. For a new
+    one see docs/experiment.md.
     """
 
     def __init__(self, name: str, model: GPT, weights: Tensor, comm: Comm, accumulate: bool):
@@ -4481,7 +4484,7 @@ class FusedMLP(torch.autograd.Function):
 
 def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) -> Tensor:
     """The MLP of `FusedMLP`, for x (B, T, D) and scale (B, T, 1), as the model writes it."""
-    hidden = F.leaky_relu(F.linear(x, up), slope).square() * scale
+    hidden = activation(F.linear(x, up), slope) * scale
     return F.linear(hidden.to(x.dtype), down)
 
 
