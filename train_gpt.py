@@ -1040,22 +1040,26 @@ class BankShard:
         bank = getattr(model, name)
         self.rows = bank.size(0)  # R
         owned = math.ceil(self.rows / comm.size)  # r
-        self.mine = slice(comm.rank * owned, (comm.rank + 1) * owned)  # rows that this rank owns
+        self.own_places = slice(
+            comm.rank * owned, (comm.rank + 1) * owned
+        )  # rows that this rank owns
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
         full[: self.rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
         bank.data = self.padded[: self.rows]
-        self.owned_rows = self.padded[self.mine]
-        self.master = full[self.mine].clone()
+        self.owned_rows = self.padded[self.own_places]
+        self.master = full[self.own_places].clone()
         self.state = {"momentum": torch.zeros_like(self.master)}
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
         # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
         self.comm_buffer = self.grad_sum if comm.size == 1 else self.grad
-        shard = self.comm_buffer[self.mine]
+        shard = self.comm_buffer[self.own_places]
         self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        rows = np.arange(len(full))[self.mine].clip(max=self.rows - 1)  # padding is like the last
+        rows = np.arange(len(full))[self.own_places].clip(
+            max=self.rows - 1
+        )  # padding is like the last
         kinds = [BANKS[name][row // model.hp.num_layers] for row in rows]
         scales = [max(1.0, out / into) ** 0.5 for out, into in (k.shape(model.hp) for k in kinds)]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
@@ -1238,7 +1242,7 @@ class ParallelMuon:
         if shard is None:
             tensor.copy_(source)
         else:
-            rows = source[shard.mine]
+            rows = source[shard.own_places]
             tensor[: len(rows)] = rows  # padding rows stay zero
 
 
@@ -1543,8 +1547,8 @@ class Run:
         """Log the score of the weights before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
-        way = validation_pass(self.hp, looping)
-        score = way.run(self.make_scorer, self.log, "validation")
+        scoring = validation_pass(self.hp, looping)
+        score = scoring.run(self.make_scorer, self.log, "validation")
         self.log_progress(
             "val",
             step,
@@ -1821,8 +1825,8 @@ class Evaluator:
             members = windows[:3, sizes == n]
             # Full batches: the windows that fill the last one score [0, 0), nothing.
             members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))
-            mine = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
-            table = torch.from_numpy(mine)
+            own = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
+            table = torch.from_numpy(own)
             if self.nats.is_cuda:
                 table = table.pin_memory()  # or the host would wait for the copy
             batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
@@ -1923,7 +1927,7 @@ def ttt_sgd(scorer: Evaluator) -> None:
     hp, comm, targets = scorer.hp, scorer.runtime.comm, scorer.val.targets
     size = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    _, first, _, _ = windows
+    _start, first, _stop, _n = windows
     edges = np.searchsorted(first, range(size, targets, size))
     *chunks, last = np.split(windows, edges, axis=1)
     if not chunks:
@@ -1959,9 +1963,9 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
     chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
     sequences = chunk.unfold(0, length + 1, length)
-    mine = sequences[runtime.comm.rank :: runtime.comm.size].long()
+    own = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(count_numbers(parameters), device=runtime.device)
-    for rows in mine.split(max(1, runtime.micro_batch_tokens // length)) if len(mine) else ():
+    for rows in own.split(max(1, runtime.micro_batch_tokens // length)) if len(own) else ():
         loss = scorer.forward(
             rows[:, :-1], rows[:, 1:], config=scorer.config, refused=scorer.val.refused
         )
@@ -2000,9 +2004,9 @@ def ttt_lora(scorer: Evaluator) -> None:
     comm = scorer.runtime.comm
     spans = scorer.val.spans(documents=True)
     done = np.zeros(len(spans), np.int64)  # targets scored of each document
-    mine = np.arange(len(spans))[comm.rank :: comm.size]
+    own = np.arange(len(spans))[comm.rank :: comm.size]
     adapter = lora_adapter(scorer.hp, scorer.runtime.device)
-    for batch in np.split(mine, range(LORA_BATCH, len(mine), LORA_BATCH)):
+    for batch in np.split(own, range(LORA_BATCH, len(own), LORA_BATCH)):
         state = LoraState(spans[batch], adapter)
         for begin, stop in lora_chunks(scorer.hp, state.lengths.max()):
             if out_of_time(scorer):
@@ -2021,7 +2025,7 @@ def score_rest(scorer: Evaluator, spans: np.ndarray, done: np.ndarray) -> None:
     scored the first `done` (S,) targets of each."""
     done = np.sum(scorer.runtime.comm.gather(done), axis=0)
     windows = plan_windows(spans, scorer.window, scorer.stride)
-    _, first, stop, _ = windows  # views
+    _start, first, stop, _n = windows  # views
     document = np.searchsorted(spans[:, 0], first, side="right") - 1
     first[:] = np.maximum(first, (spans[:, 0] + done)[document])
     left = first < stop
@@ -2180,14 +2184,14 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
 
 def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
     """Compile what the final scores run."""
-    for way in final_passes(hp).values():
-        way.warm_up(make_scorer(way.config, way.stride))
+    for scoring in final_passes(hp).values():
+        scoring.warm_up(make_scorer(scoring.config, scoring.stride))
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
     """Log the final scores. Returns the last one, for the end of the log."""
-    for name, way in final_passes(hp).items():
-        score = way.run(make_scorer, log, name)
+    for name, scoring in final_passes(hp).items():
+        score = scoring.run(make_scorer, log, name)
         score.log(log, f"final_int6_{name}_exact")
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
@@ -2684,12 +2688,12 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     )
     with reading_artifact(path):
         blob = read_small(path)
-        header, made, _, _ = open_artifact(blob)
+        header, stored, _, _ = open_artifact(blob)
     roles = knobs_with("model", "evaluation")
-    environ = {name.upper(): str(getattr(made, name)) for name in roles} | environ
+    environ = {name.upper(): str(getattr(stored, name)) for name in roles} | environ
     # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
     for field in KNOBS:
-        here, there = parse(field, environ), getattr(made, field.name)
+        here, there = parse(field, environ), getattr(stored, field.name)
         require(
             field.metadata["role"] != "model" or here == there,
             f"{field.name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: "

@@ -185,7 +185,7 @@ def test_collectives_wait_for_what_they_need(hyperparameters, monkeypatch):
 
     monkeypatch.setattr(Comm, "start", start)
     set_gradients(model, 1)
-    expected = {name: 3 * shard.grad[shard.mine] for name, shard in optimizer.banks.items()}
+    expected = {name: 3 * shard.grad[shard.own_places] for name, shard in optimizer.banks.items()}
     flat = 3 * optimizer.flat_grad
     optimizer.reduce_gradients()
     assert not in_flight and torch.equal(optimizer.flat_grad, flat)
@@ -212,7 +212,7 @@ def test_every_row_of_a_bank_has_one_owner(hyperparameters, size, monkeypatch):
             assert len(shard.padded) == shard.rows + -shard.rows % size and (shard.scale >= 1).all()
             assert getattr(model, bank).data_ptr() == shard.padded.data_ptr()
             assert getattr(model, bank).grad.data_ptr() == shard.grad.data_ptr()
-            assert shard.owned_rows.data_ptr() == shard.padded[shard.mine].data_ptr()
+            assert shard.owned_rows.data_ptr() == shard.padded[shard.own_places].data_ptr()
     masters = [one.banks["qo_bank"].master for one in ranks]
     owned = [one.tensors()[name] for one in ranks]
     sums = [rows.sum((1, 2), keepdim=True) for rows in owned]  # state of another shape
