@@ -799,9 +799,8 @@ class GPT(nn.Module):
         """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
         loss in nats () or, with reduction "none", each loss (B, n).
 
-        `refused` (V, V) says which token, by column, is a million times less likely after which
-        one, by row. An `adapter` adds
-        low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
+        `refused` (V, V): after token a, token b is a million times less likely if refused[a, b].
+        An `adapter` adds low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
         eager mode only."""
         hp = self.hp
         config = config or ForwardConfig(hp.layer_order())
@@ -1753,7 +1752,7 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
     all its targets. The others are `stride` apart and score their last `stride`. Of a window, only
     `stop` depends on the end of the span, so no loss does.
 
-    A matrix, as there may be a million windows: they are cut into chunks, grouped by n and copied
+    A matrix, because there can be a million windows: they are cut into chunks, grouped by n and copied
     to a device without a loop. `start, first, stop, n = windows` names its rows."""
     windows = []
     for begin, end in spans:
@@ -2202,7 +2201,7 @@ SEGMENT = 64  # rows of a column that share a path through the trellis
 
 
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
-    """Positive, and without the last bits of fp32: few different steps compress well. Rounded as
+    """Positive, and without the last bits of fp32: fewer distinct steps compress better. Rounded as
     integers, as a compiler could drop two casts."""
     rounded = (steps.clamp(min=1e-18).view(torch.int32) + (1 << (dropped - 1))) & -(1 << dropped)
     return rounded.view(torch.float32)
@@ -2273,7 +2272,7 @@ class Calibration:
 
     @torch.no_grad()
     def __call__(self, name: str, layer: int, x: Tensor) -> None:
-        # The MLP normalises behind its first matrix, so x is not normalised yet.
+        # The MLP normalises after its first product, so x is not normalised yet.
         rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
@@ -2770,7 +2769,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
         if hp.ema_enabled and initial > 0.1:
-            log(f"note: {initial:.0%} of the average is the initial weights: lower EMA_DECAY")
+            log(f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY")
         before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
         before.log(log, "final_average_exact")
         seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
@@ -3016,7 +3015,7 @@ class TokenStream:
             require(
                 largest < self.vocab_size,
                 f"shard {path} holds token {largest}, but VOCAB_SIZE={self.vocab_size}: "
-                "set that of the data",
+                "set VOCAB_SIZE to match the data",
             )
             pieces.append(tokens)
             start += n
