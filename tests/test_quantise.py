@@ -145,7 +145,7 @@ def test_what_is_not_rounded_is_stored_exactly_or_in_fp16(trained, packed, tmp_p
 
 def odd() -> nn.Module:
     """With tensors that have no numbers, and some that fp16 would change."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(2, 4), nn.Embedding(0, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(2, 4), nn.Embedding(3, 0))
     model.small = nn.Parameter(torch.tensor([1e-6, 1e-9]))
     model.complex = nn.Parameter(torch.tensor([1 + 2j], dtype=torch.complex64))
     model.empty = nn.Parameter(torch.empty(3, 0))
@@ -293,15 +293,22 @@ def test_weights_that_are_used_without_their_module():
 
 def test_a_compiled_model_is_treated_as_before_it_was_compiled(trained, packed, tmp_path):
     """Whole or in part, also if it has run: the same sums, and the same names in files."""
-    rows = texts(2, seed=2)
+    rows, graphs = texts(2, seed=2), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
     expected = quantise.calibrate(trained, rows, nats)
     part = Model()
     part.load_state_dict(trained.state_dict())
-    part.left = torch.compile(part.left, backend="eager")
+    part.left = torch.compile(part.left, backend=backend)
     (tmp_path / "a.npz").write_bytes(packed)
-    for model in (torch.compile(trained, backend="eager"), part):
+    for model in (torch.compile(trained, backend=backend), part):
         nats(model, rows[0])
+        compiled = len(graphs)
         found = quantise.calibrate(model, rows, nats)
+        assert len(graphs) == compiled
         for name, squares in expected.squares.items():
             torch.testing.assert_close(found.squares[name], squares)
             torch.testing.assert_close(found.hessian(name, 5), expected.hessian(name, 5))
@@ -605,11 +612,13 @@ def test_rows_that_the_model_cannot_read_and_code_of_its_own(
         program("--bits 3")
     own = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
     (tmp_path / "config.json").write_text(json.dumps(own))
-    monkeypatch.setattr("builtins.input", None)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *prompt: asked.append(prompt) or "n")
     with user_error(
         "cannot load .*; give a folder that save_pretrained has written, of a model th"
     ):
         quantise.read_model(str(tmp_path))
+    assert not asked
 
 
 def test_the_loss_is_that_of_transformers():
