@@ -2769,7 +2769,9 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         log(f"exporting {averaged}")
         initial = hp.ema_decay**run.average.samples
         if hp.ema_enabled and initial > 0.1:
-            log(f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY")
+            log(
+                f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY"
+            )
         before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
         before.log(log, "final_average_exact")
         seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail

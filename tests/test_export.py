@@ -629,6 +629,18 @@ def test_a_knob_younger_than_the_artifact_has_its_default(model, packed):
     train_gpt.load_artifact(blob)
 
 
+def test_an_artifact_with_older_names_of_knobs_is_read(model, packed):
+    def change(header):
+        header["row_range"] = {"sensitivity": "sdclip"}[header.pop("rounding")]
+        header["model"] |= {
+            "skip_gates": header["model"].pop("skips") == "gates",
+            "skip_lerp": False,
+        }
+
+    blob = rewritten(packed, change)
+    assert train_gpt.open_artifact(blob)[1] == train_gpt.open_artifact(packed)[1]
+
+
 def setter(value, *path):
     """A function that sets this place of a header."""
 

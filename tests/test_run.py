@@ -71,7 +71,9 @@ def test_log_lines_are_those_that_tools_read(finished):
     assert [flag for _, flag in switched] == [str(int(float(scale) < 0.6)) for scale, _ in switched]
     assert ("0.2500", "1") in switched
     # The default decay of 0.997 keeps the initial weights for hundreds of steps.
-    assert re.search(r"\nexporting EMA of .*\nnote: initial weights still make up 9\d% of the average", log)
+    assert re.search(
+        r"\nexporting EMA of .*\nnote: initial weights still make up 9\d% of the average", log
+    )
 
 
 ELF = OSError("/c/x.main.so: file too short")
@@ -509,7 +511,10 @@ def test_the_average_is_what_is_scored_and_exported(script):
     first, last, averaged, exported = map(float, found)
     assert abs(last - first) > 0.1
     assert averaged == pytest.approx(first, abs=1e-4) and exported == pytest.approx(first, abs=0.02)
-    assert "note: initial weights still make up 100% of the average: lower EMA_DECAY\n" in result.stdout
+    assert (
+        "note: initial weights still make up 100% of the average: lower EMA_DECAY\n"
+        in result.stdout
+    )
 
 
 def test_micro_batches_do_not_change_the_step(run_of):
