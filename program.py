@@ -2,6 +2,7 @@
 import it before all other modules, so that Ctrl-C while those are imported is one sentence, too."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -78,14 +79,16 @@ def is_writable(path: Path) -> bool:
 
 def cores() -> int:
     """The CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    linux = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
 
 
 def run_program(main: Callable[[], object]) -> None:
     """Call a program's `main`. A user's mistake, a missing package, Ctrl-C or a full disk behind
     standard output is one sentence; if nobody reads that output, as in `| head`, there is none."""
     # An accent where only ASCII is printed; a name that is not UTF-8
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is of another class
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             with importing("requirements-dev.txt"):

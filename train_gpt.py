@@ -2574,7 +2574,7 @@ def pack_artifact(
     }
     file = io.BytesIO()
     np.savez(file, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
-    return comm.broadcast(file.getvalue())  # a node's other liblzma would pack other bytes
+    return file.getvalue()
 
 
 def fit_bytes(
@@ -3387,7 +3387,7 @@ def zstd_unpack(blob: bytes, most: int) -> bytes:
     """The inverse of `zstd_pack`, like `lzma_unpack`."""
     frame = zstandard.get_frame_parameters(blob)
     require(
-        frame.content_size == frame.window_size <= most,  # the window is memory, too
+        frame.window_size <= frame.content_size <= most,  # the window is memory, too
         f"a frame states no size of at most {most} bytes",
     )
     return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
@@ -3424,7 +3424,7 @@ def ans_package():
     with as_user_error(
         "COMPRESSOR=ans",
         ImportError,
-        advice="run `pip install constriction`, or train with COMPRESSOR=lzma or COMPRESSOR=zstd",
+        advice="run `pip install constriction`; COMPRESSOR=lzma or zstd trains without it",
     ):
         import constriction
     return constriction
@@ -3706,9 +3706,12 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def __exit__(self, kind, error, trace) -> None:
         """Wait for the file that is being written: the process may end without its threads."""
-        if error:
-            on_signals(ENDING)
-        self.written.result()
+        if not error:
+            self.written.result()
+            return
+        on_signals(ENDING)
+        with contextlib.suppress(TimeoutError):  # of a disk that hangs
+            self.written.exception(timeout=60)
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
@@ -4100,11 +4103,15 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     else:
         needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
         needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
-    if sys.platform == "linux":
+    if sys.platform == "linux" and all(needs.values()):
         from torch._inductor.runtime.cache_dir_utils import cache_dir  # a slow import
 
-        noexec = os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
-        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={cache_dir()}"] = not noexec
+        try:
+            usable = not os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
+        except OSError:
+            usable = False
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by `cache_dir`
+        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={folder}"] = usable
     missing = ", ".join(name for name, found in needs.items() if not found)
     if not missing:
         return True, ()
@@ -4541,8 +4548,9 @@ def main() -> None:
             if artifact := os.environ.get("EVAL_ONLY", "").strip():
                 return evaluate_only(os.environ, artifact)
             return train_and_score(Hyperparameters.from_env(os.environ))
-        finally:
+        except BaseException:
             on_signals(ENDING)
+            raise
     except UserError as error:
         status, sentence = error.status, str(error)
     except RuntimeError as error:

@@ -66,11 +66,6 @@ def held_out(texts: dict[str, str], val_bytes: int) -> list[str]:
 
 def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> str:
     """Make the data in `folder` unless it exists. Returns a description of it. Raises UserError."""
-    with shards.locked(folder):
-        return _build(folder, library, val_bytes)
-
-
-def _build(folder: Path, library: Path, val_bytes: int) -> str:
     texts = documents(library)
     digest = hashlib.sha256(
         "\0".join(f"{name}\0{text}" for name, text in texts.items()).encode()
@@ -80,24 +75,30 @@ def _build(folder: Path, library: Path, val_bytes: int) -> str:
     before = manifest.get("made_by") if manifest else None
     if before == made_by:
         return f"already there: {json.dumps(manifest['splits'])}"
-    ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
-    if not ours and tokenize_text.content(folder):
-        raise UserError(
-            f"{folder} holds something else than the demonstration's data: choose another folder"
-        )
+    with shards.locked(folder):
+        ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
+        if not ours and tokenize_text.content(folder):
+            raise UserError(
+                f"{folder} holds something else than the demonstration's data: choose another folder"
+            )
+        return make(folder, texts, val_bytes, made_by)
+
+
+def make(folder: Path, texts: dict[str, str], val_bytes: int, made_by: dict) -> str:
+    """Make the data in a locked folder. Returns a description of it. Raises UserError."""
     started = time.perf_counter()
     first = held_out(texts, val_bytes)
     if not first or len(first) == len(texts):
         raise UserError(
-            f"{library} has {len(texts)} texts, too few for both splits: use a complete Python installation "
-            "or another --val-bytes"
+            f"the library has {len(texts)} texts, too few for both splits: use a complete Python "
+            "installation or another --val-bytes"
         )
     names = first + [name for name in texts if name not in set(first)]
     with tempfile.TemporaryDirectory() as temporary, tokenize_text.new_folder(folder, True) as new:
         path = Path(temporary, "documents.jsonl")
         path.write_text("".join(json.dumps({"text": texts[name]}) + "\n" for name in names))
         options = tokenize_text.Options(
-            vocab_size=VOCAB_SIZE, val_docs=len(first), workers=tokenize_text.cores()
+            vocab_size=VOCAB_SIZE, val_docs=len(first), workers=program.cores()
         )
         reading = tokenize_text.Reading()
         tally = tokenize_text.build([path], new, options, reading, made_by=made_by)

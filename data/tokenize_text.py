@@ -342,12 +342,6 @@ def encode_chunk(tokenizer: str, reading: Reading, chunk: list[Record]) -> Encod
     return encoder(tokenizer, reading).encode(chunk)
 
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    linux = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
-
-
 def begin_worker() -> None:
     """Leave Ctrl-C to the main process: a worker that it ends would print a traceback or hold a
     queue's lock. End with the main process, even if that is killed."""
@@ -649,7 +643,8 @@ def new_folder(out: Path, force: bool) -> Iterator[Path]:
 
 def unwind(number: int, frame: object) -> None:
     """A signal handler: end the program in order."""
-    signal.signal(number, signal.SIG_IGN)  # it may be repeated
+    for each in UNWOUND:
+        signal.signal(each, signal.SIG_IGN)  # it may be repeated
     sys.exit(128 + number)
 
 
@@ -806,7 +801,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=int,
-        default=cores(),
+        default=program.cores(),
         help="processes (default: the CPU cores that this one may use)",
     )
     parser.add_argument("--force", action="store_true", help="replace the shards in --out")

@@ -578,14 +578,6 @@ def test_numpy_alone_opens_an_artifact(model, packed):
     assert exported(weights_of(model), model.hp) == packed
 
 
-def test_all_ranks_have_the_file_of_rank_0(model):
-    """The library that packs it may be another one on another node."""
-    quantisers, comm = train_gpt.make_quantisers(weights_of(model), model.hp, {}), train_gpt.Comm()
-    comm.broadcast = lambda blob: b"rank 0"
-    arguments = model.hp, quantisers, {}, train_gpt.FINEST, comm
-    assert train_gpt.pack_artifact(weights_of(model), *arguments) == b"rank 0"
-
-
 @pytest.mark.parametrize("coder", ["lzma", "zstd"])
 def test_a_run_needs_constriction_only_for_ans(coder, env, tmp_path):
     """Training, export and EVAL_ONLY where its import fails."""
@@ -606,7 +598,7 @@ def test_without_constriction_the_default_is_refused_before_the_run(
     monkeypatch.setitem(sys.modules, "constriction", None)
     path = tmp_path / "a.xz"
     path.write_bytes(packed)
-    advice = "run `pip install constriction`, or train with COMPRESSOR=lzma or COMPRESSOR=zstd"
+    advice = "run `pip install constriction`; COMPRESSOR=lzma or zstd trains without it"
     with user_error(f"^COMPRESSOR=ans: ModuleNotFoundError: .*; {advice}$"):
         train_gpt.train_and_score(hyperparameters())
     with user_error(f"a.xz cannot be used: COMPRESSOR=ans: .*; {advice}"):

@@ -583,9 +583,9 @@ def test_little_more_of_a_text_is_tokenized_than_needed():
         ("--bits 3 --rows 0", "a.npz", "rows 0: give"),
         ("--bits nan", "a.npz", "size nan: give"),
         ("--bytes 0", "a.npz", "size 0: give"),
-        ("--bits 3", ".", ". is a folder: name a file in it"),
-        ("--bits 3", "no/a.npz", "no/a.npz cannot be written: make the folder no"),
-        ("--bits 3 --calibration no/b", "a.npz", "no/b cannot be written: make the folder no"),
+        ("--bits 3", ".", ". is a folder: add the name of a file"),
+        ("--bits 3", "no/a.npz", "no/a.npz is in no folder: make no first"),
+        ("--bits 3 --calibration no/b", "a.npz", "no/b is in no folder: make no first"),
     ],
 )
 def test_a_mistake_is_found_before_the_work(program, words, name, sentence, capsys, monkeypatch):

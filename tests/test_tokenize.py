@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import sentencepiece
 
+import program
 import caseops
 import inspect_shards
 import shards
@@ -630,7 +631,7 @@ def test_workers_are_as_many_as_cores_may_be_used(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 9}, raising=False)
     assert tokenize_text.parse_arguments().workers == 3
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
-    assert tokenize_text.cores() == os.cpu_count()
+    assert program.cores() == os.cpu_count()
 
 
 @pytest.mark.parametrize(

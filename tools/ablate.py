@@ -155,7 +155,6 @@ def proportional(width: int, tokens_per_weight: float) -> dict[str, str]:
         "WARMUP_STEPS": 2,
         "VAL_LOSS_EVERY": 0,
         "CHECKPOINT_EVERY": "300s",
-        "RESUME": "auto",
     }
     hp = configured(knobs | os.environ)
     weights = sum(tensor.numel() for tensor in train_gpt.meta_parameters(hp).values())
@@ -255,7 +254,7 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
     environments = {name: environment(arguments, one) for name, one in variants.items()}
     turns = [(name, seed) for seed in arguments.seeds for name in variants]
     planned = [
-        environments[name] | {"SEED": str(seed), "RUN_ID": f"{name}_seed{seed}"}
+        environments[name] | {"SEED": str(seed), "RUN_ID": f"{name}_seed{seed}", "RESUME": "auto"}
         for name, seed in turns
     ]
     for environ in planned:

@@ -541,6 +541,8 @@ def adopt(arguments: argparse.Namespace) -> None:
             paths = [Path(f"{log.path}-{size}.npz") for size in arguments.bytes]
         if runtime.comm.rank == 0:
             train_gpt.require_space(hp)
+            there = [str(name) for name in paths if name.exists()]
+            require(not there, f"{' '.join(there)} would be replaced: set another RUN_ID")
             for name in (*paths, train_gpt.ARTIFACT):
                 with train_gpt.writing(name):  # now, not after the work
                     trial = Path(f"{name}.xxxxxxxx.partial")  # no name is longer

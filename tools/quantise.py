@@ -542,10 +542,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("folder", help="model and tokenizer, as save_pretrained writes them")
     add = parser.add_argument
-    add("--text", type=Path, required=True, help="its first nine tenths calibrate")
     add(
-        "--test-text", type=Path, help="to measure with; default: the last tenth of --text, and all"
+        "--text",
+        type=Path,
+        required=True,
+        help="calibrates: all of it with --test-text, else its first nine tenths",
     )
+    add("--test-text", type=Path, help="measures; default: the last tenth of --text")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--bits", type=float, nargs="+", help="of a file, per parameter, at most")
     group.add_argument("--bytes", type=int, nargs="+", help="of a file, at most")
@@ -564,7 +567,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, number in (
         ("width", arguments.width),
         ("rows", arguments.rows),
-        ("size", min(sizes)),
+        *(("size", size) for size in sizes),
     ):
         if not 0 < number < math.inf:
             parser.error(f"{name} {number}: give a number above 0")
@@ -575,10 +578,10 @@ def parse_arguments() -> argparse.Namespace:
         arguments.outputs[path] = size
     kept = arguments.calibration
     for path in [*arguments.outputs, *([kept] if kept and not kept.is_file() else [])]:
-        if path.is_dir():
-            parser.error(f"{path} is a folder: name a file in it")
-        if not os.access(path.parent, os.W_OK):
-            parser.error(f"{path} cannot be written: make the folder {path.parent}, or open it")
+        try:
+            program.output_file(str(path))
+        except argparse.ArgumentTypeError as error:
+            parser.error(str(error))
     return arguments
 
 
