@@ -177,6 +177,7 @@ def test_an_interrupted_ablation_keeps_its_folder(tmp_path, monkeypatch):
 
     def execute(command, environ, quiet, folder):
         started.append(environ["RUN_ID"])
+        assert environ["RESUME"] == "auto"  # else an artifact that was not scored would protect it
         # The pool's thread may take one more run before it learns of the failure
         time.sleep(0.2 * (len(started) > 1))
         Path(folder, "checkpoints").mkdir()

@@ -427,7 +427,7 @@ FRAMES = {  # of 21,600 bytes; byte 4 of a frame says which fields follow: here 
     "checksum": ("doesn't match checksum", lambda frame, raw: flipped(frame, -1)),
     "a byte more": ("1 bytes of unused data", lambda frame, raw: frame + b"x"),
     "two frames": ("bytes of unused data", lambda frame, raw: frame + frame),
-    "a skippable frame": (NO_SIZE, lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame),
+    "a skippable frame": ("ZstdError: decompression error", lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame),
     "another magic": ("Unknown frame descriptor", lambda frame, raw: b"x" + frame[1:]),
 }
 # fmt: on
@@ -440,6 +440,9 @@ def test_a_forged_frame_is_refused_before_memory_is_filled(kind):
     frame = zstandard.ZstdCompressor(level=22, write_checksum=True).compress(raw)
     assert train_gpt.zstd_pack(raw) == frame and train_gpt.zstd_unpack(frame, 21600) == raw
     assert len(raw) == 21600 and frame[4] == 0x64
+    smaller = zstandard.ZstdCompressionParameters(window_log=10)  # as above 128 MiB
+    smaller = zstandard.ZstdCompressor(compression_params=smaller).compress(raw)
+    assert train_gpt.zstd_unpack(smaller, 21600) == raw
     forged = forge(frame, raw)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with user_error(f"a.xz cannot be used: .*{message}"), train_gpt.reading_artifact("a.xz"):

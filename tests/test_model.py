@@ -384,6 +384,9 @@ def test_a_cache_folder_from_which_nothing_can_run(tmp_path, monkeypatch):
         with user_error(f"needs the right .*{tmp_path}/new:") if flags else nullcontext():
             train_gpt.choose_compile("auto", gpu)
     assert re.match(r"not compiled, .*: the right to run .*/new is missing", notes[0])
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    assert train_gpt.choose_compile("auto", cpu)[0] is False, "it cannot be made"
 
 
 def test_dtype_is_bf16_only_where_it_is_fast(monkeypatch):

@@ -580,6 +580,7 @@ def test_little_more_of_a_text_is_tokenized_than_needed():
     "words, name, sentence",
     [
         ("--bits 3 --width 0", "a.npz", "width 0: give a number above 0"),
+        ("--bits 3.5 nan", "a.npz", "size nan: give a number above 0"),
         ("--bits 3 --rows 0", "a.npz", "rows 0: give"),
         ("--bits nan", "a.npz", "size nan: give"),
         ("--bytes 0", "a.npz", "size 0: give"),
