@@ -28,8 +28,10 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import venv
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -39,7 +41,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 import program
 import flops
 import scaling
-from train_gpt import Hyperparameters, UserError
+from train_gpt import BANKS, Hyperparameters, UserError, bank_shape
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 # 7 GB per version of torch
@@ -471,17 +473,50 @@ def price_updates(launches: list[dict]) -> dict[str, dict]:
     return {"updates": {way: round(1e3 * time, 4) for way, time in ways.items()}}
 
 
-def finish(words: list[str], times: dict[str, float]) -> float:
-    """Seconds of an update, as CUDA's streams run it. "NAME" keeps the device busy, ">NAME" queues a
-    collective behind those before it and what the device has to do, "<NAME" lets the device wait."""
-    device, link, ended = 0.0, 0.0, {}
+class Span(NamedTuple):
+    """A word of `time_line`, and its seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+def time_line(words: list[str], times: dict[str, float]) -> list[Span]:
+    """An update, as CUDA's streams run it. "NAME" keeps the device busy, ">NAME" queues a collective
+    behind those before it and what the device has to do, "<NAME" lets the device wait."""
+    device, link, ended, spans = 0.0, 0.0, {}, []
     for word in words:
-        name = word.lstrip("<>")
+        name, start = word.lstrip("<>"), device
         if word[0] == ">":
-            link = ended[name] = max(link, device) + times[name]
+            start = max(link, device)
+            end = link = ended[name] = start + times[name]
         else:
-            device = max(device, ended[name]) if word[0] == "<" else device + times[name]
-    return device
+            end = device = max(device, ended[name]) if word[0] == "<" else device + times[name]
+        spans.append(Span(word, start, end))
+    return spans
+
+
+def finish(words: list[str], times: dict[str, float]) -> float:
+    """Seconds until the device has done all of `words`."""
+    return max(span.end for span in time_line(words, times) if span.word[0] != ">")
+
+
+def draw(hp: Hyperparameters, ranks: int, spans: list[Span]) -> None:
+    """Print which rank owns which rows of the banks, and a bar for each piece of work."""
+    print(f"\nrows of the banks by rank, 0 to {ranks - 1}; -: padding")
+    for bank, kinds in BANKS.items():
+        rows, *shape = bank_shape(bank, hp)
+        owned = -(-rows // ranks)
+        letters = "".join(kind.name[0] * hp.num_layers for kind in kinds)
+        shards = textwrap.wrap(letters.ljust(owned * ranks, "-"), owned)
+        print(f"  {bank:10}{f'({rows}, {shape[0]}, {shape[1]})':16}{' '.join(shards)}")
+    print("\nus from the end of backward on, of our order; #: device, =: links")
+    scale = 60 / max(span.end for span in spans)
+    for word, start, end in spans:
+        if word[0] != "<":
+            first, last = round(start * scale), round(end * scale)
+            bar = " " * first + "#="[word[0] == ">"] * max(1, last - first)
+            print(f"  {word.lstrip('>'):18}{1e6 * start:6.0f}{1e6 * end:6.0f}  {bar}")
 
 
 def orders(banks: list[str]) -> dict[str, list[str]]:
@@ -508,17 +543,19 @@ def price_orders(options: dict, launches: list[dict]) -> dict[str, dict]:
     """Print what the orders of communication cost, by bench/scaling.py's model of a collective.
     Returns microseconds by order: of all, and what Adam and the collectives add."""
     machine, ranks = scaling.H100, options["ranks"]
+    hp = Hyperparameters.from_env(options["knobs"])
     own = part_seconds(launches)
     steps = {part[6:]: time for part, time in own.items() if part.startswith("step: ")}
     banks = [part for part in steps if part.endswith("_bank")]
     times = {f"update {part}" if part in banks else part: time for part, time in steps.items()}
-    calls = scaling.count(Hyperparameters.from_env(options["knobs"]), ranks, ranks).calls
+    calls = scaling.count(hp, ranks, ranks).calls
     names = [*(f"scatter {bank}" for bank in banks), "small", *(f"gather {bank}" for bank in banks)]
     times |= {name: call.seconds(machine) for name, call in zip(names, calls, strict=True)}
     times["norm"] = calls[len(banks)]._replace(nbytes=4).seconds(machine)
     # To clip reads all gradients of the rank for the norm, then reads and writes them
     times["local"] = 3 * sum(call.nbytes for call in calls[: len(banks) + 1]) / BANDWIDTH
     print("\nus: " + ", ".join(f"{name} {1e6 * time:.1f}" for name, time in times.items()))
+    draw(hp, ranks, time_line(orders(banks)["ours"], times))
     print(f"\n{'update with communication':42}{'us':>9}{'ratio':>8}{'of Adam':>9}{'of links':>9}")
     linked = dict.fromkeys([*names, "norm"], 0.0)
     rows = {}

@@ -21,11 +21,20 @@ With --trace, torch's profiler writes one more step of the first row.
 With --against, whole steps of another version of the script and of this one take turns (loader,
 forward, backward, update, average), with the same knobs and random shards. `ratio` is the median
 over rounds of this one's time over the other's: below 1, this one is faster.
+
+    python bench/step.py --separate
+    DATA_PATH=... python bench/step.py --orthogonal 50
+
+--separate compares F.linear on slices of the banks with an nn.Linear for each matrix: losses and
+gradients, and time in turns. --orthogonal trains N steps and prints for both sets of coefficients
+|X - UV^T| / |UV^T|, where Newton-Schulz makes X of the last step's momentum, and UV^T is exact.
 """
 
 import argparse
 import collections
 import contextlib
+import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -36,6 +45,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
@@ -214,6 +224,85 @@ def whole_step(script: ModuleType, hp, runtime) -> Callable[[], None]:
     return lambda: run.train_step(next(steps), settings)
 
 
+class Separate(train_gpt.GPT):
+    """The model with a parameter of its own for each matrix (out, in), as nn.Linear has."""
+
+    def __init__(self, banked: train_gpt.GPT):
+        super().__init__(banked.hp, banked.attend, banked.dtype)
+        self.load_state_dict(banked.state_dict())
+        self.apart = {
+            kind.name: [
+                torch.nn.Parameter(matrix.clone()) for matrix in train_gpt.bank_part(bank, kind)
+            ]
+            for kind in train_gpt.MATRICES
+            for bank in [getattr(self, kind.bank).detach()]
+        }
+
+    def matrices(self, qat: bool = False) -> train_gpt.PerLayer:
+        tables = [kind.name for kind in train_gpt.TABLES if kind.hessian]
+        found = {name: (getattr(self, name).to(self.dtype),) for name in tables}
+        for kind in train_gpt.MATRICES:
+            factors = getattr(self, kind.gain)[..., None] if kind.gain else self.layer_scale
+            pairs = zip(self.apart[kind.name], factors, strict=True)
+            found[kind.name] = tuple((weight * factor).to(self.dtype) for weight, factor in pairs)
+        return found
+
+
+def compare_separate(
+    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, rounds: int
+) -> tuple[float, float]:
+    """Time both in turns. Prints and returns the relative difference of their losses and the largest
+    one of their gradients."""
+    rows = hp.train_batch_tokens // hp.train_seq_len
+    ids = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
+    banked = train_gpt.GPT(hp, runtime.attend, runtime.dtype).to(runtime.device)
+    banked.load_state_dict(banked.initialise(hp.seed))
+    for bank in train_gpt.BANKS:  # initially zero projections have no gradient behind them
+        getattr(banked, bank).data.add_(0.01)
+    models, losses = {"banks": banked, "separate": Separate(banked).to(runtime.device)}, {}
+
+    def both(name: str, forward: Callable) -> None:
+        losses[name] = forward(ids[:, :-1], ids[:, 1:])
+        losses[name].backward()
+
+    ways = {
+        name: functools.partial(both, name, train_gpt.compile_whole(model, runtime.compiled))
+        for name, model in models.items()
+    }
+    report("forward and backward", take_turns(ways, rounds, runtime.synchronize))
+    first, second = (loss.item() for loss in losses.values())
+    worst = 0.0  # gradients are sums over the same number of turns
+    for kind in train_gpt.MATRICES:
+        slices = train_gpt.bank_part(getattr(banked, kind.bank).grad, kind)
+        others = torch.stack([weight.grad for weight in models["separate"].apart[kind.name]])
+        worst = max(worst, float((slices - others).abs().max() / others.abs().max()))
+    print(f"losses {first:.8f} and {second:.8f}; gradients differ by {worst:.1e} at most")
+    return abs(first / second - 1), worst
+
+
+def measure_orthogonality(
+    hp: train_gpt.Hyperparameters, runtime: train_gpt.Runtime, steps: int
+) -> dict[str, list[float]]:
+    """The errors of Newton-Schulz by its coefficients, of all matrices in the last of `steps` steps
+    of a training. Prints their mean and maximum."""
+    step = whole_step(train_gpt, hp, runtime)
+    plain, given, found = train_gpt.newton_schulz, [], {}
+    noted = lambda g, *rest: (given.append(g.clone()), plain(g, *rest))[1]  # noqa: E731
+    with mock.patch.object(train_gpt, "newton_schulz", noted):
+        for _ in range(steps):
+            given.clear()
+            step()
+    for name in train_gpt.NEWTON_SCHULZ:
+        found[name] = []
+        for g in given:
+            u, _, v = torch.linalg.svd(g.double(), full_matrices=False)
+            x = plain(g, runtime.dtype, hp.muon_backend_steps, name)
+            errors = (x - u @ v).norm(dim=(-2, -1)) / (u @ v).norm(dim=(-2, -1))
+            found[name] += errors.tolist()
+        print(f"{name:14}mean {statistics.mean(found[name]):.4f} max {max(found[name]):.4f}")
+    return found
+
+
 def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
@@ -242,13 +331,24 @@ def main() -> None:
     parser.add_argument(
         "--trace", type=program.output_file, help="file for torch.profiler's trace of a step"
     )
+    parser.add_argument("--separate", action="store_true", help="time banks and separate matrices")
+    parser.add_argument("--orthogonal", type=positive, help="errors of Newton-Schulz after N steps")
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:
         compare(arguments.against, knobs, arguments.rounds)
         return
     hp = train_gpt.Hyperparameters.from_env(knobs)
+    if arguments.orthogonal:
+        hp = dataclasses.replace(hp, compile="0")
     with train_gpt.Runtime.start(hp) as runtime:
+        if arguments.separate or arguments.orthogonal:
+            print(f"torch {torch.__version__} {runtime.describe()}")
+            if arguments.separate:
+                compare_separate(hp, runtime, arguments.rounds)
+            if arguments.orthogonal:
+                measure_orthogonality(hp, runtime, arguments.orthogonal)
+            return
         rows = hp.train_batch_tokens // hp.train_seq_len
         batch = torch.randint(hp.vocab_size, (rows, hp.train_seq_len + 1), device=runtime.device)
         variants = [

@@ -12,6 +12,7 @@ import flops
 import h100
 import optimizer
 import scaling
+import step
 import train_gpt
 from conftest import ROOT, run, user_error
 from train_gpt import Comm, Hyperparameters
@@ -60,6 +61,21 @@ def test_the_streams_of_an_update():
     assert finish(">big >small <big a <small") == 6
 
 
+def test_the_picture_of_an_update(capsys):
+    """Rows by rank, and a bar of 60 columns in all for the work of both streams."""
+    times = {"a": 1e-6, "big": 4e-6, "b": 1e-6}
+    h100.draw(Hyperparameters(), 8, h100.time_line(["a", ">big", "b", "<big", "a"], times))
+    banks, bars = capsys.readouterr().out.strip().split("\n\n")
+    assert "qo_bank   (22, 512, 512)  qqq qqq qqq qqo ooo ooo ooo o--" in banks
+    assert [line.split(None, 3) for line in bars.splitlines()[1:]] == [
+        ["a", "0", "1", "#" * 10],
+        ["big", "1", "5", "=" * 40],
+        ["b", "1", "2", "#" * 10],
+        ["a", "5", "6", "#" * 10],
+    ]
+    assert [line.index(line.split()[3]) - 34 for line in bars.splitlines()[1:]] == [0, 10, 10, 50]
+
+
 def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
     """And all orders do the same work: each collective once, after what it sends."""
     words, names = [], []
@@ -93,6 +109,20 @@ def test_our_order_of_communication_is_that_of_the_script(hyperparameters):
         for bank in muon.banks:
             chain = [f">scatter {bank}", f"<scatter {bank}", f"update {bank}", f">gather {bank}"]
             assert sorted(chain, key=place.get) == chain, order
+
+
+def test_banks_and_separate_matrices_have_the_same_gradients(one_rank):
+    """But for the order of sums."""
+    loss, gradients = step.compare_separate(*one_rank(COMPILE="0"), 1)
+    assert loss < 1e-6 and gradients < 1e-4
+
+
+def test_errors_of_newton_schulz(one_rank):
+    """One per matrix; those of Polar Express are smaller."""
+    hp, runtime = one_rank(COMPILE="0", MUON_EQ="0")
+    quintic, polar = step.measure_orthogonality(hp, runtime, 8).values()
+    assert len(quintic) == len(polar) == 6 * hp.num_layers
+    assert 0 < sum(polar) < sum(quintic) < 0.5 * len(quintic)
 
 
 def test_modelled_seconds_of_a_part():
