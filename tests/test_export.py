@@ -427,7 +427,9 @@ FRAMES = {  # of 21,600 bytes; byte 4 of a frame says which fields follow: here 
     "checksum": ("doesn't match checksum", lambda frame, raw: flipped(frame, -1)),
     "a byte more": ("1 bytes of unused data", lambda frame, raw: frame + b"x"),
     "two frames": ("bytes of unused data", lambda frame, raw: frame + frame),
-    "a skippable frame": ("decompression error", lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame),
+    "a skippable frame": (
+        "decompression error", lambda frame, raw: b"\x50\x2a\x4d\x18" + struct.pack("<I", len(frame)) + frame
+    ),
     "another magic": ("Unknown frame descriptor", lambda frame, raw: b"x" + frame[1:]),
 }
 # fmt: on
