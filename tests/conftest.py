@@ -23,6 +23,11 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tools", "data", "bench")]
 import train_gpt  # noqa: E402
 import warm_python  # noqa: E402
 
+# A shell's background job ignores the first, nohup the second, and the tests' processes inherit it.
+for number, act in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, act)
+
 VOCAB = 400
 # A model of 3 layers and about 30,000 parameters, fp32, not compiled: a run takes seconds.
 # fmt: off

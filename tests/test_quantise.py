@@ -493,7 +493,7 @@ SMALL = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_la
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved Llama that reads bytes, as `model`, and README.md as two texts."""
+    """A saved Llama that reads bytes, as `model`, and train_gpt.py as two texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -505,7 +505,7 @@ def folder(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
     torch.manual_seed(0)
     llama(**SMALL).save_pretrained(folder / "model")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
     (folder / "text").write_text(text[:8000], encoding="utf-8")
     (folder / "test").write_text(text[8000:9000], encoding="utf-8")
     return folder

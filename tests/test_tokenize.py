@@ -622,7 +622,7 @@ def test_a_repeated_signal_does_not_stop_the_removal(monkeypatch):
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     with pytest.raises(SystemExit):
         tokenize_text.unwind(signal.SIGHUP, None)
-    assert handlers == {signal.SIGHUP: signal.SIG_IGN}
+    assert handlers == {signal.SIGHUP: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}
 
 
 def test_workers_are_as_many_as_cores_may_be_used(monkeypatch):
