@@ -817,6 +817,8 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
         parser.error(
             "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
         )
+    if arguments.inputs.count("-") > 1:
+        parser.error("-, standard input, is given twice")
     for name, low, high in (
         ("vocab_size", FEWEST_PIECES, 65536),
         ("val_docs", 0, 1 << 40),

@@ -735,6 +735,7 @@ NO_VAL = "left for val, as all 3 are in the other split: set --val-docs or a hig
     "arguments, part",
     [
         (["--vocab-size", 100, "--val-docs", 1], "--vocab-size 100 is not between 262 and 65536"),
+        (["-", "-", *SMALL, "--val-docs", 1], "-, standard input, is given twice"),
         (["--vocab-size", 7**6, "--val-docs", 1], "--vocab-size 117649 is not between 262 and"),
         ([*SMALL, "--val-fraction", 2], "--val-fraction 2.0 is not between 0 and 1"),
         ([*TOKENIZER, "--val-docs", 1, "--caseops"], "--caseops is for a tokenizer that is traine"),
@@ -749,7 +750,7 @@ def test_wrong_arguments_are_named(arguments, part, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     Path("t.model").write_bytes(tokenizer_bytes("identity"))
     Path("a.txt").write_text("|".join(DOCUMENTS[:3]))
-    command = ["tokenize_text.py", "a.txt", "--separator", "|", "--out", "out", *arguments]
+    command = ["tokenize_text.py", "a.txt", *arguments, "--separator", "|", "--out", "out"]
     monkeypatch.setattr(sys, "argv", list(map(str, command)))
     with pytest.raises((UserError, SystemExit)) as ended:
         tokenize_text.main()
