@@ -606,8 +606,8 @@ def write_shards(
 
 
 def content(out: Path) -> set[str]:
-    """The names in a folder, without that of a build."""
-    return {path.name for path in out.iterdir()} - {PARTIAL}
+    """The names in a folder, without that of a build and of ext4's own folder in a new disk."""
+    return {path.name for path in out.iterdir()} - {PARTIAL, "lost+found"}
 
 
 @contextlib.contextmanager

@@ -781,6 +781,7 @@ def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
     """Not the text, not a link, and not the place, which can be a mount point."""
     place = tmp_path / "place"
     (place / ".partial" / "old").mkdir(parents=True)  # as after a kill
+    (place / "lost+found").mkdir()  # as on a new disk
     build(sources, place)
     (tmp_path / "link").symlink_to(place)
     (place / "a.txt").write_text("one")
@@ -798,6 +799,7 @@ def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
         "a.txt",
         "fineweb_train_000000.bin",
         "fineweb_val_000000.bin",
+        "lost+found",
         "manifest.json",
         "tokenizer.model",
     ]
