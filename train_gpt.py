@@ -86,7 +86,7 @@ LIMITS = {
     "choices": ("one of", lambda value, choices: value in choices),
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
-MAX_NUMBER = (1 << 32) - 1  # of any knob
+MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
 # Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -99,9 +99,9 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 
 def knob(default, text, role="training", **limits):
-    """An environment variable. The artifact stores those whose `role` is "model" or "evaluation";
-    the command that repeats a score has those of "score". On resume those of "evaluation", "score"
-    and "run" may change, those of "training" and "model" may not.
+    """A field set by an environment variable. The artifact stores those whose `role` is "model" or
+    "evaluation"; the command that repeats a score has those of "score". On resume those of
+    "evaluation", "score" and "run" may change, those of "training" and "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
 
@@ -115,7 +115,7 @@ def knob(default, text, role="training", **limits):
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """All knobs. Defaults: #399's run (configs/399.env) plus changes that measured better.
+    """All knobs. The defaults are #399's run (configs/399.env) plus changes that measured better.
     Raises UserError for impossible values."""
 
     # fmt: off

@@ -7,14 +7,14 @@
 
 With an artifact the table has bytes, their ratio to the order-0 entropy of the codes (one frequency
 table per matrix), and seconds. Every result is decoded and compared. The coders of train_gpt.py
-come first, then the published container (torch.save, then xz -9e), and xz, zstd, and brotli and
-lrzip where they are installed, on the codes by rows and by columns.
+come first, then #399's container (torch.save, then xz -9e), and xz, zstd, and brotli and lrzip
+where they are installed, on the codes by rows and by columns.
 
 With --quantise the program trains the model of the environment's knobs once and exports its
-averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by the
-published rule. It loads every artifact and scores it with non-overlapping windows. `lost` is the
-mean of the scores of w + D and w - D, less the score of w: weights w, errors D. So the part that is
-linear in the errors, which is noise, cancels. `expected` is the prediction. Both are bits per byte.
+averaged weights with plain rounding, with calibration (GPTQ), with a trellis as well, and by #399's
+rule. It loads every artifact and scores it with non-overlapping windows. `lost` is the mean of the
+scores of w + D and w - D, less the score of w: weights w, errors D. So the part that is linear in
+the errors, which is noise, cancels. `expected` is the prediction. Both are bits per byte.
 --sizes are fractions of the bytes with the finest steps.
 
 The last line is JSON.
@@ -94,7 +94,7 @@ def by_stream(encode: Callable, decode: Callable, columns: bool) -> Coder:
     return write, read
 
 
-def published() -> Coder:
+def container_399() -> Coder:
     """torch.save of one integer tensor per matrix, then xz at its highest preset, as in #399."""
 
     def write(codes: Codes) -> dict[str, bytes]:
@@ -144,7 +144,7 @@ def coders() -> Iterator[tuple[str, Coder]]:
     """(name, coder) of all that are installed."""
     for name, (encode, decode) in train_gpt.CODERS.items():
         yield name, by_tensor(encode, decode)
-    yield "published", published()
+    yield "#399", container_399()
     unpack = functools.partial(train_gpt.zstd_unpack, most=1 << 30)
     programs = {"xz -9e": (xz, lzma.decompress), "zstd 22": (train_gpt.zstd_pack, unpack)}
     if importlib.util.find_spec("brotli"):
@@ -251,13 +251,13 @@ def compare_quantisation(
     quantisers = train_gpt.make_quantisers(weights, hp, calibration)
     full = len(train_gpt.pack_artifact(weights, hp, quantisers, {}, train_gpt.FINEST, runtime.comm))
     cases = [(way, full * size) for size in sizes for way in ("rounded", "GPTQ", "trellis")] + [
-        ("published", math.inf)
+        ("#399", math.inf)
     ]
     rows = [{"way": "before", "bpb": before}]
     for way, max_bytes in cases:
         changed = (
             dataclasses.replace(hp, rounding="399", compressor="lzma")
-            if way == "published"
+            if way == "#399"
             else dataclasses.replace(hp, trellis_states=8 if way == "trellis" else 0)
         )
         began = time.perf_counter()
@@ -302,7 +302,7 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for way, marker in {"rounded": "o", "GPTQ": "s", "trellis": "D", "published": "^"}.items():
+    for way, marker in {"rounded": "o", "GPTQ": "s", "trellis": "D", "#399": "^"}.items():
         own = sorted((row["bytes"] / 1e6, row["lost"]) for row in rows if row["way"] == way)
         axes.plot(*zip(*own, strict=True), marker=marker, label=way)
     axes.axhline(0, color="grey", linewidth=0.8)

@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""Time the evaluations beside the published one, or score an artifact with several windows and
-strides.
+"""Time the evaluations beside #399's, or score an artifact with several windows and strides.
 
     python bench/eval.py                       # a small model on a CPU, the record's model on a GPU
     python bench/eval.py --windows 1024 --rounds 3
     DATA_PATH=... TOKENIZER_PATH=... python bench/eval.py --artifact final_model.npz --windows 1024
     ... python bench/eval.py --artifact final_model.npz --lengths 256 512 1024 --strides 256 64 --plot windows.png
 
-The modes are non-overlapping windows, sliding windows the published way, ours, and the banded pass.
-The published way takes windows in a Python loop, copies each to the device, sends all positions
-through the head, and sums the scored positions window by window. Ours gathers windows from the
-tokens on the device and computes the head only where they are scored. All are compiled if the machine
-compiles, and take turns within a round; the table has medians. All score the same targets, as many
-as --windows sliding windows have. Without an artifact, weights and tokens are random, which cost
-what real ones cost.
+The modes are non-overlapping windows, sliding windows by #399's loop, ours, and the banded pass.
+#399 takes windows in a Python loop, copies each to the device, sends all positions through the
+head, and sums the scored positions window by window. Our sliding windows are gathered from the
+tokens on the device, and the head is computed only where they are scored. All are compiled if the
+machine compiles, and take turns within a round; the table has medians. All score the same targets,
+as many as --windows sliding windows have. Without an artifact, weights and tokens are random, which
+cost what real ones cost.
 
 With --lengths the table has the artifact's bits per byte for non-overlapping windows of these
 lengths, with --strides for these strides of its own window. Positions beyond the training length
@@ -51,10 +50,10 @@ import numpy as np
 import torch
 
 
-def published(
+def loop_399(
     forward: Callable, val: SimpleNamespace, hp: train_gpt.Hyperparameters, rows: int
 ) -> float:
-    """Mean nats per target the published way, with `rows` windows per batch."""
+    """Mean nats per target by #399's loop, with `rows` windows per batch."""
     window, stride, device = hp.eval_seq_len, hp.eval_stride, val.tokens.device
     starts = [0, *range(stride, val.targets - window + 1, stride)]
     tokens = val.tokens.cpu()
@@ -131,7 +130,7 @@ def modes(windows: int, rounds: int, artifact: str | None) -> None:
 
         variants = {
             "plain": ours(forward, hp.eval_seq_len),
-            "sliding, published": lambda: published(forward, val, hp, rows),
+            "sliding, #399": lambda: loop_399(forward, val, hp, rows),
             "sliding": ours(forward, hp.eval_stride),
             "banded": ours(forward, 0),
         }
@@ -194,7 +193,7 @@ def operations(mode: str, hp: train_gpt.Hyperparameters, targets: int) -> float:
     windows = train_gpt.plan_windows(np.array([[0, targets]]), only_read + stride, stride)
     total = 0.0
     for start, scored, stop, *_ in windows.T.tolist():
-        first = start if mode == "sliding, published" else scored  # of the head
+        first = start if mode == "sliding, #399" else scored  # of the head
         total += window_flops(hp, stop - start, stop - first, band)
     return total
 
@@ -215,9 +214,7 @@ def report_modes(
     for name, own in times.items():
         seconds = statistics.median(own)
         flops = operations(name, hp, val.targets)
-        ratio = statistics.median(
-            a / b for a, b in zip(times["sliding, published"], own, strict=True)
-        )
+        ratio = statistics.median(a / b for a, b in zip(times["sliding, #399"], own, strict=True))
         bpb = nats[name] * val.targets / val.total_bytes / math.log(2)
         share = f"  share of peak {flops / seconds / peak:.3f}" if peak else ""
         print(

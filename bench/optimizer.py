@@ -201,8 +201,8 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=9)
     rounds = parser.parse_args().rounds
-    published = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}
-    hp = Hyperparameters.from_env({**os.environ, **published, "GRAD_CLIP_NORM": "0"})
+    as_399 = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}
+    hp = Hyperparameters.from_env({**os.environ, **as_399, "GRAD_CLIP_NORM": "0"})
     with Runtime.start(hp) as runtime, torch.no_grad():
         alone = runtime.comm.size == 1
         wait = lambda: (runtime.synchronize(), alone or torch.distributed.barrier())  # noqa: E731

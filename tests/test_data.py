@@ -31,7 +31,7 @@ def loaders(one_rank, size, **changes):
     return hp, [TrainingLoader(hp, each) for each in runtimes]
 
 
-def published_batches(tokens: np.ndarray, ranks: int, rows: int, seq_len: int, steps: int):
+def batches_399(tokens: np.ndarray, ranks: int, rows: int, seq_len: int, steps: int):
     """#399's loader, by hand: each of `ranks` takes the next rows * T + 1 tokens of an endless
     stream. Yields the rows (ranks * rows, T + 1) of each step."""
     place, span = 0, rows * seq_len + 1
@@ -53,7 +53,7 @@ def test_without_a_shuffle_batches_are_those_of_399(one_rank, changes, ranks):
     tokens = stream.read(0, len(stream))
     steps = 3 * len(tokens) // hp.train_batch_tokens
     assert loader.step_rows == 3 * ranks and steps * hp.train_batch_tokens > 2 * len(tokens)
-    batches = published_batches(tokens, ranks, 3, hp.train_seq_len, steps)
+    batches = batches_399(tokens, ranks, 3, hp.train_seq_len, steps)
     for step, expected in enumerate(batches):
         assert (loader.batch(step).numpy() == expected).all(), f"step {step}"
 

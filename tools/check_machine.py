@@ -67,7 +67,7 @@ FA3_SOURCES = {
 DRIVER = 580  # an older one makes steps slower (published, modded-nanogpt)
 STEP_399 = 0.08187  # seconds of #399's step on 8 x H100 (published)
 # Milliseconds of a step without depth recurrence on one of 8 H100s, with the plain and the fused
-# MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of records/.
+# MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of configs/.
 BOUNDS = {
     "defaults": (48.78, 44.36),
     "399": (48.77, 44.35),
@@ -467,8 +467,8 @@ def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
 
 def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     """A step that makes less of the GPU than #399's published one."""
-    published = Hyperparameters(skips="scales", short_seq_parts=1)
-    batch = published.train_batch_tokens * flops.flops_per_token(published, published.train_seq_len)
+    record = Hyperparameters(skips="scales", short_seq_parts=1)
+    batch = record.train_batch_tokens * flops.flops_per_token(record, record.train_seq_len)
     usual = batch / 8 / STEP_399 / (PRODUCTS * flops.PEAK_FLOPS["H100"])
     step = whole_step(hp, report)
     model = hp if step["looping"] else dataclasses.replace(hp, loop_visits=1)

@@ -533,8 +533,8 @@ def updates(script, hp, runtime, options: dict) -> Callable[[], None]:
     sys.path.append(str(Path(__file__).resolve().parent.parent))
     import optimizer
 
-    published = dict(muon_eq=False, muon_coeffs="quintic", muon_backend_steps=5)
-    ways = optimizer.updates(dataclasses.replace(hp, **published), runtime, separate=True)
+    as_399 = dict(muon_eq=False, muon_coeffs="quintic", muon_backend_steps=5)
+    ways = optimizer.updates(dataclasses.replace(hp, **as_399), runtime, separate=True)
     whole = optimizer.Ours(hp, runtime, runtime.comm).optimizer
     del whole.update_small, whole.clear  # those of the class
     names = ((whole, "reduce_gradients", "norms"), (whole, "gradient_norm", "clip"))
