@@ -178,7 +178,7 @@ next_steps() {
         if [ -n "${!name:-}" ]; then data+="$name=$(printf %q "${!name}") "; fi
     done
     # The knobs of role "score"
-    for name in EVAL_MODE CANONICAL_MASK VAL_BATCH_SIZE EVAL_MAX_SECONDS "${!TTT_@}" COMPUTE_DTYPE DEVICE ATTENTION; do
+    for name in EVAL_MODE CANONICAL_MASK NGRAM_TILT VAL_BATCH_SIZE EVAL_MAX_SECONDS "${!TTT_@}" COMPUTE_DTYPE DEVICE ATTENTION; do
         if [ -n "${!name:-}" ]; then score+="$name=$(printf %q "${!name}") "; fi
     done
     launcher=$python

@@ -197,6 +197,7 @@ class Hyperparameters:
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
     canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
+    ngram_tilt: bool = knob(False, "favour the token that mostly followed the last 15 so far", "score")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "score", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "score")
@@ -595,12 +596,33 @@ def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
 # ---- Model ---------------------------------------------------------------------------------------
 GATE_INPUTS = 12  # first dimensions of a stream, which the gates of tokens and heads read
 REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: losses stay finite
+# The n-gram tilt (#1514, #2135): tokens of a context, the share of what followed it so far that
+# makes a token its hint, and what is added to the hint's logit.
+TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
 PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = Tensors
+
+
+def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor | None) -> Tensor:
+    """Nats of logits (B, n, V) and targets (B, n): their mean () or, with reduction "none", (B, n).
+
+    With `hints` (B, n), -1 for none, as if the logits of these tokens were TILT_NATS higher. That
+    change has no gradient: training at test time does not see it (#2135)."""
+    nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+    if reduction == "mean":
+        return nats
+    nats = nats.view_as(targets)
+    if hints is None:
+        return nats
+    choices = torch.stack((hints.clamp(min=0), targets), dim=-1)
+    hint, target = logits.detach().gather(-1, choices).unbind(-1)
+    chance = (hint - target - nats.detach()).exp()  # the hint's probability
+    change = (chance * math.expm1(TILT_NATS)).log1p() - TILT_NATS * (hints == targets)
+    return nats + change * (hints >= 0)
 
 
 class ForwardConfig(NamedTuple):
@@ -795,13 +817,14 @@ class GPT(nn.Module):
         adapter: Adapter | None = None,
         hook: Callable | None = None,
         refused: Tensor | None = None,
+        hints: Tensor | None = None,
     ) -> Tensor:
         """ids (B, T) -> logits (B, T, V). With targets (B, n) of the last n positions: their mean
         loss in nats () or, with reduction "none", each loss (B, n).
 
         `refused` (V, V): after token a, token b is a million times less likely if refused[a, b].
-        An `adapter` adds low-rank products. `hook(matrix, layer, input)` runs before each product of a matrix, in
-        eager mode only."""
+        `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
+        `hook(matrix, layer, input)` runs before each product of a matrix, in eager mode only."""
         hp = self.hp
         config = config or ForwardConfig(hp.layer_order())
         factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
@@ -828,8 +851,7 @@ class GPT(nn.Module):
             logits = logits - REFUSED_NATS * refused[ids[:, -logits.size(1) :]]
         if targets is None:
             return logits
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-        return nats if reduction == "mean" else nats.view_as(targets)
+        return token_losses(logits, targets, reduction, hints)
 
     def add_skip(self, x: Tensor, skip: Tensor, number: int) -> Tensor:
         """The stream x with a U-Net skip mixed in, (B, T, D) each."""
@@ -1850,9 +1872,10 @@ class Evaluator:
         place = position.clamp(max=self.val.targets - 1)
         ids = self.val.tokens[place].long() * (position < stop)
         targets = self.val.tokens[place[:, -n:] + 1].long()
-        nats = self.forward(
-            ids, targets, "none", self.config, adapter=adapter, refused=self.val.refused
-        )
+        given = {"adapter": adapter, "refused": self.val.refused}
+        if self.val.hints is not None:
+            given["hints"] = self.val.hints[place[:, -n:]].long()
+        nats = self.forward(ids, targets, "none", self.config, **given)
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
@@ -3201,6 +3224,33 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     return across < len(texts)
 
 
+def ngram_hints(targets: np.ndarray) -> np.ndarray:
+    """Which token NGRAM_TILT expects as each of the targets (n,) of a stream, (n,) int32: the one
+    that made up TILT_SHARE of all that followed the TILT_CONTEXT targets before it, until then; -1
+    for none. So a hint depends on earlier targets alone (C1), and is the same on every machine.
+
+    Hashes only leave out contexts that occur once; the others are compared token by token. Takes
+    32 bytes a target, and a kilobyte for each context that occurs again."""
+    hashes = np.zeros_like(targets[TILT_CONTEXT:], np.uint64)
+    for at in range(TILT_CONTEXT):
+        hashes *= np.uint64(0x9E3779B97F4A7C15)  # an odd number that looks random
+        hashes += targets[at : at - TILT_CONTEXT].astype(np.uint64)
+    ordered = np.sort(hashes)
+    again = np.zeros(1 << 24, bool)
+    again[ordered[1:][ordered[1:] == ordered[:-1]] >> 40] = True
+    hints = np.full(len(targets), -1, np.int32)
+    followers = collections.defaultdict(collections.Counter)
+    for begin in np.flatnonzero(again[hashes >> 40]).tolist():
+        place = begin + TILT_CONTEXT
+        counts = followers[targets[begin:place].tobytes()]
+        if counts:
+            hint, count = counts.most_common(1)[0]
+            if count / counts.total() >= TILT_SHARE:
+                hints[place] = hint
+        counts[int(targets[place])] += 1
+    return hints
+
+
 def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
     """The share of the first 20,000 tokens (n,) that come back, behind the same 31 tokens, when the
     text of their documents is encoded again: 1 with the tokenizer that made them, but for 31 tokens
@@ -3305,10 +3355,10 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.nd
 
 class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
-    targets; `refused` pairs (V, V) with CANONICAL_MASK=1."""
+    targets; `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1."""
 
     def __init__(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device):
-        self.refused = None
+        self.refused = self.hints = None
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.nbytes = torch.tensor(nbytes, dtype=torch.int16, device=device)
@@ -3346,6 +3396,11 @@ def read_validation(
             val.refused = torch.from_numpy(refused).to(device)
         else:
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
+    if hp.ngram_tilt:
+        started = time.perf_counter()
+        val.hints = torch.from_numpy(ngram_hints(tokens[1:])).to(device)
+        seconds = time.perf_counter() - started
+        log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets, in {seconds:.1f} s")
     return val
 
 

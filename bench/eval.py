@@ -85,6 +85,7 @@ def random_text(
         nbytes=torch.ones(targets, dtype=torch.int16, device=device),
         total_bytes=targets,
         refused=None,
+        hints=None,
         spans=lambda documents: np.array([[0, targets]]),
     )
 

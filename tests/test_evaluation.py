@@ -334,7 +334,7 @@ def noting_shapes(model) -> set:
     """The set that gets all that a compiled graph of this model depends on, at each call."""
     shapes, forward = set(), model.forward
 
-    def noted(ids, targets, reduction="mean", config=None, adapter=None, refused=None):
+    def noted(ids, targets, reduction="mean", config=None, adapter=None, refused=None, **_):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
         shapes.add((*ids.shape, targets.size(1), reduction, adapter is not None, trained, config))
         return forward(ids, targets, reduction, config, adapter)
@@ -718,6 +718,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     monkeypatch.setattr(train_gpt, "LORA_PARTS", (4, 1))
     monkeypatch.setattr(train_gpt, "LORA_BATCH", 4)  # the last batch has fewer documents
     knobs = {"TTT_LORA_LR": 0.02, "MICRO_BATCH_TOKENS": 96, "NUM_LAYERS": 1, "XSA_LAST_N": 1}
+    knobs["NGRAM_TILT"] = 1
     model, scorer, _ = learner(setting, "lora", 400, **knobs)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")

@@ -270,7 +270,8 @@ def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
 def test_export_and_scores_of_the_file_are_left_out():
     hp = import_checkpoint.configure("a.pt", {}, as_file("399"), {"EVAL_SEQ_LEN": "512"})
     assert (hp.target_bytes, hp.rounding, hp.eval_stride) == (16_000_000, "sensitivity", 512)
-    assert not import_checkpoint.configure("a.pt", {}, as_file("2135"), {}).ttt_enabled
+    hp = import_checkpoint.configure("a.pt", {}, as_file("2135"), {})
+    assert not (hp.ttt_enabled or hp.ngram_tilt)
     hp = import_checkpoint.configure(
         "a.pt", {}, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
     )

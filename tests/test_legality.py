@@ -15,11 +15,19 @@ from train_gpt import BOS
 WAYS = {
     "plain": {"EVAL_STRIDE": 32},
     "sliding": {},
-    "parts": PARTS,
+    "parts": {**PARTS, "NGRAM_TILT": 1},
     # Blocks score 8
-    "banded": dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40),
-    "sgd": {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
-    "lora": {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24, "TTT_LORA_LR": 0.05},
+    "banded": dict(
+        EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40, NGRAM_TILT=1
+    ),
+    "sgd": {"NGRAM_TILT": 1, "TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
+    "lora": {
+        "NGRAM_TILT": 1,
+        "TTT_ENABLED": 1,
+        "TTT_MODE": "lora",
+        "TTT_LORA_CHUNK": 24,
+        "TTT_LORA_LR": 0.05,
+    },
 }
 TARGETS, CUTS = legality.TARGETS, legality.CUTS
 

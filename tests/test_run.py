@@ -176,7 +176,7 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
     """It repeated a masked or banded score, or one after test-time training, as another one."""
     monkeypatch.setattr(train_gpt.sys, "argv", ["train_gpt.py"])
-    modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "EVAL_MAX_SECONDS": 9}
+    modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_MAX_SECONDS": 9}
     learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
     hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
     names = train_gpt.knobs_with("score")

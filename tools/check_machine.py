@@ -374,7 +374,7 @@ def test_time_training(run: train_gpt.Run, name: str, way: train_gpt.Pass) -> fl
         end = int([*val.documents, val.targets][: documents + 1][-1])
     tokens, nbytes = val.tokens[: end + 1].cpu().numpy(), val.nbytes[:end].cpu().numpy()
     part = train_gpt.Validation(tokens, nbytes, runtime.device)
-    part.refused = val.refused
+    part.refused, part.hints = val.refused, val.hints
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     train_gpt.warm_up_evaluation(make_scorer, hp)  # compiles
     work = functools.partial(way.score, make_scorer(way.config, way.stride))

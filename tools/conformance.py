@@ -346,6 +346,32 @@ def check_lora(golden: Golden) -> Iterator[Finding]:
         yield finding(name, "after a step", want, after, difference, limits["lora_step"])
 
 
+def check_tilt(golden: Golden) -> Iterator[Finding]:
+    """#2135's n-gram tilt: the hints of a stream, and losses with them (tilt.json)."""
+    if golden.facts["pull_request"] != 2135:
+        return
+    facts = json.loads((FOLDER / "tilt.json").read_text())
+    targets = np.array(facts["targets"], dtype=np.int32)
+    expected = np.full_like(targets, -1)
+    for begin, end in facts["runs"]:
+        expected[begin:end] = targets[begin:end]
+    for place, token in facts["others"]:
+        expected[place] = token
+    found = script.ngram_hints(targets)
+    for what, places in (("hints", expected >= 0), ("none expected", expected < 0)):
+        want, got = places.sum(), (found == expected)[places].sum()
+        yield finding("tilt", what, want, got, gap(got, want), 0.0)
+    loss = facts["loss"]
+    for number, (chance, right, before, after) in enumerate(zip(*loss.values(), strict=True)):
+        # Of three tokens: the hint, another one, and what is left
+        other = 0.0 if right else math.exp(-before)
+        logits = torch.tensor([[[chance, other, 1 - chance - other]]], dtype=torch.float64).log()
+        target, hint = torch.tensor([[0 if right else 1]]), torch.tensor([[0]])
+        got = script.token_losses(logits, target, "none", hint).item()
+        limit = golden.limits["loss"]
+        yield finding("tilt", f"loss {number + 1}", after, got, gap(got, after), limit)
+
+
 CHECKS = (
     check_forward,
     check_optimizer,
@@ -354,6 +380,7 @@ CHECKS = (
     check_steps,
     check_gptq,
     check_lora,
+    check_tilt,
 )
 
 

@@ -102,7 +102,7 @@ KNOBS_OF = {
 }
 # Of these the file's are left out: the export and the scores are ours.
 OURS = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
-OURS += ("EVAL_STRIDE", "TTT_ENABLED")
+OURS += ("EVAL_STRIDE", "TTT_ENABLED", "NGRAM_TILT")
 # No step is taken, and the weights are an average already.
 FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
@@ -398,7 +398,7 @@ def beginning(val: Validation, tokens: int | None) -> Validation:
         return val
     ids, nbytes = val.tokens[: tokens + 1].cpu(), val.nbytes[:tokens].cpu()
     short = Validation(ids.numpy(), nbytes.numpy(), val.tokens.device)
-    short.refused = val.refused
+    short.refused, short.hints = val.refused, val.hints
     return short
 
 

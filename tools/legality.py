@@ -265,9 +265,11 @@ def random_stream(
     targets: int, vocab_size: int, bos: int, begins: Iterable[int] = (0, 9, 25, 288)
 ) -> torch.Tensor:
     """Random tokens (targets + 1,) with documents that begin at these places; one of them has over
-    256 targets."""
+    256 targets. Contexts of 15 tokens occur again: in a run of three tokens, and before another one."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(2, vocab_size, (targets + 1,), generator=generator, dtype=torch.int32)
+    tokens[26:60] = tokens[26:29].repeat(12)[:34]
+    tokens[200:215] = tokens[100:115]
     tokens[list(begins)] = bos
     return tokens
 

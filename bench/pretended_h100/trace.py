@@ -296,9 +296,11 @@ class Data:
         self.targets = self.total_bytes = targets
         self.tokens = torch.zeros(targets + 1, dtype=torch.int32, device=runtime.device)
         self.nbytes = torch.ones(targets, dtype=torch.int16, device=runtime.device)
-        self.refused = None
+        self.refused = self.hints = None
         if getattr(hp, "canonical_mask", False):  # not in the previous version
             self.refused = self.tokens.new_zeros(hp.vocab_size, hp.vocab_size, dtype=torch.bool)
+        if getattr(hp, "ngram_tilt", False):
+            self.hints = self.tokens[1:]
         self.documents = np.array([0])
 
     def batch(self, step: int) -> Tensor:

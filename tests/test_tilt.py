@@ -1,0 +1,115 @@
+"""The n-gram tilt: hints from earlier targets alone, one softmax, and every final score has it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import legality
+import train_gpt
+from conftest import made, noise
+
+WAYS = {
+    "sliding": {},
+    "banded": dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40),
+    "sgd": dict(TTT_ENABLED=1, TTT_CHUNK_TOKENS=40, TTT_LR=0.05),
+    "lora": dict(TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=24, TTT_LORA_LR=0.05),
+}
+STREAM = legality.random_stream(legality.TARGETS, 32, train_gpt.BOS)
+
+
+def counted(targets: list[int]) -> list[int]:
+    """The published rule, target by target: a follower becomes the hint of its context only when its
+    count exceeds the hint's."""
+    table, hints = {}, []
+    for place, target in enumerate(targets):
+        context = tuple(targets[place - 15 : place]) if place >= 15 else place
+        counts, hint = table.get(context, ({}, -1))
+        sure = counts and counts[hint] / sum(counts.values()) >= 0.8
+        hints.append(hint if sure else -1)
+        counts[target] = counts.get(target, 0) + 1
+        if hint < 0 or counts[target] > counts[hint]:
+            hint = target
+        table[context] = counts, hint
+    return hints
+
+
+def repetitive(seed: int) -> np.ndarray:
+    """Five texts of 20 tokens, over and over, with a wrong token now and then."""
+    random = np.random.default_rng(seed)
+    texts = random.integers(0, 4, size=(5, 20))
+    stream = texts[random.integers(5, size=100)].ravel()
+    return np.where(random.random(2000) < 0.01, random.integers(0, 4, size=2000), stream)
+
+
+def test_hints_are_those_of_a_plain_count(monkeypatch):
+    """Also if all hashes were equal: they only leave out what occurs once."""
+    for number, size in enumerate((2000, 2000, 2000, 300, 16, 15, 1)):
+        targets = repetitive(number)[:size].astype(np.int32)
+        expected, found = counted(targets.tolist()), train_gpt.ngram_hints(targets)
+        assert found.tolist() == expected
+        with monkeypatch.context() as patch:
+            patch.setattr(train_gpt.np, "flatnonzero", lambda flags: np.arange(len(flags)))
+            assert train_gpt.ngram_hints(targets).tolist() == expected
+        share = np.mean(found >= 0)
+        assert size < 300 or 0.3 < share < 0.95 and (found != targets)[found >= 0].any()
+
+
+@pytest.fixture
+def scored(one_rank):
+    """A function of knobs: the losses (n,) of STREAM."""
+
+    def score(comm=None, **changes):
+        hp, runtime = one_rank(NUM_LAYERS=1, XSA_LAST_N=1, **changes)
+        hp = dataclasses.replace(hp, vocab_size=32)
+        runtime = dataclasses.replace(runtime, comm=comm or runtime.comm)
+        model = noise(made(hp, runtime.attend))
+        return legality.evaluator_of(train_gpt, hp, runtime, model)(STREAM)
+
+    return score
+
+
+@pytest.mark.parametrize("mask", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_score_has_the_hints_and_training_has_not(scored, way, mask):
+    """Without a hint a loss is the same bit for bit, also after the model has learned."""
+    plain, tilted = (scored(**WAYS[way], CANONICAL_MASK=mask, NGRAM_TILT=on) for on in (0, 1))
+    targets = STREAM[1:].numpy()
+    hints = train_gpt.ngram_hints(targets)
+    right, wrong, none = (torch.tensor(x) for x in (hints == targets, hints >= 0, hints < 0))
+    wrong &= ~right
+    assert right.sum() > 10 and wrong.any()
+    assert torch.equal(plain[none], tilted[none])
+    chance = (-plain[right]).exp()
+    expected = plain[right] + (1 + chance * math.expm1(2.625)).log() - 2.625
+    torch.testing.assert_close(tilted[right], expected, rtol=1e-4, atol=1e-5)
+    change = tilted[wrong] - plain[wrong]
+    assert (change >= 0).all() and (change < 2.625).all()
+
+
+@pytest.mark.parametrize("way", ["sliding", "banded"])
+def test_ranks_agree(scored, way):
+    one, *two = (
+        scored(train_gpt.Comm(rank, size), **WAYS[way], NGRAM_TILT=1)
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    assert all(nats.isnan().any() for nats in two)
+    torch.testing.assert_close(sum(nats.nan_to_num(0) for nats in two), one)
+
+
+def test_a_tilt_that_cheats_is_caught(one_rank, monkeypatch):
+    """Counts of what comes later break C1, and a loss without the new softmax C2."""
+    hp, runtime = one_rank(NUM_LAYERS=1, XSA_LAST_N=1, NGRAM_TILT=1)
+    hp = dataclasses.replace(hp, vocab_size=32)
+    evaluate = legality.evaluator_of(train_gpt, hp, runtime, noise(made(hp, runtime.attend)))
+    hints, cuts = train_gpt.ngram_hints, legality.CUTS
+    late = lambda targets: hints(np.tile(targets, 2))[len(targets) :]  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "ngram_hints", late)
+        assert legality.future(evaluate, STREAM, 32, cuts).startswith("C1: ")
+        assert legality.truncation(evaluate, STREAM, cuts).startswith("C1: ")
+    monkeypatch.setattr(train_gpt.math, "expm1", lambda nats: 0.0)
+    for probed in (44, 50):  # what `legality.probe_all` probes
+        assert legality.distribution(evaluate, STREAM[:60], 32, (probed,)).startswith("C2: ")
