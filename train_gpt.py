@@ -3230,7 +3230,7 @@ def ngram_hints(targets: np.ndarray) -> np.ndarray:
     for none. So a hint depends on earlier targets alone (C1), and is the same on every machine.
 
     Hashes only leave out contexts that occur once; the others are compared token by token. Takes
-    32 bytes a target, and a kilobyte for each context that occurs again."""
+    40 bytes a target, and a kilobyte for each context that occurs again."""
     hashes = np.zeros_like(targets[TILT_CONTEXT:], np.uint64)
     for at in range(TILT_CONTEXT):
         hashes *= np.uint64(0x9E3779B97F4A7C15)  # an odd number that looks random
