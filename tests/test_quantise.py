@@ -610,6 +610,7 @@ def problem():
 
     def covariance(size):
         x = torch.randn(2, 4 * size, size) @ (torch.randn(size, size) / size**0.5 + torch.eye(size))
+        x = x * torch.linspace(0.2, 2, size)
         return x.mT @ x / (4 * size)
 
     return torch.randn(2, 96, 48), train_gpt.damped(covariance(48), 0.1), covariance(96)
@@ -635,7 +636,8 @@ def coded(problem, form, bits=4.0):
 def test_ways_of_papers_predict_their_quadratic_form(problem, way):
     bits, found, predicted = coded(problem, quantisers.PAPERS[way])
     assert found == pytest.approx(predicted, rel=0.08)  # of 9,216 errors
-    assert bits == pytest.approx(4, abs=0.15)  # what the level was made for
+    # The level was made for 4. One entropy of all codes is above that where steps differ.
+    assert bits == pytest.approx(4, abs=0.35)
 
 
 @pytest.mark.parametrize("states, least", [(0, 0.8), (8, 0.95)])  # the trellis: between 2 blocks
