@@ -300,12 +300,8 @@ def compare(subject: Subject) -> list[dict]:
     rows, count = [], train_gpt.count_numbers(subject.model.parameters())
     for way, function in ways(subject.model, subject.calibration):
         rounded, nbytes = apply(subject.model, function)
-        row = {
-            "model": subject.name,
-            "way": way,
-            "bytes": round(nbytes),
-            "bits": 8 * nbytes / count,
-        }
+        row = {"model": subject.name, "way": way}
+        row |= {"bytes": round(nbytes), "bits": 8 * nbytes / count}
         tensors, row["our_bytes"] = ours(subject, nbytes)
         row |= judge(subject, rounded)
         row |= {f"our_{key}": value for key, value in judge(subject, tensors).items()}
@@ -399,8 +395,8 @@ class Kronecker:
             self.costs = self.spread**-2
 
     @property
-    def parts(self) -> int:
-        """15 or 12: of a step's square, the mean squared error is one."""
+    def divisor(self) -> int:
+        """A step's square, divided by it, is the mean squared error."""
         return 15 if self.form.states else 12
 
     def steps(self, level: float) -> Tensor:
@@ -409,7 +405,7 @@ class Kronecker:
         over = 2 if self.form.steps == "rows" else (1, 2)
         deviation = self.turned.square().mean(dim=over, keepdim=True).add(1e-30).sqrt()
         largest = self.turned.abs().amax(dim=over, keepdim=True)
-        wanted = (self.parts * level / self.costs).sqrt()
+        wanted = (self.divisor * level / self.costs).sqrt()
         return train_gpt.round_steps(wanted.clamp(largest / 1875, 2 * deviation), 20)
 
     def count_steps(self) -> int:
@@ -441,7 +437,7 @@ class Kronecker:
         back = self.left.mT @ (integers * unit * self.scale) @ self.right
         if self.form.water:
             back = gained(self.rows, back, self.hessian)
-        cost = weights.sum(dim=1) * self.pivots.sum(dim=1) / self.parts
+        cost = weights.sum(dim=1) * self.pivots.sum(dim=1) / self.divisor
         return (integers / parts).floor(), back, cost
 
 
@@ -467,9 +463,17 @@ def level_of(bits: float, rounders: list[Kronecker]) -> float:
     count = sum(one.rows.numel() for one in rounders)
     total = 0.0
     for one in rounders:
-        ratio = one.spread.square() * one.costs / one.parts  # of the spread and the step of level 1
+        ratio = (
+            one.spread.square() * one.costs / one.divisor
+        )  # of the spread and the step of level 1
         total += float(ratio.log2().mean()) * one.rows.numel() / count
     return 2 ** (math.log2(2 * math.pi * math.e) + total - 2 * bits)
+
+
+def at_bits(points: list[tuple[float, float]]) -> np.ndarray:
+    """Of (bits, kl), the kl at SHOWN bits by its logarithm, nan beyond the points."""
+    bits, kl = zip(*sorted(points), strict=True)
+    return np.exp(np.interp(SHOWN, bits, np.log(kl), left=np.nan, right=np.nan))
 
 
 def compare_papers(subject: Subject) -> list[dict]:
@@ -508,11 +512,8 @@ def compare_papers(subject: Subject) -> list[dict]:
     for measure in ("bits", "codes"):
         print(f"kl at {SHOWN} {measure} per weight")
         for way in PAPERS:
-            points = sorted(
-                (row[measure], math.log(row["kl"])) for row in rows if row["way"] == way
-            )
-            found = np.exp(np.interp(SHOWN, *zip(*points, strict=True), left=np.nan, right=np.nan))
-            print(f"{way:20}" + "".join(f"{one:9.5f}" for one in found), flush=True)
+            points = [(row[measure], row["kl"]) for row in rows if row["way"] == way]
+            print(f"{way:20}" + "".join(f"{kl:9.5f}" for kl in at_bits(points)), flush=True)
     return rows
 
 

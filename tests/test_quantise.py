@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import resource
 import sys
@@ -689,8 +690,9 @@ def test_our_way_is_the_quantiser(problem):
 
 @pytest.fixture
 def subject():
-    sizes = nn.Embedding(PIECES, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, quantisers.VOCAB)
-    model = nn.Sequential(*sizes)
+    def make():
+        layers = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, quantisers.VOCAB)
+        return nn.Sequential(nn.Embedding(PIECES, 16), *layers)
 
     def logits(model, rows):
         return model(rows[:, :-1])
@@ -698,9 +700,9 @@ def subject():
     def nats(model, rows):
         return F.cross_entropy(logits(model, rows).mT, rows[:, 1:], reduction="none")
 
-    batches = [torch.randint(0, PIECES, (4, 17)) for _ in range(4)]
+    model, batches = make(), [torch.randint(0, PIECES, (4, 17)) for _ in range(4)]
     calibration = quantise.calibrate(model, batches, nats)
-    return quantisers.Subject("tiny", None, model, logits, nats, batches, calibration, batches)
+    return quantisers.Subject("tiny", make, model, logits, nats, batches, calibration, batches)
 
 
 def test_judges_of_the_benchmark(subject):
@@ -729,6 +731,14 @@ def test_output_factors_have_the_diagonal_of_the_calibration(subject):
         assert torch.linalg.eigvalsh(factor.double()).min() > -1e-9 * factor.trace()
 
 
+def test_the_table_of_libraries(subject, monkeypatch):
+    monkeypatch.setattr(quantisers, "BITS", (4,))
+    monkeypatch.setattr(quantisers, "FACTORS", (1.0,))
+    for row in quantisers.compare(subject):
+        assert row["our_bytes"] <= row["bytes"]
+        assert all(0 < row[key] < 0.01 for key in ("kl", "lost", "our_kl", "our_lost"))
+
+
 def test_the_table_of_papers(subject, capsys, monkeypatch):
     monkeypatch.setattr(quantisers, "AIMS", (3.0, 5.0))
     rows = quantisers.compare_papers(subject)
@@ -737,6 +747,11 @@ def test_the_table_of_papers(subject, capsys, monkeypatch):
         assert 0 < row["kl"] < 1 and row["codes"] < row["bits"]
     text = capsys.readouterr().out
     assert "kl at (2.5, 3.0, 3.5, 4.0) bits per weight" in text
+    points = [(5.0, 1 / 16), (2.5, 2.0), (3.0, 1.0)]
+    expected = [2, 1, 0.5, 0.25]
+    assert quantisers.at_bits(points) == pytest.approx(expected)
+    assert quantisers.at_bits(points[::2])[1:] == pytest.approx(expected[1:])
+    assert math.isnan(quantisers.at_bits(points[::2])[0])
 
 
 def test_rows_that_the_model_cannot_read_and_code_of_its_own(
