@@ -641,6 +641,18 @@ def test_ways_of_papers_predict_their_quadratic_form(problem, way):
     assert bits == pytest.approx(4, abs=0.35)
 
 
+def test_distances_from_the_bound(problem):
+    def distance(**options):
+        both = quantisers.Kronecker(*problem, quantisers.Form(**options)).distance()
+        return [float(one.mean()) for one in both]
+
+    nothing = pytest.approx(0, abs=1e-3)
+    assert distance(water=True)[0] == nothing != distance()[0]
+    assert distance(steps="rows", feedback=True)[1] == nothing  # integers: row by row
+    rows = [distance(steps="rows", feedback=on, states=8)[1] for on in (True, False)]
+    assert 0.1 < rows[0] < rows[1] < distance()[1]
+
+
 @pytest.mark.parametrize("states, least", [(0, 0.8), (8, 0.95)])  # the trellis: between 2 blocks
 def test_feedback_between_rows_and_rotation_lower_the_quadratic_form(problem, states, least):
     def loss(**options):
