@@ -525,14 +525,14 @@ def compare_papers(subject: Subject) -> list[dict]:
             rows.append(row)
             print(
                 f"{way:22}{row['bits']:7.2f} bits, {row['codes']:.2f} of codes, lost"
-                f"{row['lost']:10.5f}, kl{row['kl']:10.5f}, expected{expected:10.5f}",
+                f"{row['lost']:10.6f}, kl{row['kl']:10.6f}, expected{expected:10.6f}",
                 flush=True,
             )
     for measure in ("bits", "codes"):
         print(f"kl at {SHOWN} {measure} per weight")
         for way in PAPERS:
             points = [(row[measure], row["kl"]) for row in rows if row["way"] == way]
-            print(f"{way:22}" + "".join(f"{kl:9.5f}" for kl in at_bits(points)), flush=True)
+            print(f"{way:22}" + "".join(f"{kl:10.6f}" for kl in at_bits(points)), flush=True)
     return rows
 
 
