@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compare our quantiser with what people would use instead, on the same weights.
 
-    python bench/quantisers.py DATA [--models llama gpt2 context] [--steps 1000] [--plot FILE]
+    python bench/quantisers.py DATA [--models llama gpt2 context] [--steps 1000]
+                                    [--plot FILE | --papers]
 
 DATA is a folder of shards of 1,024 pieces, such as demo_data. Each model is trained on it: a Llama and
 a GPT-2 of `transformers`, 4 layers of 128, and a network of nn.Linear that reads 8 tokens. Then all
@@ -16,10 +17,18 @@ its matrices, embeddings included, are rounded in each way:
 and by tools/quantise.py to the same bytes. Bytes are those of all weights: packed codes, scales and
 zeros, and 2 for each other number; ours are those of the file. `lost` is the mean of the losses of
 w + D and w - D, less the loss of w, in nats per token of the validation shard: weights w, errors D.
-So the part that is linear in the errors, which has either sign, cancels. The last line is JSON.
+So the part that is linear in the errors, which has either sign, cancels. `kl` is the divergence of
+the model of w + D from that of w on the same tokens, in nats per token: it has less noise.
+
+With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
+are, in the ways that PAPERS lists, built from their papers. All of them have our damping of the
+Hessian and our coder. Bytes are those of the codes, and 2 for each step.
+
+The last line is JSON.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import math
@@ -27,6 +36,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
@@ -37,14 +47,41 @@ import train_gpt
 from common import image_file, positive
 
 # isort: split
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 VOCAB, LENGTH = 1024, 128
 BITS = (8, 4, 3)
 FACTORS = (0.5, 0.8, 1.25, 2.0)  # of #2135's steps
+AIMS = (2.3, 2.9, 3.5, 4.1)  # bits per weight, about, of the ways of papers
+SHOWN = (2.5, 3.0, 3.5, 4.0)  # between them
 Rounded = tuple[Tensor, float]  # (rows (out, in) as they are read back, their bytes)
+
+
+class Form(NamedTuple):
+    """A way to round the matrices of the layers."""
+
+    # Of a matrix: "bits", as many for each, or "cost", by its sensitivity; of a row: "rows", by its.
+    steps: str = "bits"
+    rotate: bool = False  # both sides
+    feedback: bool = False  # of errors between rows; between columns always
+    states: int = 0  # of the trellis; 0: integers
+    water: bool = False  # steps of columns by their pivots, gains by least squares
+
+
+PAPERS = {
+    "GPTQ": Form(),  # arXiv:2210.17323
+    "WaterSIC": Form(water=True),  # arXiv:2603.04956, without its corrections for drift
+    "YAQA": Form(rotate=True, feedback=True),  # arXiv:2505.22988
+    "YAQA, trellis": Form(rotate=True, feedback=True, states=8),
+    "ours": Form("rows", states=8),
+    "ours, feedback": Form("rows", feedback=True, states=8),
+    "combination": Form("cost", rotate=True, feedback=True, states=8),
+    "combination, integers": Form("cost", rotate=True, feedback=True),
+}
 
 
 class Context(nn.Module):
@@ -59,10 +96,6 @@ class Context(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids (B, T) -> logits (B, T - 7, V)."""
         return self.layers(self.embedding(ids).unfold(1, 8, 1).flatten(2))
-
-
-def context_nats(model: nn.Module, rows: Tensor) -> Tensor:
-    return F.cross_entropy(model(rows[:, :-1]).mT, rows[:, 8:], reduction="none")
 
 
 def llama() -> nn.Module:
@@ -81,14 +114,28 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, **sizes))
 
 
+# By name: (function that makes it, function of it and rows (B, T + 1): logits of the last tokens)
 MODELS = {
-    "llama": (llama, quantise.nats_of),
-    "gpt2": (gpt2, quantise.nats_of),
-    "context": (Context, context_nats),
+    "llama": (llama, lambda model, rows: model(rows[:, :-1]).logits.float()),
+    "gpt2": (gpt2, lambda model, rows: model(rows[:, :-1]).logits.float()),
+    "context": (Context, lambda model, rows: model(rows[:, :-1])),
 }
 
 
-def trained(make: Callable, loss: Callable, tokens: Tensor, steps: int) -> tuple[nn.Module, list]:
+class Subject(NamedTuple):
+    """A trained model, and what rounds and judges it."""
+
+    name: str
+    make: Callable
+    model: nn.Module
+    logits: Callable
+    nats: Callable  # function of a model and rows: those of each token that has logits
+    batches: list[Tensor]  # (B, T + 1) each, to calibrate with
+    calibration: quantise.Calibration
+    held_out: list[Tensor]  # (B, T + 1) each
+
+
+def train(make: Callable, nats: Callable, tokens: Tensor, steps: int) -> tuple[nn.Module, list]:
     """(a model, batches to calibrate it with)."""
     draw = torch.Generator().manual_seed(1)
 
@@ -103,10 +150,30 @@ def trained(make: Callable, loss: Callable, tokens: Tensor, steps: int) -> tuple
         rate = min((step + 1) / 50, max(0.02, 2 * (1 - step / steps)), 1)
         optimizer.param_groups[0]["lr"] = 3e-3 * rate
         optimizer.zero_grad()
-        loss(model, batch(16)).mean().backward()
+        nats(model, batch(16)).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model.eval(), [batch(8) for _ in range(64)]
+
+
+def prepare(name: str, steps: int, shards: dict[str, Tensor]) -> Subject:
+    """Train and calibrate a model."""
+    make, logits = MODELS[name]
+
+    def nats(model, rows):
+        found = logits(model, rows)
+        return F.cross_entropy(found.mT, rows[:, -found.size(1) :], reduction="none")
+
+    model, batches = train(make, nats, shards["train"], steps)
+    text = shards["val"]
+    held_out = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
+    held_out = list(held_out.view(-1, LENGTH + 1).split(64))
+    calibration = quantise.calibrate(model, batches, nats)
+    with torch.no_grad():
+        before = torch.cat([nats(model, batch).flatten() for batch in held_out]).double().mean()
+    count = train_gpt.count_numbers(model.parameters())
+    print(f"{name}: {count:,} weights, {before:.4f} nats per token before", flush=True)
+    return Subject(name, make, model, logits, nats, batches, calibration, held_out)
 
 
 def nearest(rows: Tensor, bits: int, group: int) -> Rounded:
@@ -181,24 +248,25 @@ def ways(model: nn.Module, calibration: quantise.Calibration) -> Iterator[tuple[
 
 
 @torch.no_grad()
-def mean_loss(model: nn.Module, batches: list[Tensor], loss: Callable) -> float:
-    return float(torch.cat([loss(model, batch).flatten() for batch in batches]).double().mean())
+def judge(subject: Subject, rounded: dict[str, Tensor]) -> dict[str, float]:
+    """`lost` and `kl` of these parameters in place of the model's."""
+    before = dict(subject.model.named_parameters())
+    mirrored = {name: 2 * before[name] - tensor for name, tensor in rounded.items()}
+    lost = kl = count = 0
+    for rows in subject.held_out:
 
+        def log_odds(parameters, rows=rows):
+            def model(ids):
+                return functional_call(subject.model, parameters, (ids,))
 
-@torch.no_grad()
-def lost(
-    model: nn.Module, rounded: dict[str, Tensor], batches: list[Tensor], loss: Callable
-) -> float:
-    """Nats per token, without the part that is linear in the errors. The model stays as it is."""
-    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    losses = []
-    for sign in (1, -1):
-        for name, tensor in model.named_parameters():
-            tensor.copy_(before[name] + sign * (rounded.get(name, before[name]) - before[name]))
-        losses.append(mean_loss(model, batches, loss))
-    for name, tensor in model.named_parameters():
-        tensor.copy_(before[name])
-    return sum(losses) / 2 - mean_loss(model, batches, loss)
+            return subject.logits(model, rows).log_softmax(dim=-1)
+
+        plain, there, back = map(log_odds, ({}, rounded, mirrored))
+        targets = rows[:, -plain.size(1) :, None]
+        lost += float((plain - (there + back) / 2).gather(2, targets).double().sum())
+        kl += float((plain.exp() * (plain - there)).double().sum())
+        count += targets.numel()
+    return {"lost": lost / count, "kl": kl / count}
 
 
 @torch.no_grad()
@@ -217,12 +285,10 @@ def apply(model: nn.Module, way: Callable) -> tuple[dict[str, Tensor], float]:
     return found, size
 
 
-def ours(
-    model: nn.Module, calibration: quantise.Calibration, make: Callable, max_bytes: float
-) -> tuple[dict[str, Tensor], int]:
+def ours(subject: Subject, max_bytes: float) -> tuple[dict[str, Tensor], int]:
     """(parameters as tools/quantise.py leaves them, bytes of the file)."""
-    file, _ = quantise.quantise(model, calibration, max_bytes)
-    twin = make()
+    file, _ = quantise.quantise(subject.model, subject.calibration, max_bytes)
+    twin = subject.make()
     with tempfile.NamedTemporaryFile(suffix=".npz") as path:
         path.write(file)
         path.flush()
@@ -230,32 +296,243 @@ def ours(
     return dict(twin.named_parameters()), len(file)
 
 
-def compare(name: str, steps: int, shards: dict[str, Tensor]) -> list[dict]:
-    """Train the model and print a row for each way."""
-    make, loss = MODELS[name]
-    model, batches = trained(make, loss, shards["train"], steps)
-    text = shards["val"]
-    held_out = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
-    held_out = list(held_out.view(-1, LENGTH + 1).split(64))
-    calibration = quantise.calibrate(model, batches, loss)
-    count = train_gpt.count_numbers(model.parameters())
-    print(
-        f"{name}: {count:,} weights, {mean_loss(model, held_out, loss):.4f} nats per token before",
-        flush=True,
-    )
-    rows = []
-    for way, function in ways(model, calibration):
-        rounded, nbytes = apply(model, function)
-        row = {"model": name, "way": way, "bytes": round(nbytes), "bits": 8 * nbytes / count}
-        row["lost"] = lost(model, rounded, held_out, loss)
-        tensors, row["our_bytes"] = ours(model, calibration, make, nbytes)
-        row["our_lost"] = lost(model, tensors, held_out, loss)
+def compare(subject: Subject) -> list[dict]:
+    """Print and return a row for each way."""
+    rows, count = [], train_gpt.count_numbers(subject.model.parameters())
+    for way, function in ways(subject.model, subject.calibration):
+        rounded, nbytes = apply(subject.model, function)
+        row = {"model": subject.name, "way": way}
+        row |= {"bytes": round(nbytes), "bits": 8 * nbytes / count}
+        tensors, row["our_bytes"] = ours(subject, nbytes)
+        row |= judge(subject, rounded)
+        row |= {f"our_{key}": value for key, value in judge(subject, tensors).items()}
         rows.append(row)
         print(
-            f"{way:20}{row['bits']:7.2f} bits{row['lost']:10.5f}   ours {row['our_lost']:10.5f} "
-            f"{8 * row['our_bytes'] / count:6.2f} bits",
+            f"{way:20}{row['bits']:7.2f} bits, lost{row['lost']:10.5f}, kl{row['kl']:10.5f}; ours "
+            f"{8 * row['our_bytes'] / count:5.2f}{row['our_lost']:10.5f}{row['our_kl']:10.5f}",
             flush=True,
         )
+    return rows
+
+
+def rotation(size: int, seed: int) -> Tensor:
+    """An orthogonal matrix: random signs, then Hadamard's matrix. If the size is no power of two,
+    each entry of that is a small dense matrix."""
+    random = torch.Generator().manual_seed(seed)
+    odd, signs = size // (size & -size), torch.randint(0, 2, (size,), generator=random) * 2 - 1
+    matrix = torch.linalg.qr(torch.randn(odd, odd, generator=random, dtype=torch.float64))[0]
+    while len(matrix) < size:
+        left = torch.cat((matrix, matrix), 1)
+        matrix = torch.cat((left, torch.cat((matrix, -matrix), 1))) / math.sqrt(2)
+    return (matrix * signs).float()
+
+
+def between_rows(output: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(A (N, R, R), the diagonal of D (N, R)) with G = A^T D A of matrices G (N, R, R): A is the
+    identity in each block of rows and 0 right of it, D has entries in blocks only."""
+    upper = torch.linalg.cholesky(output.double().flip(1, 2)).flip(1, 2)  # G = upper upper^T
+    place = torch.arange(output.size(1)) // block
+    own = upper * (place[:, None] == place)
+    triangle = torch.linalg.solve_triangular(own, upper, upper=True, left=False).mT
+    return triangle.float(), own.square().sum(dim=2).float()
+
+
+def gained(rows: Tensor, rounded: Tensor, hessian: Tensor) -> Tensor:
+    """Rounded rows (N, R, C) times a gain for each row, then for each column, which lower the error
+    of the products: WaterSIC's, by least squares."""
+    products = rounded @ hessian
+    gain = (products * rows).sum(dim=2) / (products * rounded).sum(dim=2).clamp(min=1e-30)
+    rounded = rounded * gain.half().float()[..., None]
+    normal = (rounded.mT @ rounded) * hessian
+    slope = ((rows - rounded) @ hessian * rounded).sum(dim=1)
+    ridge = 1e-4 * normal.diagonal(0, 1, 2).mean(dim=1)[:, None, None] * torch.eye(rows.size(2))
+    gain = 1 + torch.linalg.solve(normal + ridge, slope)
+    return rounded * gain.half().float()[:, None]
+
+
+@dataclasses.dataclass
+class Kronecker:
+    """Rounds matrices so that tr(G E H E^T) of their errors E is small: H of the inputs, G of the
+    gradients of the outputs. A form without feedback between rows knows the diagonal of G only."""
+
+    rows: Tensor  # (N, R, C)
+    hessian: Tensor  # H (N, C, C), damped
+    output: Tensor  # G (N, R, R)
+    form: Form
+
+    def __post_init__(self):
+        form, (_, height, width) = self.form, self.rows.shape
+        # Integers in a step, and what divides its square to give the mean squared error.
+        self.choices, self.divisor = (2, 15) if form.states else (1, 12)
+        sides = ((height, 1), (width, 2))
+        self.left, self.right = (rotation(*s) if form.rotate else torch.eye(s[0]) for s in sides)
+        rows, hessian, output = (
+            left @ matrix @ right.mT
+            for left, matrix, right in (
+                (self.left, self.rows, self.right),
+                (self.right, self.hessian, self.right),
+                (self.left, self.output, self.left),
+            )
+        )
+        self.order, factor = train_gpt.inverse_factor(hessian)
+        pivots = factor.diagonal(0, 1, 2) ** -2.0  # (N, C), of columns in this order
+        self.scale = torch.ones_like(pivots)  # of columns: GPTQ rounds rows / scale
+        if form.water:
+            self.scale = (pivots / pivots.log().mean(dim=1, keepdim=True).exp()).rsqrt()
+        self.factor, self.pivots = factor / self.scale[:, None], pivots * self.scale.square()
+        self.scale = self.scale.gather(1, self.order.argsort())[:, None]
+        self.turned = rows / self.scale
+        self.block = height
+        if form.feedback:  # a path through the trellis takes a segment together
+            self.block = train_gpt.SEGMENT if form.states else 1
+        damping = 0.05 * output.diagonal(0, 1, 2).mean(dim=1)[:, None, None]
+        output = output + damping * torch.eye(height)
+        self.least = torch.linalg.slogdet(output.double())[1] / height  # mean log of the weights
+        if form.feedback:
+            self.triangle, self.weights = between_rows(output, self.block)
+        else:
+            self.triangle, self.weights = 0 * output, output.diagonal(0, 1, 2)
+        # With an ideal coder equal bits are steps in proportion to this.
+        self.spread = (self.turned.abs() + 1e-12).log().mean(dim=(1, 2), keepdim=True).exp() / 0.53
+        weights = self.weights if form.steps == "rows" else self.weights.mean(dim=1, keepdim=True)
+        self.costs = weights[..., None] * self.pivots.mean(dim=1)[:, None, None]
+        if form.steps == "bits":
+            self.costs = self.spread**-2
+
+    def distance(self) -> tuple[Tensor, Tensor]:
+        """(N,) each: by how many dB the form exceeds the Gaussian bound, by columns and by rows that
+        should have steps of their own, beside the 1.53 of integers or the 0.46 of the trellis."""
+        unequal = self.form.steps != "rows"
+        rows = self.weights.mean(dim=1).log() if unequal else self.weights.log().mean(dim=1)
+        columns = self.pivots.mean(dim=1).log() - self.pivots.log().mean(dim=1)
+        return columns * 10 / math.log(10), (rows - self.least) * 10 / math.log(10)
+
+    def steps(self, level: float) -> Tensor:
+        """(N, R or 1, 1), like train_gpt.Quantiser's: `level` is what a weight costs, unless steps
+        are by bits."""
+        over = 2 if self.form.steps == "rows" else (1, 2)
+        deviation = self.turned.square().mean(dim=over, keepdim=True).add(1e-30).sqrt()
+        largest = self.turned.abs().amax(dim=over, keepdim=True)
+        wanted = (self.divisor * level / self.costs).sqrt()
+        return train_gpt.round_steps(wanted.clamp(largest / 1875, 2 * deviation), 20)
+
+    def count_steps(self) -> int:
+        """Numbers that a reader needs beside the codes."""
+        columns = self.scale.numel() + self.rows[:, :, 0].numel() if self.form.water else 0
+        return columns or self.costs.numel()
+
+    def round(self, level: float) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes (N, R, C), the rows as they are read back, what they cost by prediction (N,))."""
+        steps = self.steps(level).expand(-1, self.rows.size(1), 1)
+        unit, weights = steps / self.choices, self.weights[..., None] * steps.square()
+
+        def to_integers(column):
+            errors, found = torch.zeros_like(column), []
+            for first in range(0, column.size(1), self.block):
+                part = slice(first, first + self.block)
+                fed = self.triangle[:, part, :first] @ errors[:, :first]
+                targets = ((column[:, part] + fed) / unit[:, part]).clamp(-4000, 4000)
+                if self.form.states:
+                    parts = train_gpt.to_segments(targets), train_gpt.to_segments(weights[:, part])
+                    path = train_gpt.viterbi(*(p.flatten(1) for p in parts), self.form.states)
+                    path = path.view_as(parts[0]).transpose(0, 2).flatten(1, 2)
+                    found.append(path[:, : targets.size(1)])
+                else:
+                    found.append(targets.round())
+                errors[:, part] = column[:, part] - found[-1] * unit[:, part]
+            return torch.cat(found, dim=1)
+
+        integers = train_gpt.gptq(self.turned, self.order, self.factor, unit, to_integers)
+        back = self.left.mT @ (integers * unit * self.scale) @ self.right
+        if self.form.water:
+            back = gained(self.rows, back, self.hessian)
+        cost = weights.sum(dim=(1, 2)) * self.pivots.sum(dim=1) / self.divisor
+        return (integers / self.choices).floor(), back, cost
+
+
+def output_factors(subject: Subject) -> dict[str, Tensor]:
+    """By matrix (out, out): half the mean of g g^T over tokens, of their losses' gradients g by the
+    output, as `quantise.calibrate` has its diagonal."""
+    matrices, sums = quantise.matrices_of(subject.model), {}
+    parameters = {name: matrix.parameter for name, matrix in matrices.items() if not matrix.lookup}
+    random = torch.Generator().manual_seed(0)
+    for batch in subject.batches:
+        nats = subject.nats(subject.model, batch)
+        loss = (nats * torch.randn(nats.shape, generator=random)).sum()
+        grads = torch.autograd.grad(loss, list(parameters.values()))
+        for name, grad in zip(parameters, grads, strict=True):
+            rows = matrices[name].rows(grad)
+            sums[name] = sums.get(name, 0) + rows @ rows.mT / rows.size(1)
+    return {name: total / (2 * subject.calibration.tokens) for name, total in sums.items()}
+
+
+def level_of(bits: float, rounders: list[Kronecker]) -> float:
+    """With which the codes of all matrices have about this many bits per weight, if the weights are
+    Gaussian."""
+    count = sum(one.rows.numel() for one in rounders)
+
+    def bits_at(level):
+        total = 0.0
+        for one in rounders:
+            ratio = (one.spread / one.steps(level)).square()
+            rate = (1 + 2 * math.pi * math.e * ratio).log2().mean() / 2
+            total += float(rate) * one.rows.numel()
+        return total / count
+
+    low, high = -100.0, 20.0  # of the level's log2
+    while high - low > 0.001:
+        middle = (low + high) / 2
+        low, high = (middle, high) if bits_at(2**middle) > bits else (low, middle)
+    return 2**low
+
+
+def at_bits(points: list[tuple[float, float]]) -> np.ndarray:
+    """Of (bits, kl), the kl at SHOWN bits by its logarithm, nan beyond the points."""
+    bits, kl = zip(*sorted(points), strict=True)
+    return np.exp(np.interp(SHOWN, bits, np.log(kl), left=np.nan, right=np.nan))
+
+
+def compare_papers(subject: Subject) -> list[dict]:
+    """Print and return a row for each way and size, then print `kl` at equal bits, on the first
+    32,768 tokens."""
+    subject = subject._replace(held_out=subject.held_out[:4])
+    outputs, matrices = output_factors(subject), quantise.matrices_of(subject.model)
+    groups = zip(*quantise.make_groups(subject.model, subject.calibration, 0), strict=True)
+    groups = [
+        (names, one) for names, one in groups if one.rows.size(1) != VOCAB and names[0] in outputs
+    ]
+    count, rows = sum(one.rows.numel() for _, one in groups), []
+    for way, form in PAPERS.items():
+        rounders = [
+            Kronecker(one.rows, one.damped, torch.stack([outputs[name] for name in names]), form)
+            for names, one in groups
+        ]
+        side = 16 * sum(one.count_steps() for one in rounders) / count
+        shares = [(*one.distance(), one.rows[0].numel() / count) for one in rounders]
+        away = [sum(float(share[i].sum()) * share[2] for share in shares) for i in (0, 1)]
+        print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
+        for aim in AIMS:
+            rounded, size, expected, level = {}, 0, 0.0, level_of(aim - side, rounders)
+            for (names, _), one in zip(groups, rounders, strict=True):
+                codes, back, cost = one.round(level)
+                size += len(train_gpt.encode_ans(codes.short().numpy()))
+                expected += float(cost.sum())
+                rounded |= {
+                    name: matrices[name].rows(b) for name, b in zip(names, back, strict=True)
+                }
+            row = {"model": subject.name, "way": way, "codes": 8 * size / count}
+            row |= {"bits": row["codes"] + side, "expected": expected, **judge(subject, rounded)}
+            rows.append(row)
+            print(
+                f"{way:22}{row['bits']:7.2f} bits, {row['codes']:.2f} of codes, lost"
+                f"{row['lost']:10.6f}, kl{row['kl']:10.6f}, expected{expected:10.6f}",
+                flush=True,
+            )
+    for measure in ("bits", "codes"):
+        print(f"kl at {SHOWN} {measure} per weight")
+        for way in PAPERS:
+            points = [(row[measure], row["kl"]) for row in rows if row["way"] == way]
+            print(f"{way:22}" + "".join(f"{kl:10.6f}" for kl in at_bits(points)), flush=True)
     return rows
 
 
@@ -296,18 +573,21 @@ def main() -> None:
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=positive, default=1000, help="training steps of each model")
-    parser.add_argument("--plot", type=image_file, help="plot the losses to this file")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--plot", type=image_file, help="plot the losses to this file")
+    what.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")
     arguments = parser.parse_args()
     shards = {}
     for split in ("train", "val"):
         stream = train_gpt.TokenStream(arguments.data, split, VOCAB)
         shards[split] = torch.from_numpy(stream.read(0, min(len(stream), 1 << 23)))
-    for name in ("torchao", "hqq"):
+    for name in () if arguments.papers else ("torchao", "hqq"):
         if not importlib.util.find_spec(name):
             print(f"note: {name} is not installed, so its rows are missing")
     rows = []
     for name in arguments.models:
-        rows += compare(name, arguments.steps, shards)
+        subject = prepare(name, arguments.steps, shards)
+        rows += (compare_papers if arguments.papers else compare)(subject)
     if arguments.plot:
         draw(rows, arguments.plot)
     assert all(math.isfinite(row["lost"]) for row in rows)

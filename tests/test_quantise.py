@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import resource
 import sys
@@ -601,6 +602,168 @@ def test_the_benchmark_refuses_a_plot_before_the_work(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         quantisers.main()
     assert "no/x.png is in no folder: make no first" in capsys.readouterr().err
+
+
+@pytest.fixture
+def problem():
+    """(rows (2, 96, 48), damped Hessian, G) with correlated inputs and outputs. 96 rows are a segment
+    of the trellis and a half, and no power of two."""
+
+    def covariance(size):
+        x = torch.randn(2, 4 * size, size) @ (torch.randn(size, size) / size**0.5 + torch.eye(size))
+        x = x * torch.linspace(0.2, 2, size)
+        return x.mT @ x / (4 * size)
+
+    return torch.randn(2, 96, 48), train_gpt.damped(covariance(48), 0.1), covariance(96)
+
+
+def cost_of(problem, back):
+    """The quadratic form of the errors, with G damped as for feedback."""
+    rows, hessian, output = problem
+    mean = output.diagonal(0, 1, 2).mean(dim=1)[:, None, None]
+    errors = rows - back
+    return float(((output + 0.05 * mean * torch.eye(96)) @ errors * (errors @ hessian)).sum())
+
+
+def coded(problem, form, bits=4.0):
+    """(bits per weight by the entropy of all codes, quadratic form, prediction)."""
+    rounder = quantisers.Kronecker(*problem, form)
+    codes, back, cost = rounder.round(quantisers.level_of(bits, [rounder]))
+    share = codes.unique(return_counts=True)[1] / codes.numel()
+    return float(-(share * share.log2()).sum()), cost_of(problem, back), float(cost.sum())
+
+
+@pytest.mark.parametrize("way", quantisers.PAPERS)
+def test_ways_of_papers_predict_their_quadratic_form(problem, way):
+    bits, found, predicted = coded(problem, quantisers.PAPERS[way])
+    assert found == pytest.approx(predicted, rel=0.08)  # of 9,216 errors
+    # The level was made for 4. One entropy of all codes is above that where steps differ.
+    assert bits == pytest.approx(4, abs=0.35)
+
+
+def test_distances_from_the_bound(problem):
+    def distance(**options):
+        both = quantisers.Kronecker(*problem, quantisers.Form(**options)).distance()
+        return [float(one.mean()) for one in both]
+
+    nothing = pytest.approx(0, abs=1e-3)
+    assert distance(water=True)[0] == nothing != distance()[0]
+    assert distance(steps="rows", feedback=True)[1] == nothing  # integers: row by row
+    rows = [distance(steps="rows", feedback=on, states=8)[1] for on in (True, False)]
+    assert 0.1 < rows[0] < rows[1] < distance()[1]
+
+
+@pytest.mark.parametrize("states, least", [(0, 0.8), (8, 0.95)])  # the trellis: between 2 blocks
+def test_feedback_between_rows_and_rotation_lower_the_quadratic_form(problem, states, least):
+    def loss(**options):
+        bits, found, _ = coded(problem, quantisers.Form("cost", states=states, **options))
+        return found * 4**bits  # at equal entropy
+
+    assert loss(feedback=True) < least * loss()
+    assert loss(feedback=True, rotate=True) < least * loss(rotate=True)
+
+
+def test_the_factor_of_the_feedback_between_rows(problem):
+    output = problem[2]
+    for block in (1, 64):
+        triangle, weights = quantisers.between_rows(output, block)
+        middle = torch.linalg.solve(triangle.mT.double(), output.double())
+        middle = torch.linalg.solve(triangle.mT.double(), middle.mT)  # D
+        place = torch.arange(96) // block
+        assert middle[:, place[:, None] != place].abs().max() < 1e-4
+        assert torch.allclose(middle.diagonal(0, 1, 2).float(), weights, rtol=1e-3)
+        above = place[:, None] <= place  # a block itself and what is right of it
+        assert torch.allclose(triangle * above, torch.eye(96).expand(2, -1, -1), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 96])
+def test_rotations_are_orthogonal_and_mix_all(size):
+    matrix = quantisers.rotation(size, 1)
+    assert torch.allclose(matrix @ matrix.T, torch.eye(size), atol=1e-6)
+    odd = size // (size & -size)
+    assert matrix.abs().max() <= (odd / size) ** 0.5 + 1e-6
+    assert torch.equal(matrix, quantisers.rotation(size, 1))
+    assert size == 1 or not torch.equal(matrix, quantisers.rotation(size, 2))
+    rows = torch.randn(size, size)
+    other = quantisers.rotation(size, 2)
+    assert torch.allclose(matrix.T @ (matrix @ rows @ other.T) @ other, rows, atol=1e-5)
+
+
+def test_our_way_is_the_quantiser(problem):
+    rows, hessian, output = problem
+    ours = quantisers.Kronecker(*problem, quantisers.PAPERS["ours"])
+    cost = output.diagonal(0, 1, 2)
+    cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
+    quantiser = train_gpt.Quantiser(rows, hessian, cost, 8, train_gpt.Rule(0.0))
+    codes, steps, _ = map(torch.stack, zip(*quantiser.round(0.01), strict=True))
+    assert torch.equal(ours.steps(0.01), steps)
+    assert torch.equal(ours.round(0.01)[0], codes)
+
+
+@pytest.fixture
+def subject():
+    def make():
+        layers = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, quantisers.VOCAB)
+        return nn.Sequential(nn.Embedding(PIECES, 16), *layers)
+
+    def logits(model, rows):
+        return model(rows[:, :-1])
+
+    def nats(model, rows):
+        return F.cross_entropy(logits(model, rows).mT, rows[:, 1:], reduction="none")
+
+    model, batches = make(), [torch.randint(0, PIECES, (4, 17)) for _ in range(4)]
+    calibration = quantise.calibrate(model, batches, nats)
+    return quantisers.Subject("tiny", make, model, logits, nats, batches, calibration, batches)
+
+
+def test_judges_of_the_benchmark(subject):
+    before = {name: tensor.clone() for name, tensor in subject.model.named_parameters()}
+    assert quantisers.judge(subject, {}) == {"lost": 0, "kl": 0}
+    changed = {"1.weight": before["1.weight"] + 0.3 * torch.randn(32, 16)}
+    found = quantisers.judge(subject, changed)
+    mirrored = {"1.weight": 2 * before["1.weight"] - changed["1.weight"]}
+    rows, logs = torch.cat(subject.held_out), []
+    for state in (before, changed, mirrored):
+        subject.model.load_state_dict(before | state)
+        logs.append(subject.logits(subject.model, rows).double().log_softmax(dim=-1))
+    plain, there, back = (one.detach() for one in logs)
+    kl = F.kl_div(there, plain, reduction="sum", log_target=True) / rows[:, 1:].numel()
+    nats = [F.nll_loss(one.flatten(0, 1), rows[:, 1:].flatten()) for one in (plain, there, back)]
+    lost = (nats[1] + nats[2]) / 2 - nats[0]
+    assert found == pytest.approx({"lost": float(lost), "kl": float(kl)}, rel=1e-3)
+
+
+def test_output_factors_have_the_diagonal_of_the_calibration(subject):
+    for name, factor in quantisers.output_factors(subject).items():
+        diagonal = 2 * factor.diagonal() * subject.calibration.tokens
+        assert torch.allclose(
+            diagonal, subject.calibration.tokens * subject.calibration.squares[name]
+        )
+        assert torch.linalg.eigvalsh(factor.double()).min() > -1e-9 * factor.trace()
+
+
+def test_the_table_of_libraries(subject, monkeypatch):
+    monkeypatch.setattr(quantisers, "BITS", (4,))
+    monkeypatch.setattr(quantisers, "FACTORS", (1.0,))
+    for row in quantisers.compare(subject):
+        assert row["our_bytes"] <= row["bytes"]
+        assert all(0 < row[key] < 0.01 for key in ("kl", "lost", "our_kl", "our_lost"))
+
+
+def test_the_table_of_papers(subject, capsys, monkeypatch):
+    monkeypatch.setattr(quantisers, "AIMS", (3.0, 5.0))
+    rows = quantisers.compare_papers(subject)
+    assert [row["way"] for row in rows] == [way for way in quantisers.PAPERS for _ in range(2)]
+    for row in rows:
+        assert 0 < row["kl"] < 1 and row["codes"] < row["bits"]
+    text = capsys.readouterr().out
+    assert "kl at (2.5, 3.0, 3.5, 4.0) bits per weight" in text
+    points = [(5.0, 1 / 16), (2.5, 2.0), (3.0, 1.0)]
+    expected = [2, 1, 0.5, 0.25]
+    assert quantisers.at_bits(points) == pytest.approx(expected)
+    assert quantisers.at_bits(points[::2])[1:] == pytest.approx(expected[1:])
+    assert math.isnan(quantisers.at_bits(points[::2])[0])
 
 
 def test_rows_that_the_model_cannot_read_and_code_of_its_own(
