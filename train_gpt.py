@@ -3233,7 +3233,7 @@ def ngram_hints(targets: np.ndarray) -> np.ndarray:
     40 bytes a target, and a kilobyte for each context that occurs again."""
     hashes = np.zeros_like(targets[TILT_CONTEXT:], np.uint64)
     for at in range(TILT_CONTEXT):
-        hashes *= np.uint64(0x9E3779B97F4A7C15)  # an odd number that looks random
+        hashes *= np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: odd, mixes all bits
         hashes += targets[at : at - TILT_CONTEXT].astype(np.uint64)
     ordered = np.sort(hashes)
     again = np.zeros(1 << 24, bool)
