@@ -746,7 +746,13 @@ def test_output_factors_have_the_diagonal_of_the_calibration(subject):
 def test_the_table_of_libraries(subject, monkeypatch):
     monkeypatch.setattr(quantisers, "BITS", (4,))
     monkeypatch.setattr(quantisers, "FACTORS", (1.0,))
-    for row in quantisers.compare(subject):
+    ours, asked = quantisers.ours, []
+    monkeypatch.setattr(
+        quantisers, "ours", lambda *call: asked.append(round(call[1])) or ours(*call)
+    )
+    rows = quantisers.compare(subject)
+    assert asked == [row["bytes"] for row in rows]
+    for row in rows:
         assert row["our_bytes"] <= row["bytes"]
         assert all(0 < row[key] < 0.01 for key in ("kl", "lost", "our_kl", "our_lost"))
 
