@@ -530,7 +530,7 @@ def writing(path: str | Path) -> contextlib.AbstractContextManager:
 
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
-class Matrix(NamedTuple):
+class MatrixKind(NamedTuple):
     """A kind of matrix (out, in) that the artifact stores as codes; all other tensors are fp16."""
 
     name: str  # in the forward and in the artifact
@@ -565,19 +565,21 @@ class Matrix(NamedTuple):
 # The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
 # Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
-    Matrix("q", "qo_bank", hessian="q", normed=True),
-    Matrix("out", "qo_bank", hessian="out", zero=True, gain="attn_scale"),
-    Matrix("k", "kv_bank", hessian="q", out="kv", normed=True),
-    Matrix("v", "kv_bank", hessian="q", out="kv", normed=True),
-    Matrix("up", "mlp_bank", hessian="up", out="mlp", normed=True),
-    Matrix("down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"),
+    MatrixKind("q", "qo_bank", hessian="q", normed=True),
+    MatrixKind("out", "qo_bank", hessian="out", zero=True, gain="attn_scale"),
+    MatrixKind("k", "kv_bank", hessian="q", out="kv", normed=True),
+    MatrixKind("v", "kv_bank", hessian="q", out="kv", normed=True),
+    MatrixKind("up", "mlp_bank", hessian="up", out="mlp", normed=True),
+    MatrixKind(
+        "down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"
+    ),
 )
 TABLES = (
-    Matrix("tok_emb", "", "tok_emb"),
-    Matrix("bigram_emb", "", ""),
-    Matrix("bigram_proj", "", "bigram_proj"),
+    MatrixKind("tok_emb", "", "tok_emb"),
+    MatrixKind("bigram_emb", "", ""),
+    MatrixKind("bigram_proj", "", "bigram_proj"),
 )
-BANKS = {one.bank: [kind for kind in MATRICES if kind.bank == one.bank] for one in MATRICES}
+BANKS = {kind.bank: [k for k in MATRICES if k.bank == kind.bank] for kind in MATRICES}
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
@@ -586,7 +588,7 @@ def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
     return len(BANKS[bank]) * hp.num_layers, *shape
 
 
-def bank_part(bank: Tensor, kind: Matrix) -> Tensor:
+def bank_part(bank: Tensor, kind: MatrixKind) -> Tensor:
     """The matrices (L, out, in) of one kind: a view of their bank (R, a, b)."""
     kinds = BANKS[kind.bank]
     matrices = bank.chunk(len(kinds))[kinds.index(kind)]
@@ -2467,8 +2469,8 @@ class Quantiser:
             if not self.states:
                 return to_codes(column, steps, self.rule.limit)
             targets = to_segments((column / unit).clamp(-4000, 4000))  # codes have 12 bits
-            found = viterbi(targets.flatten(1), weights, self.states)
-            return found.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
+            path = viterbi(targets.flatten(1), weights, self.states)
+            return path.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
 
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
@@ -2525,7 +2527,7 @@ def meta_parameters(hp: Hyperparameters) -> Tensors:
     return weights
 
 
-def artifact_tensors(weights: Tensors) -> Iterator[tuple[Matrix | None, str, Tensor]]:
+def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str, Tensor]]:
     """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
     (L, out, in)."""
     for kind in MATRICES:
@@ -2542,15 +2544,15 @@ def round_matrices(
     """Collective. By name (coded codes, steps, what rounding is expected to cost). The quantisers
     are dealt to the ranks."""
     encode, _ = CODERS[hp.compressor]
-    found = {}
+    coded = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
         # Of N matrices: L of each kind
         codes, steps, cost = map(torch.stack, zip(*quantiser.round(loss), strict=True))
         parts = codes.short(), steps.to(quantiser.rule.step_type), cost
         kinds = (part.cpu().chunk(len(names)) for part in parts)
         for name, codes_of, steps_of, cost_of in zip(names, *kinds, strict=True):
-            found[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
-    return dict(collections.ChainMap(*comm.gather(found)))
+            coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
+    return dict(collections.ChainMap(*comm.gather(coded)))
 
 
 def pack_artifact(
@@ -2846,11 +2848,11 @@ def require_exportable(hp: Hyperparameters) -> None:
         "raise it, or pack the script (tools/pack_code.py)",
     )
     stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
-    made, loaded = (
+    trained, loaded = (
         {(name, like.shape) for name, like in meta_parameters(knobs).items()}
         for knobs in (hp, Hyperparameters(**stored))
     )
-    names = " ".join(sorted(dict(made ^ loaded)))
+    names = " ".join(sorted(dict(trained ^ loaded)))
     require(not names, f'the knob that changes {names} needs the role "model": see `knob`')
 
 
@@ -3215,12 +3217,12 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     across = np.full((len(texts), len(texts)), len(texts), dtype=np.int32)
     for x, y, i in splits:
         across[x, y] = i
-    made = np.array([len(text) == 1 for text in texts])
+    formed = np.array([len(text) == 1 for text in texts])
     for x, y, i in splits:
-        if made[x] and made[y] and across[x, y] == i:  # else x and y are no longer side by side
-            np.copyto(across[i], across[y], where=made & (across[y] < i))
-            made[i] = True
-            np.copyto(across[:, i], across[:, x], where=made & (across[:, x] <= i))
+        if formed[x] and formed[y] and across[x, y] == i:  # else x and y are no longer side by side
+            np.copyto(across[i], across[y], where=formed & (across[y] < i))
+            formed[i] = True
+            np.copyto(across[:, i], across[:, x], where=formed & (across[:, x] <= i))
     return across < len(texts)
 
 
@@ -3330,13 +3332,13 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.nd
     our_grammar = manifest.get("caseops") is True
     if manifest.get("canonical", True):
         share = reencoded(tokens, hp.tokenizer_path)
-        found = (
+        sentence = (
             f"{share:.2%} of the first validation tokens come back when TOKENIZER_PATH="
             f"{hp.tokenizer_path} encodes their text again, not all"
         )
-        require(share >= 0.9, f"{found}: set the tokenizer of the shards in DATA_PATH")
+        require(share >= 0.9, f"{sentence}: set the tokenizer of the shards in DATA_PATH")
         if share < 0.999:
-            log(f"note: {found}: is it the tokenizer of the shards?")
+            log(f"note: {sentence}: is it the tokenizer of the shards?")
     exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
         log(
@@ -4167,7 +4169,7 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
             usable = False
         folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by `cache_dir`
         needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={folder}"] = usable
-    missing = ", ".join(name for name, found in needs.items() if not found)
+    missing = ", ".join(name for name, met in needs.items() if not met)
     if not missing:
         return True, ()
     require(

@@ -69,7 +69,7 @@ def counted(size: int, source: bytes):
     """A change of a log: as if the script that ran had this source and `size` bytes."""
 
     def change(text: str) -> str:
-        text = source.decode() + text[text.index(f"\n{runs.RULER}\n") :]
+        text = source.decode() + text[text.index(f"\n{runs.SEPARATOR}\n") :]
         total = size + int(re.search(r"(?m)^Serialized model [^:]+: (\d+) b", text)[1])
         text = re.sub(r"(?m)^Code size: \d+ bytes", f"Code size: {size} bytes", text)
         return re.sub(r"(?m)^(Total submission size.*): \d+ bytes", rf"\1: {total} bytes", text)

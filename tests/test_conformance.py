@@ -42,7 +42,7 @@ def test_a_lost_clip_differs(monkeypatch, name):
     assert "step" in differing(conformance.check_optimizer, name)
 
 
-def test_a_published_configuration_has_the_knobs_that_were_compared():
+def test_the_configuration_of_a_record_has_the_knobs_that_were_compared():
     """The tiny models of the golden numbers differ in sizes, or in what a case of its own compares."""
     sizes = {"VOCAB_SIZE", "MODEL_DIM", "NUM_HEADS", "NUM_KV_HEADS", "ROPE_DIMS", "TRAIN_SEQ_LEN"}
     sizes |= {"BIGRAM_VOCAB_SIZE", "BIGRAM_DIM", "TTT_LORA_RANK", "EVAL_SEQ_LEN", "EVAL_STRIDE"}
@@ -116,8 +116,8 @@ def trace(run_of, tmp_path, **changes) -> list[float]:
 
 @pytest.mark.parametrize("configuration", GOLDEN)
 def test_golden_trace(run_of, tmp_path, configuration):
-    """Guards refactors and the published run. CPUs differ in the last bits of a sum, which the steps
-    amplify to 1e-5. With late QAT, from step 17 on, a last bit can change a code: 5e-5."""
+    """Guards refactorings, and what #399 computes. CPUs differ in the last bits of a sum, which the
+    steps amplify to 1e-5. With late QAT, from step 17 on, a last bit can change a code: 5e-5."""
     changes = variables("399") if configuration == "399" else {}
     for name in {*TINY, "QAT_THRESHOLD"} - {"LATE_QAT"}:  # what makes the run tiny stays
         changes.pop(name, None)

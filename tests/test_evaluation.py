@@ -399,7 +399,7 @@ def learner(setting, mode="sgd", targets=0, **changes):
     return model, evaluator(model, val, hp, runtime, hp.eval_stride, log), lines
 
 
-def test_sgd_by_the_published_recipe(setting):
+def test_sgd_by_the_recipe_of_461(setting):
     """Three of four chunks by hand: score, steps of SGD on the chunk, score. The momentum goes on."""
     chunk = 64
     model, scorer, _ = learner(setting, "sgd", 250, TTT_CHUNK_TOKENS=chunk, TTT_LR=0.05)

@@ -74,7 +74,7 @@ def test_rows_of_zeros_are_zeros_and_constant_rows_are_kept():
     assert ((codes * steps - rows).abs() <= steps / 2).all() and steps[1, 1] < 0.1
 
 
-def test_published_range():
+def test_steps_of_399():
     """#399's rule (fault B13): the largest weight / 31, at least 1 / 31; int8 for the tables."""
     rules = train_gpt.RULES["399"]
     rows = torch.tensor([[0.1, -0.2, 0.05], [3.1, 0.7, -1.5]])

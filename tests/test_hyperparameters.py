@@ -31,7 +31,7 @@ def test_defaults_are_the_record_run():
     assert Hyperparameters.from_env(COMMAND) == ours != Hyperparameters()
 
 
-def test_the_published_run_is_one_set_of_variables():
+def test_the_configuration_of_399_is_one_set_of_variables():
     """399.env holds #399's command, but for LATE_QAT, which reached no matrix there, and
     every knob whose default differs from #399 here."""
     assert COMMAND.items() - variables("399").items() == {("LATE_QAT", "1")}

@@ -286,7 +286,7 @@ def test_across_documents_is_as_published():
     for _ in range(2):
         with torch.no_grad(), import_checkpoint.across_documents(model):
             assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(
-                case["published"]["loss"], rel=1e-6
+                case["across_documents"]["loss"], rel=1e-6
             )
         with torch.no_grad():
             assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(case["loss"], rel=1e-6)

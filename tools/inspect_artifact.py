@@ -40,7 +40,7 @@ def order0_entropy(codes: np.ndarray) -> float:
 
 
 def row(
-    kind: train_gpt.Matrix | None,
+    kind: train_gpt.MatrixKind | None,
     name: str,
     shape: tuple[int, ...],
     stream: bytes,

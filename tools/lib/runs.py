@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from train_gpt import RENAMED, Hyperparameters, UserError, todays_names
 
-RULER = "=" * 100  # separates the source at the top of a log from the rest
+SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
 # Runs that differ in one of these are different experiments. Published logs list other names too;
 # those are ignored.
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
@@ -231,10 +231,12 @@ def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
         ) from error
     if path.suffix in (".jsonl", ".json"):
         raise UserError(f"{path} is not a text log; give {path.with_suffix('.txt').name} instead")
-    head, ruler, rest = blob.partition(f"\n{RULER}\n".encode())
-    source, body = (head, rest) if ruler else (None, blob)
-    # nanogpt's logs have a second ruler, below the versions.
-    lines = [line for line in body.decode("utf-8", errors="replace").splitlines() if line != RULER]
+    head, separator, rest = blob.partition(f"\n{SEPARATOR}\n".encode())
+    source, body = (head, rest) if separator else (None, blob)
+    # nanogpt's logs have a second separator, below the versions.
+    lines = [
+        line for line in body.decode("utf-8", errors="replace").splitlines() if line != SEPARATOR
+    ]
     return source, lines
 
 
