@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import demo_corpus
 import demo_settings
 import report
 import shards
+import tokenize_text
 import train_gpt
 from conftest import ROOT, VOCAB, assert_mistake, run, user_error, write_shard
 
@@ -81,6 +83,20 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
         with user_error(said):
             demo_corpus.build(target, library, val_bytes=4000)
         assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("tool, files", [("demo_corpus", "made"), ("tokenize_text", "refused")])
+def test_a_build_killed_while_its_files_moved_is_repeated(
+    library, tmp_path, monkeypatch, tool, files
+):
+    """The manifest is the last file to move."""
+    monkeypatch.setattr(demo_corpus, "make", lambda *_: "made")
+    (tmp_path / "fineweb_train_000000.bin").touch()
+    partial = tmp_path / tokenize_text.PARTIAL
+    partial.mkdir()
+    shards.write_manifest(partial, made_by={"tool": f"data/{tool}.py"}, files={})
+    with nullcontext() if files == "made" else user_error("holds something else"):
+        assert demo_corpus.build(tmp_path, library) == "made"
 
 
 @pytest.fixture(scope="module")
