@@ -353,14 +353,14 @@ def test_own_data_bring_their_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "variable, value, sentence",
     [
-        ("DEMO_SECONDS", "abc", "DEMO_SECONDS=abc is not a positive number: set for example"),
-        ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a positive"),
+        ("DEMO_SECONDS", "abc", "DEMO_SECONDS=abc is not a number above 0: set for example"),
+        ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a number above 0"),
         ("DEMO_SECOND", "30", "DEMO_SECOND is set but is not a knob; did you mean DEMO_SECONDS?"),
         ("DEMO_SIZES", "large", "DEMO_SIZES is set but is not a knob; did you mean DEMO_SIZE?"),
         ("SEDES", "1 2", "SEDES is set but is not a knob; did you mean SEEDS?"),
         ("GIRD", "SEED=1,2", "GIRD is set but is not a knob; did you mean GRID?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
-        ("NPROC", "two", "NPROC=two is not a positive number: set for example NPROC=2"),
+        ("NPROC", "two", "NPROC=two is not a whole number above 0: set for example NPROC=2"),
         ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your"),
         ("RUN_ID", "../x", "RUN_ID=../x must not have a slash"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),

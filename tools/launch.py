@@ -48,10 +48,10 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its parent dies."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have Linux send this signal to this process when its parent dies."""
     if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def launch(command: list[str], ranks: int) -> int:
