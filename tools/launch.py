@@ -20,6 +20,11 @@ import subprocess
 import sys
 
 LIBC = ctypes.CDLL(None)  # loaded before a fork
+HINTS = {
+    signal.SIGKILL: ": is the memory full?",
+    # A compiler that was killed leaves such a library.
+    signal.SIGBUS: ": is a library in the compile cache cut, or /dev/shm full?",
+}
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -37,7 +42,7 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
         rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         processes[rank].returncode = code
         if code < 0:  # it could not say why
-            hint = ": is the memory full?" if code == -signal.SIGKILL else ""
+            hint = HINTS.get(-code, "")
             print(
                 f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}",
                 file=sys.stderr,
