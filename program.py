@@ -3,6 +3,7 @@ import it before all other modules, so that Ctrl-C while those are imported is o
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -45,6 +46,22 @@ def utf8(text: str) -> str:
         return os.fsencode(text).decode()
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"it is not UTF-8 ({error.reason}): convert it") from error
+
+
+def positive(text: str, kind: type = float) -> float:
+    """A number above 0, as the type of an argument."""
+    try:
+        number = kind(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        whole = "whole " * (kind is int)
+        raise argparse.ArgumentTypeError(f"{text} is not a {whole}number above 0")
+    return number
+
+
+def count(text: str) -> int:
+    return positive(text, int)
 
 
 def output_file(text: str) -> Path:

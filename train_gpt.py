@@ -4631,8 +4631,8 @@ def about_torch(error: RuntimeError) -> str:
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch has set it
         return (
-            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run has "
-            f"left half a file in {folder}, delete that folder; COMPILE=0 does without"
+            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run left half a "
+            f"file in {folder} or TRITON_CACHE_DIR, delete that folder; COMPILE=0 does without"
         )
     raise error
 

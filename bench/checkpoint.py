@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 import program
 import shards
 import train_gpt
-from common import SMALL, positive
+from common import SMALL
 
 # isort: split
 import numpy as np
@@ -88,8 +88,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", action="store_true", help="the record's model")
-    parser.add_argument("--steps", type=positive, default=8, help="steps per group")
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--steps", type=program.count, default=8, help="steps per group")
+    parser.add_argument("--rounds", type=program.count, default=5)
     arguments = parser.parse_args()
     knobs = {**(RECORD if arguments.record else SMALL), **KNOBS}
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):

@@ -26,13 +26,6 @@ SMALL = {  # 4.1 million parameters, for a CPU
 }
 
 
-def positive(text: str) -> int:
-    """A whole number above 0, as the type of an argument."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
-
-
 def image_file(text: str) -> Path:
     """The path of a plot, as the type of an argument; with a format that can be drawn."""
     try:

@@ -42,7 +42,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import SMALL, image_file, load_script, positive, report, score_of, take_turns
+from common import SMALL, image_file, load_script, report, score_of, take_turns
 from flops import peak_flops, window_flops
 
 # isort: split
@@ -291,9 +291,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--windows", type=positive, default=0, help="number of windows to time (default: 8 batches)"
+        "--windows",
+        type=program.count,
+        default=0,
+        help="number of windows to time (default: 8 batches)",
     )
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--rounds", type=program.count, default=5)
     parser.add_argument(
         "--against", type=Path, help="another version of train_gpt.py: compare evaluations with it"
     )
@@ -303,14 +306,14 @@ def main() -> None:
     parser.add_argument(
         "--lengths",
         nargs="+",
-        type=positive,
+        type=program.count,
         default=[],
         help="score the artifact with these windows",
     )
     parser.add_argument(
         "--strides",
         nargs="+",
-        type=positive,
+        type=program.count,
         default=[],
         help="score the artifact with these strides",
     )

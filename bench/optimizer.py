@@ -32,7 +32,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import positive, report, take_turns
+from common import report, take_turns
 from train_gpt import BANKS, MATRICES, Comm, Hyperparameters, Runtime, Tensors, bank_part
 
 # isort: split
@@ -199,7 +199,7 @@ def iterations(hp: Hyperparameters, runtime: Runtime) -> dict[str, Callable]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--rounds", type=program.count, default=9)
     rounds = parser.parse_args().rounds
     as_399 = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}
     hp = Hyperparameters.from_env({**os.environ, **as_399, "GRAD_CLIP_NORM": "0"})

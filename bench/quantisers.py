@@ -44,7 +44,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
 import program
 import quantise
 import train_gpt
-from common import image_file, positive
+from common import image_file
 
 # isort: split
 import numpy as np
@@ -572,7 +572,9 @@ def main() -> None:
     )
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--steps", type=positive, default=1000, help="training steps of each model")
+    parser.add_argument(
+        "--steps", type=program.count, default=1000, help="training steps of each model"
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plot", type=image_file, help="plot the losses to this file")
     what.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")

@@ -37,7 +37,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import SMALL, image_file, positive
+from common import SMALL, image_file
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare"
     )
-    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--rounds", type=program.count, default=9)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:

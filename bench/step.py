@@ -53,7 +53,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 import program
 import shards
 import train_gpt
-from common import SMALL, load_script, positive, report, run_of, take_turns
+from common import SMALL, load_script, report, run_of, take_turns
 from flops import flops_per_token, peak_flops
 
 # isort: split
@@ -313,15 +313,15 @@ def main() -> None:
         "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
     )
     parser.add_argument(
-        "--micro", nargs="+", type=positive, default=micro, help="tokens per forward"
+        "--micro", nargs="+", type=program.count, default=micro, help="tokens per forward"
     )
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--rounds", type=program.count, default=5)
     parser.add_argument(
         "--record", action="store_true", default=gpu, help="the record's model, also on a CPU"
     )
     parser.add_argument(
         "--of",
-        type=positive,
+        type=program.count,
         default=8 if gpu else 1,
         help="do the optimizer's work of one of so many",
     )
@@ -332,7 +332,9 @@ def main() -> None:
         "--trace", type=program.output_file, help="file for torch.profiler's trace of a step"
     )
     parser.add_argument("--separate", action="store_true", help="time banks and separate matrices")
-    parser.add_argument("--orthogonal", type=positive, help="errors of Newton-Schulz after N steps")
+    parser.add_argument(
+        "--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps"
+    )
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:

@@ -72,10 +72,12 @@ def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> st
     ).hexdigest()
     made_by = {"tool": "data/demo_corpus.py", "val_bytes": val_bytes, "sha256_of_texts": digest}
     manifest = shards.read_manifest(folder)
-    before = manifest.get("made_by") if manifest else None
-    if before == made_by:
+    if manifest and manifest.get("made_by") == made_by:
         return f"already there: {json.dumps(manifest['splits'])}"
     with shards.locked(folder):
+        # It moves last: a build that was killed meanwhile leaves it where it was written
+        manifest = manifest or shards.read_manifest(folder / tokenize_text.PARTIAL)
+        before = manifest.get("made_by") if manifest else None
         ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
         if not ours and tokenize_text.content(folder):
             raise UserError(

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import demo_corpus
 import demo_settings
 import report
 import shards
+import tokenize_text
 import train_gpt
 from conftest import ROOT, VOCAB, assert_mistake, run, user_error, write_shard
 
@@ -81,6 +83,20 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
         with user_error(said):
             demo_corpus.build(target, library, val_bytes=4000)
         assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("tool, files", [("demo_corpus", "made"), ("tokenize_text", "refused")])
+def test_a_build_killed_while_its_files_moved_is_repeated(
+    library, tmp_path, monkeypatch, tool, files
+):
+    """The manifest is the last file to move."""
+    monkeypatch.setattr(demo_corpus, "make", lambda *_: "made")
+    (tmp_path / "fineweb_train_000000.bin").touch()
+    partial = tmp_path / tokenize_text.PARTIAL
+    partial.mkdir()
+    shards.write_manifest(partial, made_by={"tool": f"data/{tool}.py"}, files={})
+    with nullcontext() if files == "made" else user_error("holds something else"):
+        assert demo_corpus.build(tmp_path, library) == "made"
 
 
 @pytest.fixture(scope="module")
@@ -337,14 +353,14 @@ def test_own_data_bring_their_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "variable, value, sentence",
     [
-        ("DEMO_SECONDS", "abc", "DEMO_SECONDS=abc is not a positive number: set for example"),
-        ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a positive"),
+        ("DEMO_SECONDS", "abc", "DEMO_SECONDS=abc is not a number above 0: set for example"),
+        ("DEMO_SECONDS", "inf", "DEMO_SECONDS=inf is not a number above 0"),
         ("DEMO_SECOND", "30", "DEMO_SECOND is set but is not a knob; did you mean DEMO_SECONDS?"),
         ("DEMO_SIZES", "large", "DEMO_SIZES is set but is not a knob; did you mean DEMO_SIZE?"),
         ("SEDES", "1 2", "SEDES is set but is not a knob; did you mean SEEDS?"),
         ("GIRD", "SEED=1,2", "GIRD is set but is not a knob; did you mean GRID?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
-        ("NPROC", "two", "NPROC=two is not a positive number: set for example NPROC=2"),
+        ("NPROC", "two", "NPROC=two is not a whole number above 0: set for example NPROC=2"),
         ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your"),
         ("RUN_ID", "../x", "RUN_ID=../x must not have a slash"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),

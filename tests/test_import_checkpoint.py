@@ -364,7 +364,12 @@ def checkpoint(tmp_path_factory) -> Path:
         (["--as", as_file("399")], {"NPROC": "x"}, "NPROC=x is not a number of proc", 1),
         (["--as", as_file("399")], {"TARGET_BYTES": "1"}, "counts the code: give --bytes", 1),
         (["--as", as_file("399")], {"DATA_PATH": "no"}, "DATA_PATH=no has no fineweb_", 1),
-        (["--as", as_file("399"), "--bytes", "9,0"], {}, "invalid counts value: '9,0'", 2),
+        (
+            ["--as", as_file("399"), "--bytes", "9,0"],
+            {},
+            "--bytes: 0 is not a whole number above 0",
+            2,
+        ),
         ([], {}, "required: --as", 2),
     ],
 )

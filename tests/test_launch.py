@@ -48,6 +48,7 @@ def test_a_rank_can_see_only_its_gpu(gpus, seen, tmp_path):
 
 
 KILLED = "error: rank 1 was killed by SIGKILL: is the memory full?"
+CUT = "error: rank 1 was killed by SIGBUS: is a library in the compile cache cut, or /dev/shm full?"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ KILLED = "error: rank 1 was killed by SIGKILL: is the memory full?"
         (0, "sys.exit('error: mine')", "error: mine", 1),
         (2, "sys.exit('error: mine')", "error: mine", 1),
         (1, "os.kill(os.getpid(), signal.SIGKILL)", KILLED, 137),
+        (1, "os.kill(os.getpid(), signal.SIGBUS)", CUT, 128 + signal.SIGBUS),
     ],
 )
 def test_a_rank_that_fails_or_is_killed_ends_the_others(failing, act, sentence, status, tmp_path):

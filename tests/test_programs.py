@@ -201,6 +201,14 @@ def test_a_file_that_cannot_be_written_is_refused(name, why, tmp_path, monkeypat
             program.output_folder(wrong)
 
 
+@pytest.mark.parametrize("kind, texts", [(program.positive, "2 .5 1e-9"), (program.count, "1 30")])
+def test_numbers_above_0(kind, texts):
+    assert [kind(text) for text in texts.split()] == [float(text) for text in texts.split()]
+    for wrong in ("0", "-1", "nan", "inf", "x", "", *(["0.5"] * (kind is program.count))):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^{wrong} is not a (whole )?number"):
+            kind(wrong)
+
+
 def test_closed_streams_lead_nowhere(tmp_path):
     """As by `<&- >&- 2>&-`. The next file that is opened would get such a number."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import program; file = open('x', 'w'); "

@@ -84,7 +84,7 @@ TOLD = [
     ),
     (  # what torch raises for a graph in its cache that a killed run left
         torch._inductor.exc.InductorError(ELF, None),
-        r"torch.compile failed \(/c/x.main.so: file too short\): .* in /c, delete that folder; .*=0 .*",
+        r"torch.compile failed \(/c/x.main.so: file too short\): .* in /c or TRITON_CACHE_DIR, delete that folder; .*=0 .*",
     ),
 ]
 

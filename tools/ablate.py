@@ -27,10 +27,10 @@ price of a variant: its step takes 1.03 times as long in the record, so it gets 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
 number of variants by Holm's method), the difference before the export, steps, ratio of step times,
-and bytes. "Before the export" is the averaged
-weights, with non-overlapping windows. Below the table are the verdict, by Welch's p, and the
-smallest gain that these seeds would have shown (p 0.05, power 0.8): a smaller one, or none, looks
-the same. The last line is JSON, which --folder keeps as ablation.json.
+and bytes. "Before the export" is the averaged weights, with non-overlapping windows. Below the
+table are the verdict, by Welch's p, and the smallest gain that these seeds would have shown
+(p 0.05, power 0.8): a smaller one, or none, looks the same. The last line is JSON, which --folder
+keeps as ablation.json.
 """
 
 import argparse
@@ -58,7 +58,6 @@ import demo_settings
 import flops
 import sweep
 import train_gpt
-from common import positive
 from lib import runs
 from train_gpt import Hyperparameters, UserError
 
@@ -267,8 +266,8 @@ def measure(variants: Variants, arguments: argparse.Namespace) -> dict[str, list
 
 
 def detectable(test: compare.Test, tests: int) -> float:
-    """The gain that this test, one of so many, would show at p compare.LEVEL with a probability of POWER:
-    the power formula of a t-test, with the deviations of its runs."""
+    """The gain that this test, one of so many, would show at p compare.LEVEL with a probability of
+    POWER: the power formula of a t-test, with the deviations of its runs."""
     quantile = compare.scipy_stats().t.ppf
     return (
         float(quantile(1 - compare.LEVEL / tests, test.df) + quantile(POWER, test.df)) * test.error
@@ -448,7 +447,9 @@ def main() -> None:
     parser.add_argument(
         "--width", type=int, default=WIDTH, help=f"width of the record in small; default: {WIDTH}"
     )
-    parser.add_argument("--jobs", type=positive, default=2, help="runs side by side; default: 2")
+    parser.add_argument(
+        "--jobs", type=program.count, default=2, help="runs side by side; default: 2"
+    )
     parser.add_argument("--seeds", type=seed, nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--folder",

@@ -13,9 +13,7 @@ compiled.
 
 import argparse
 import contextlib
-import ctypes
 import json
-import math
 import multiprocessing.connection
 import os
 import re
@@ -75,14 +73,10 @@ ENOUGH = 1.1e13
 def positive(environ: Mapping[str, str], name: str, kind: Callable, example: str):
     """The number of a variable, or None if it is not set. Raises UserError."""
     text = environ.get(name)
-    if not text:
-        return None
-    with contextlib.suppress(ValueError):
-        if 0 < kind(text) < math.inf:
-            return kind(text)
-    raise UserError(
-        f"{name}={text} is not a positive number: set for example {name}={example}, or unset it"
-    )
+    try:
+        return program.positive(text, kind) if text else None
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"{name}={error}: set for example {name}={example}, or unset it") from error
 
 
 # ---- Knobs ---------------------------------------------------------------------------------------
@@ -175,7 +169,7 @@ def forked(calls: list[Callable[[], float]]) -> float:
     value = context.Value("d", 0.0, lock=False)
 
     def child(number: int) -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+        launch.end_with_parent(signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # which says that Ctrl-C has ended it
         os.dup2(2, 1)  # gloo of torch 2.9 prints what run.sh would take for a setting
         try:

@@ -555,19 +555,8 @@ def adopt(arguments: argparse.Namespace) -> None:
         compare(train_gpt.make_run(hp, runtime, log, val), weights, arguments, paths)
 
 
-def positive(text: str, kind: type = float) -> float:
-    number = kind(text)
-    if not 0 < number < math.inf:
-        raise ValueError
-    return number
-
-
-def count(text: str) -> int:
-    return positive(text, int)
-
-
 def counts(text: str) -> list[int]:
-    return [count(word) for word in text.split(",")]
+    return [program.count(word) for word in text.split(",")]
 
 
 def main() -> None:
@@ -583,7 +572,7 @@ def main() -> None:
         help="configs/399.env or like it",
     )
     parser.add_argument(
-        "--tokens", type=count, help="of the validation text, from its start (default: all)"
+        "--tokens", type=program.count, help="of the validation text, from its start (default: all)"
     )
     most = train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
     parser.add_argument(
@@ -593,8 +582,10 @@ def main() -> None:
         metavar="A,B,C",
         help=f"of the weights; an export for each, from one calibration (default: {most})",
     )
-    parser.add_argument("--their-bpb", type=positive, help="bits per byte after the other export")
-    parser.add_argument("--their-bytes", type=count, help="of its weights")
+    parser.add_argument(
+        "--their-bpb", type=program.positive, help="bits per byte after the other export"
+    )
+    parser.add_argument("--their-bytes", type=program.count, help="of its weights")
     arguments = parser.parse_args()
     ranks = launch.wanted_ranks(max(1, torch.cuda.device_count()))
     started = time.strftime("adopted-%Y%m%d-%H%M%S")

@@ -20,6 +20,11 @@ import subprocess
 import sys
 
 LIBC = ctypes.CDLL(None)  # loaded before a fork
+HINTS = {
+    signal.SIGKILL: ": is the memory full?",
+    # A compiler that was killed leaves such a library.
+    signal.SIGBUS: ": is a library in the compile cache cut, or /dev/shm full?",
+}
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 
 
@@ -37,7 +42,7 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
         rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
         processes[rank].returncode = code
         if code < 0:  # it could not say why
-            hint = ": is the memory full?" if code == -signal.SIGKILL else ""
+            hint = HINTS.get(-code, "")
             print(
                 f"error: rank {rank} was killed by {signal.Signals(-code).name}{hint}",
                 file=sys.stderr,
@@ -48,10 +53,10 @@ def first_failure(processes: list[subprocess.Popen]) -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its parent dies."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """Have Linux send this signal to this process when its parent dies."""
     if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        LIBC.prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def launch(command: list[str], ranks: int) -> int:

@@ -154,9 +154,8 @@ def launch(run: Run) -> str:
     # Validations and lines of the log take time of the run
     shown = runs.CONFIGURATION | {"VAL_LOSS_EVERY", "TRAIN_LOG_EVERY"}
     changed = {name: run.settings[name] for name in run.changed if name in shown}
-    if threads := re.search(
-        r", (\d+) threads", run.device or ""
-    ):  # of a CPU, which decide rounding
+    # A CPU's threads decide rounding
+    if threads := re.search(r", (\d+) threads", run.device or ""):
         changed["OMP_NUM_THREADS"] = threads[1]
     words = [f"{name}={shlex.quote(switches.get(value, value))}" for name, value in changed.items()]
     start = "python" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks}"
