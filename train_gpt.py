@@ -33,7 +33,6 @@ import argparse
 import atexit
 import bisect
 import collections
-import contextlib
 import dataclasses
 import difflib
 import functools
@@ -62,9 +61,11 @@ import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
+from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple, TextIO
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -235,7 +236,7 @@ class Hyperparameters:
         refuse_misspelt(environ, names + [field.name.upper() for field in KNOBS])
         return cls(**{field.name: parse(field, environ) for field in KNOBS})
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         values = vars(self)
         for limit, (relation, holds) in LIMITS.items():
             for field in KNOBS:
@@ -248,7 +249,7 @@ class Hyperparameters:
                     )
         self.check_combinations()
 
-    def check_combinations(self) -> None:
+    def check_combinations(self):
         """Raise UserError if knobs contradict each other, or a text is malformed."""
         rotated = self.rope_dims or self.head_dim
         require(
@@ -329,7 +330,7 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
         ) from None
 
 
-def refuse_misspelt(environ: Iterable[str], known: list[str]) -> None:
+def refuse_misspelt(environ: Iterable[str], known: list[str]):
     """Raise UserError for the first variable that is nearly a known one: in lower case, with
     swapped letters, without its last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
@@ -407,13 +408,13 @@ STOP_SIGNALS = [
 ]
 
 
-def on_signals(act: Callable | signal.Handlers) -> None:
+def on_signals(act: Callable | signal.Handlers):
     """Set what STOP_SIGNALS do."""
     for number in STOP_SIGNALS:
         signal.signal(number, act)
 
 
-def interrupt(number, frame) -> None:
+def interrupt(number, frame):
     """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
     that, or has failed, and its launcher sent the signal: the others end at once."""
     if PLACE_IN_NODE:
@@ -426,7 +427,7 @@ def interrupt(number, frame) -> None:
 ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
 
 
-@contextlib.contextmanager
+@contextmanager
 def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
     """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
 
@@ -445,7 +446,7 @@ def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
     on_signals(interrupt)
 
 
-def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
+def print_to(stream: TextIO, text: str, end: str = "\n"):
     """Print. Without a reader, as of `| head`, on a full disk or a lost terminal it goes nowhere."""
     try:
         print(text, file=stream, end=end, flush=True)
@@ -453,7 +454,7 @@ def print_to(stream: TextIO, text: str, end: str = "\n") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def print_error(sentence: str) -> None:
+def print_error(sentence: str):
     """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
     the others."""
     on_signals(ENDING)
@@ -462,7 +463,7 @@ def print_error(sentence: str) -> None:
     print_to(sys.stderr, f"error: {sentence}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def importing(requirements: str) -> Iterator[None]:
     """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
     try:
@@ -484,6 +485,7 @@ with importing("requirements.txt"):
     import torch.distributed.nn  # noqa: F401  imported after a group exists, it would keep that group alive
     import torch.nn.functional as F
     import zstandard
+    from numpy import ndarray
     from torch import Tensor, nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.linalg import vector_norm
@@ -499,7 +501,7 @@ class UserError(ValueError):
     status = 1  # exit status of the process
 
 
-def require(condition: object, sentence: str) -> None:
+def require(condition: object, sentence: str):
     """Raise UserError(sentence) unless the condition holds."""
     if not condition:
         raise UserError(sentence)
@@ -513,8 +515,8 @@ def error_message(error: BaseException) -> str:
     return line if isinstance(error, UserError | OSError) else f"{type(error).__name__}: {line}"
 
 
-@contextlib.contextmanager
-def as_user_error(what: str, *errors: type[Exception], advice: str) -> Iterator[None]:
+@contextmanager
+def as_user_error(what: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
     """Turn these errors into a UserError: what failed, why, and what to do."""
     try:
         yield
@@ -522,11 +524,9 @@ def as_user_error(what: str, *errors: type[Exception], advice: str) -> Iterator[
         raise UserError(f"{what}: {error_message(error)}; {advice}") from error
 
 
-def writing(path: str | Path) -> contextlib.AbstractContextManager:
+def writing(path: str | Path) -> AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
-    return as_user_error(
-        f"cannot write {path}", OSError, advice="free space or choose a writable folder"
-    )
+    return as_user_error(f"cannot write {path}", "free space or choose a writable folder", OSError)
 
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
@@ -565,11 +565,11 @@ class MatrixKind(NamedTuple):
 # The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
 # Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
-    MatrixKind("q", "qo_bank", hessian="q", normed=True),
-    MatrixKind("out", "qo_bank", hessian="out", zero=True, gain="attn_scale"),
-    MatrixKind("k", "kv_bank", hessian="q", out="kv", normed=True),
-    MatrixKind("v", "kv_bank", hessian="q", out="kv", normed=True),
-    MatrixKind("up", "mlp_bank", hessian="up", out="mlp", normed=True),
+    MatrixKind("q", "qo_bank", "q", normed=True),
+    MatrixKind("out", "qo_bank", "out", zero=True, gain="attn_scale"),
+    MatrixKind("k", "kv_bank", "q", out="kv", normed=True),
+    MatrixKind("v", "kv_bank", "q", out="kv", normed=True),
+    MatrixKind("up", "mlp_bank", "up", out="mlp", normed=True),
     MatrixKind(
         "down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"
     ),
@@ -620,7 +620,7 @@ def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor 
     nats = nats.view_as(targets)
     if hints is None:
         return nats
-    choices = torch.stack((hints.clamp(min=0), targets), dim=-1)
+    choices = torch.stack((hints.clamp(min=0), targets), -1)
     hint, target = logits.detach().gather(-1, choices).unbind(-1)
     chance = (hint - target - nats.detach()).exp()  # the hint's probability
     change = (chance * math.expm1(TILT_NATS)).log1p() - TILT_NATS * (hints == targets)
@@ -681,15 +681,15 @@ def rms_norm(x: Tensor) -> Tensor:
 
 def mean_square(x: Tensor) -> Tensor:
     """Mean of x^2 over the last dimension (kept), in fp32, plus the epsilon of the norms."""
-    return x.float().square().mean(dim=-1, keepdim=True) + NORM_EPS
+    return x.float().square().mean(-1, keepdim=True) + NORM_EPS
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Partial RoPE (arXiv:2104.09864): rotate the first 2 * cos.size(-1) dimensions of x
     (B, T, H, E)."""
     half = cos.size(-1)
-    a, b, rest = x.tensor_split((half, 2 * half), dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
+    a, b, rest = x.tensor_split((half, 2 * half), -1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)
 
 
 class NormRotate(torch.autograd.Function):
@@ -710,7 +710,7 @@ class NormRotate(torch.autograd.Function):
         x, gain, cos, sin = ctx.saved_tensors
         scale = mean_square(x).rsqrt()
         back = rotate(grad.float(), cos, -sin)
-        along = (back * x.float()).sum(dim=-1, keepdim=True) * scale  # (B, T, H, 1)
+        along = (back * x.float()).sum(-1, keepdim=True) * scale  # (B, T, H, 1)
         dx = gain * scale * (back - x.float() * (scale * along / x.size(-1)))
         dgain = along.sum((0, 1)) if ctx.needs_input_grad[1] else None
         return dx.to(x.dtype), dgain, None, None
@@ -721,8 +721,8 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
     v (B, T, K, E)."""
     grouped = y.unflatten(2, (v.size(2), -1)).float()  # (B, T, K, H/K, E)
     v = v.unsqueeze(3)
-    square = v.float().square().sum(dim=-1, keepdim=True).clamp(min=1e-24)
-    along = (grouped * v).sum(dim=-1, keepdim=True) / square
+    square = v.float().square().sum(-1, keepdim=True).clamp(min=1e-24)
+    along = (grouped * v).sum(-1, keepdim=True) / square
     return (grouped - along * v).to(y.dtype).flatten(2, 3)
 
 
@@ -782,14 +782,14 @@ class GPT(nn.Module):
             self.lane_mix = nn.Parameter(mix.repeat(hp.lanes_last_n, 2, 1))
         self.add_constants()
 
-    def add_constants(self) -> None:
+    def add_constants(self):
         """The rotary factors, (T, 1, rotated/2) of any T, and the layer scales (L, 1, 1)."""
         hp = self.hp
         rotated = hp.rope_dims or hp.head_dim
-        frequency = hp.rope_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+        frequency = hp.rope_base ** (-torch.arange(0, rotated, 2).double() / rotated)
         window = sum(band_block(hp)) if hp.eval_mode == "banded" else hp.eval_seq_len
         longest = max(hp.train_seq_len, window)
-        angle = torch.arange(longest, dtype=torch.float64)[:, None, None] * frequency
+        angle = torch.arange(longest).double()[:, None, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, hp.num_layers + 1).float()
@@ -1015,7 +1015,7 @@ def newton_schulz(g: Tensor, dtype: torch.dtype, steps: int, coefficients: str) 
 
 def muon_update(
     shard: BankShard, clip: Tensor, momentum: Tensor, rate: Tensor, hp: Hyperparameters
-) -> None:
+):
     """One Muon step on the rows (r, a, b) that this rank owns, from their summed gradient; clip,
     momentum, rate: ()."""
     grad = shard.grad_shard.float() * clip
@@ -1132,7 +1132,7 @@ class ParallelMuon:
         self.add_adam()
         self.muon_update = compile_whole(muon_update, compiled)
 
-    def add_adam(self) -> None:
+    def add_adam(self):
         """AdamW with its state, as a checkpoint may restore it before the first step. A new
         parameter gets SCALAR_LR and SCALAR_WD unless it is named here or in TABLES."""
         hp = self.hp
@@ -1152,14 +1152,14 @@ class ParallelMuon:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def accumulate(self) -> None:
+    def accumulate(self):
         """Add the gradients of one micro-batch to the sum."""
         for shard in self.banks.values():
             if shard.grad_sum is not shard.grad:
                 shard.grad_sum.add_(shard.grad)
                 shard.grad.zero_()
 
-    def clear(self) -> None:
+    def clear(self):
         """Set the gradients and the report to zero."""
         buffers = {self.flat}  # a set, as `grad_sum` may be `grad`
         for shard in self.banks.values():
@@ -1188,7 +1188,7 @@ class ParallelMuon:
             wait()
         return report
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self):
         """Sum over the ranks: each bank by a reduce-scatter in the node and an all-reduce of the
         owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then the
         flat buffer."""
@@ -1214,14 +1214,14 @@ class ParallelMuon:
         """Norm () of the reduced gradient, the same on all ranks, or replicas would drift apart."""
         return (self.squares + vector_norm(self.flat_grad).square()).sqrt()
 
-    def update_small(self, clip: Tensor, lr_scale: float) -> None:
+    def update_small(self, clip: Tensor, lr_scale: float):
         """AdamW on the small parameters while the all-gathers run; the same on all ranks."""
         self.flat_grad.mul_(clip)
         for group in self.adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_scale
         self.adam.step()
 
-    def sync_banks(self) -> None:
+    def sync_banks(self):
         """Copy the owners' fp32 rows into every rank's banks, after a change outside `step`."""
         for shard in self.banks.values():
             shard.owned_rows.copy_(shard.master)
@@ -1250,7 +1250,7 @@ class ParallelMuon:
         self.comm.shard.all_gather(full, tensor)()
         return full[: shard.rows]
 
-    def scatter(self, name: str, tensor: Tensor, source: Tensor | None) -> None:
+    def scatter(self, name: str, tensor: Tensor, source: Tensor | None):
         """The inverse of `gather`: copy rank 0's `source` into every rank's `tensor`. Raises
         UserError if its shape is another one."""
         source = self.comm.broadcast(source)
@@ -1336,18 +1336,18 @@ class Clock:
         self.paused_at = 0.0
         self.started = None
 
-    def start(self) -> None:
-        self.started = self.started or time.perf_counter()
+    def start(self):
+        self.started = self.started or perf_counter()
 
-    def pause(self) -> None:
+    def pause(self):
         self.paused_at = self.elapsed()
         self.started = None
 
     def elapsed(self) -> float:
         """Seconds on this rank's timer."""
-        return self.paused_at + (time.perf_counter() - self.started if self.started else 0.0)
+        return self.paused_at + (perf_counter() - self.started if self.started else 0.0)
 
-    def record(self, step: int, seconds: float) -> None:
+    def record(self, step: int, seconds: float):
         """Record rank 0's training time when it queued the update of the next `step`."""
         self.recent = [*self.recent[-19:], seconds - self.seconds]
         self.step = step
@@ -1379,7 +1379,7 @@ class WeightAverage:
         averaging = hp.ema_enabled or hp.swa_enabled
         self.mean = {name: w.clone() for name, w in weights.items()} if averaging else {}
 
-    def update(self, step: int, lr_scale: float) -> None:
+    def update(self, step: int, lr_scale: float):
         """Add the weights after `step`."""
         hp = self.hp
         late = lr_scale < SWA_START and (step + 1) % hp.swa_every == 0
@@ -1445,7 +1445,7 @@ class Run:
         self.optimizer.clear()
         return not any(self.comm.gather(full))
 
-    def train(self) -> None:
+    def train(self):
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
         hp, clock = self.hp, self.clock
         step = first = clock.step + 1
@@ -1500,7 +1500,7 @@ class Run:
         self.average.update(step, settings.lr_scale)
         return report
 
-    def backward(self, batch: Tensor, settings: StepSettings) -> None:
+    def backward(self, batch: Tensor, settings: StepSettings):
         """Add the gradients of this rank's share of the step's mean loss, by its rows (B, T + 1),
         and the share itself to the report."""
         config = ForwardConfig(
@@ -1514,7 +1514,7 @@ class Run:
             self.optimizer.accumulate()
             self.optimizer.report.loss.add_(loss.detach())
 
-    def read_reports(self, keep: int = 0) -> None:
+    def read_reports(self, keep: int = 0):
         """Wait for the reports of all steps in flight but the last `keep`, and act on them. Raises
         UserError if a loss is not finite."""
         while len(self.in_flight) > keep:
@@ -1533,7 +1533,7 @@ class Run:
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
 
-    def log_step(self, step: int, settings: StepSettings, loss: float) -> None:
+    def log_step(self, step: int, settings: StepSettings, loss: float):
         """The line of a training step, after `step` steps."""
         hp, clock = self.hp, self.clock
         seconds = clock.elapsed()
@@ -1554,7 +1554,7 @@ class Run:
             **settings._asdict(),
         )
 
-    def log_progress(self, event: str, step: int, result: str, more: str, **fields) -> None:
+    def log_progress(self, event: str, step: int, result: str, more: str, **fields):
         """A line of step, result and training time, in the order that tools look for."""
         seconds = self.clock.elapsed()
         self.log(
@@ -1566,7 +1566,7 @@ class Run:
             **fields,
         )
 
-    def validate(self, step: int, looping: bool) -> None:
+    def validate(self, step: int, looping: bool):
         """Log the score of the weights before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
@@ -1588,7 +1588,7 @@ class Run:
             f"{name}.average": mean for name, mean in self.average.mean.items()
         }
 
-    def save(self, step: int) -> None:
+    def save(self, step: int):
         """Checkpoint the state before `step`, if checkpoints are enabled and this one does not
         exist yet."""
         self.read_reports()
@@ -1605,7 +1605,7 @@ class Run:
             full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
             self.checkpoints.save(full, state)
 
-    def restore(self, path: Path, state: dict, tensors: Tensors) -> None:
+    def restore(self, path: Path, state: dict, tensors: Tensors):
         """Continue from a checkpoint, on any number of ranks; rank 0 has its tensors."""
         for name, tensor in self.tensors().items():
             self.optimizer.scatter(name, tensor, tensors.pop(name, None))
@@ -1625,7 +1625,7 @@ class Run:
             path=str(path),
         )
 
-    def raise_if_stopped(self) -> None:
+    def raise_if_stopped(self):
         """Raise UserError, on all ranks, if any has received a signal: also during the last
         validation, which no report follows."""
         received = set().union(*self.comm.gather(self.signals))
@@ -1671,11 +1671,11 @@ class Run:
         times = []
         collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
         for step in steps:
-            started = time.perf_counter()
+            started = perf_counter()
             for rows in self.loader.batch(step).chunk(self.accumulation):
                 collected.add(rows)
             self.runtime.synchronize()
-            times.append(max(self.comm.gather(time.perf_counter() - started)))
+            times.append(max(self.comm.gather(perf_counter() - started)))
             if self.comm.broadcast(self.clock.elapsed()) + max(times) > self.clock.cap:
                 break
         for total in collected.sums.values():
@@ -1683,11 +1683,11 @@ class Run:
         self.runtime.synchronize()
         return dict(collected.sums), times
 
-    def warm_up(self) -> None:
+    def warm_up(self):
         """Run the graphs and collectives of the run before its clock starts, then restore all
         state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
         evaluations."""
-        hp, started = self.hp, time.perf_counter()
+        hp, started = self.hp, perf_counter()
         slow = "compiling takes minutes the first time" if self.runtime.compiled else "not compiled"
         self.log(f"warmup: steps of {hp.train_batch_tokens} tokens; {slow}", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
@@ -1703,7 +1703,7 @@ class Run:
                 self.log(
                     f"warmup_step:{step + 1}/{len(kinds)} seq_len:{settings.seq_len} "
                     f"qat:{int(settings.qat)} looping:{int(settings.looping)} "
-                    f"seconds:{time.perf_counter() - started:.1f}",
+                    f"seconds:{perf_counter() - started:.1f}",
                     bar=("warm-up", step / len(kinds)),
                 )
             self.train_step(step, settings)
@@ -1712,10 +1712,10 @@ class Run:
         self.optimizer.sync_banks()
         self.average.samples = 0
         self.runtime.synchronize()
-        elapsed = time.perf_counter() - started
+        elapsed = perf_counter() - started
         self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
 
-    def reserve_for_calibration(self) -> None:
+    def reserve_for_calibration(self):
         """Reserve time for calibration, as the slowest rank measures it."""
         cap = self.hp.max_wallclock_seconds
         self.calibrate(range(1))  # loads kernels
@@ -1743,7 +1743,7 @@ class Score(NamedTuple):
     val_tokens: int
     val_bytes: int
 
-    def log(self, log: Callable, name: str) -> None:
+    def log(self, log: Callable, name: str):
         """The line that tools look for."""
         log(
             f"{name} val_loss:{self.val_loss:.8f} val_bpb:{self.val_bpb:.8f} "
@@ -1768,7 +1768,7 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
     return read, scored
 
 
-def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
+def plan_windows(spans: ndarray, window: int, stride: int) -> ndarray:
     """Windows (4, N), in stream order, that score the target of every input of the spans (S, 2) once.
 
     A column is one window: (start, first, stop, n). It reads `window` inputs from `start` on. Of
@@ -1783,7 +1783,7 @@ def plan_windows(spans: np.ndarray, window: int, stride: int) -> np.ndarray:
         start = np.arange(begin, max(begin + 1, end - window + stride), stride)
         n = np.where(start > begin, stride, window)
         windows.append(np.stack((start, start + window - n, np.minimum(start + window, end), n)))
-    return np.concatenate(windows, axis=1)
+    return np.concatenate(windows, 1)
 
 
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
@@ -1809,39 +1809,38 @@ class Evaluator:
     log: Callable = lambda line, **fields: None
     stage: str = "score"  # for the progress bar
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         hp, device = self.hp, self.runtime.device
         self.window = sum(band_block(hp)) if self.config.band else hp.eval_seq_len
+        self.rows = eval_rows(hp, self.runtime, self.window)
         if hp.doc_attention:  # the second width is that of SGD's sequences
             for width in (self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)):
                 check_documents(self.val.documents, width, self.runtime.attention)
         self.nats = torch.full((self.val.targets + 1,), math.nan, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self.started = self.reported = time.perf_counter()
+        self.started = self.reported = perf_counter()
 
-    def score_windows(self) -> None:
+    def score_windows(self):
         """Score every target of the stream once, with the model as it is."""
         self.score(self.windows())
 
-    def windows(self) -> np.ndarray:
+    def windows(self) -> ndarray:
         """The windows (4, N) over the packed stream."""
-        return plan_windows(self.val.spans(documents=False), self.window, self.stride)
+        return plan_windows([(0, self.val.targets)], self.window, self.stride)
 
-    def warm_up(self) -> None:
+    def warm_up(self):
         """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
         timed."""
         windows = self.windows()
         *_, n = windows
         firsts = np.unique(n, return_index=True)[1]
-        batch = self.runtime.comm.size * eval_rows(self.hp, self.runtime, self.window)
-        self.score(windows[:, np.repeat(firsts, batch)])
+        self.score(windows[:, np.repeat(firsts, self.runtime.comm.size * self.rows)])
 
     @torch.no_grad()
-    def score(self, windows: np.ndarray) -> None:
+    def score(self, windows: ndarray):
         """Score these windows, those with most targets first. Batches go round the ranks, so the
         place of a window in its batch depends on the windows before it."""
-        comm = self.runtime.comm
-        rows = eval_rows(self.hp, self.runtime, self.window)
+        comm, rows = self.runtime.comm, self.rows
         offsets = torch.arange(self.window, device=self.nats.device)
         *_, sizes = windows
         for n in np.unique(sizes)[::-1].tolist():
@@ -1881,13 +1880,13 @@ class Evaluator:
         index = target.masked_fill(~counts, self.val.targets)
         self.nats.scatter_(0, index.flatten(), nats.detach().flatten().float())
         self.count += counts.sum()
-        if time.perf_counter() - self.reported > 5:
+        if perf_counter() - self.reported > 5:
             self.log_progress()
         return nats, counts
 
-    def log_progress(self) -> None:
+    def log_progress(self):
         """The score so far on this rank, which synchronises with the device."""
-        self.reported = time.perf_counter()
+        self.reported = perf_counter()
         total, _, nbytes, visited = self.sums().tolist()
         bpb = total / math.log(2) / max(nbytes, 1)
         done = max(1e-9, min(1.0, visited * self.runtime.comm.size / self.val.targets))
@@ -1919,7 +1918,7 @@ class Evaluator:
         )
         if not finite == visited == targets:
             raise RuntimeError(f"scored {finite:.0f} of {targets} targets, {visited:.0f} times")
-        seconds = time.perf_counter() - self.started
+        seconds = perf_counter() - self.started
         return Score(total / targets, total / math.log(2) / nbytes, seconds, targets, nbytes)
 
 
@@ -1932,10 +1931,10 @@ TTT_EPOCHS, TTT_MOMENTUM = 3, 0.9  # steps of SGD per chunk (#461)
 
 def out_of_time(scorer: Evaluator) -> bool:
     """Whether EVAL_MAX_SECONDS have passed on this rank."""
-    return 0 < scorer.hp.eval_max_seconds < time.perf_counter() - scorer.started
+    return 0 < scorer.hp.eval_max_seconds < perf_counter() - scorer.started
 
 
-def log_limit(scorer: Evaluator, scored: int) -> None:
+def log_limit(scorer: Evaluator, scored: int):
     """Log that test-time training ended after `scored` targets."""
     scorer.log(
         f"ttt: EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after "
@@ -1944,7 +1943,7 @@ def log_limit(scorer: Evaluator, scored: int) -> None:
     )
 
 
-def ttt_sgd(scorer: Evaluator) -> None:
+def ttt_sgd(scorer: Evaluator):
     """Score the packed stream chunk by chunk with sliding windows. Train all weights of the model
     on each chunk but the last, after it is scored, by SGD with momentum (#461). Ranks share windows
     and sequences and take the same steps."""
@@ -1953,7 +1952,7 @@ def ttt_sgd(scorer: Evaluator) -> None:
     windows = scorer.windows()
     _start, first, _stop, _n = windows
     edges = np.searchsorted(first, range(size, targets, size))
-    *chunks, last = np.split(windows, edges, axis=1)
+    *chunks, last = np.split(windows, edges, 1)
     if not chunks:
         scorer.log(
             f"note: TTT_CHUNK_TOKENS={size} covers the whole text of {targets} targets, "
@@ -2001,7 +2000,7 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
-def warm_up_sgd(scorer: Evaluator) -> None:
+def warm_up_sgd(scorer: Evaluator):
     """Windows of each shape, and the gradients of a chunk."""
     scorer.warm_up()
     sgd_gradients(scorer, 0)
@@ -2016,7 +2015,7 @@ LORA_ROWS = (16, 4)
 LORA_PARTS = (8, 4, 2, 1)
 
 
-def ttt_lora(scorer: Evaluator) -> None:
+def ttt_lora(scorer: Evaluator):
     """Score documents, each with low-rank changes (arXiv:2106.09685) of its own, as #1855 and #2014
     do. Documents are dealt to the ranks. B begins at 0; A begins as the mean of the rank's previous
     batch of documents, so the score depends on the number of ranks.
@@ -2026,7 +2025,7 @@ def ttt_lora(scorer: Evaluator) -> None:
     positions. Its row in a forward depends on how many earlier documents of the batch are still
     there, and rows do not see each other."""
     comm = scorer.runtime.comm
-    spans = scorer.val.spans(documents=True)
+    spans = scorer.val.spans()
     done = np.zeros(len(spans), np.int64)  # targets scored of each document
     own = np.arange(len(spans))[comm.rank :: comm.size]
     adapter = lora_adapter(scorer.hp, scorer.runtime.device)
@@ -2039,15 +2038,15 @@ def ttt_lora(scorer: Evaluator) -> None:
             done[batch] = state.lengths[1:].clip(max=stop)
         for name in adapter:
             if name.endswith(".a"):
-                adapter[name] = state.factors[name][1 : len(batch) + 1].mean(dim=0, keepdim=True)
+                adapter[name] = state.factors[name][1 : len(batch) + 1].mean(0, keepdim=True)
     if scorer.hp.eval_max_seconds:
         score_rest(scorer, spans, done)
 
 
-def score_rest(scorer: Evaluator, spans: np.ndarray, done: np.ndarray) -> None:
+def score_rest(scorer: Evaluator, spans: ndarray, done: ndarray):
     """Score what no rank has scored of the documents (S, 2), with the model as it is. This rank has
     scored the first `done` (S,) targets of each."""
-    done = np.sum(scorer.runtime.comm.gather(done), axis=0)
+    done = np.sum(scorer.runtime.comm.gather(done), 0)
     windows = plan_windows(spans, scorer.window, scorer.stride)
     _start, first, stop, _n = windows  # views
     document = np.searchsorted(spans[:, 0], first, side="right") - 1
@@ -2064,9 +2063,9 @@ class LoraState:
 
     There are always LORA_BATCH + 1 copies, or each number of documents would compile an update."""
 
-    def __init__(self, spans: np.ndarray, first: Adapter):
+    def __init__(self, spans: ndarray, first: Adapter):
         self.spans = np.vstack(([[0, 0]], spans))  # (S + 1, 2)
-        self.lengths = np.ptp(self.spans, axis=1)
+        self.lengths = np.ptp(self.spans, 1)
         self.steps = 0
         self.factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
         # Second moments
@@ -2111,7 +2110,7 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     return adapter
 
 
-def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> None:
+def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int):
     """Score the targets [begin, stop) of all documents that have them, some side by side, each with
     its factors. Those that go on take an AdamW step."""
     device = scorer.runtime.device
@@ -2130,7 +2129,7 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int) -> Non
         nats, counts = scorer.batch(position, n, start + begin, end.minimum(start + stop), adapter)
         scorer.forward.requires_grad_(True)
         if learners.any():
-            loss = ((nats * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)).sum()
+            loss = ((nats * counts).sum(1) / counts.sum(1).clamp(min=1)).sum()
             grads = torch.autograd.grad(loss, list(adapter.values()))
             # Filled on the device, as a copy from the host would wait.
             bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)
@@ -2145,7 +2144,7 @@ def lora_update(
     index: Tensor,
     bias: Tensor,
     hp: Hyperparameters,
-) -> None:
+):
     """AdamW without a first moment on the documents `index` (rows,)."""
     for name, grad in zip(factors, grads, strict=True):
         old = factors[name][index]
@@ -2155,11 +2154,11 @@ def lora_update(
         squares[name][index] = square
 
 
-def warm_up_lora(scorer: Evaluator) -> None:
+def warm_up_lora(scorer: Evaluator):
     """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
     if scorer.hp.eval_max_seconds:
         scorer.warm_up()
-    longest = np.ptp(scorer.val.spans(documents=True), axis=1).max()
+    longest = np.ptp(scorer.val.spans(), 1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
     chunks = list(lora_chunks(scorer.hp, longest))
     # The first of each shape, as the last chunk of all takes no step.
@@ -2206,7 +2205,7 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
     return passes
 
 
-def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters) -> None:
+def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters):
     """Compile what the final scores run."""
     for scoring in final_passes(hp).values():
         scoring.warm_up(make_scorer(scoring.config, scoring.stride))
@@ -2250,9 +2249,9 @@ class Rule(NamedTuple):
         """The steps (..., out, 1) of fp32 rows (..., out, in) without their costs: a sixth of the
         deviation, or #399's, which reach the largest weight, at least 1."""
         if self.fixed:
-            largest = rows.abs().amax(dim=-1, keepdim=True)
+            largest = rows.abs().amax(-1, keepdim=True)
             return round_steps(largest.clamp(min=1.0) / self.limit, 13)
-        return round_steps(rows.square().mean(dim=-1, keepdim=True).sqrt() / 6, 20)
+        return round_steps(rows.square().mean(-1, keepdim=True).sqrt() / 6, 20)
 
 
 # By ROUNDING: for the matrices of banks, for the other tensors. Low damping moves errors to inputs
@@ -2280,7 +2279,7 @@ class Calibration:
             if kind and kind.hessian == name:
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
 
-    def add(self, batch: Tensor) -> None:
+    def add(self, batch: Tensor):
         """Observe a micro-batch (B, T + 1).
 
         A backward has the gradient of a sum over tokens. With random weights of mean 0 and variance
@@ -2293,10 +2292,10 @@ class Calibration:
             by_name = dict(zip(self.parameters, grads, strict=True))
             for kind, name, grad in artifact_tensors(by_name):
                 if kind:
-                    self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(dim=-1)
+                    self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(-1)
 
     @torch.no_grad()
-    def __call__(self, name: str, layer: int, x: Tensor) -> None:
+    def __call__(self, name: str, layer: int, x: Tensor):
         # The MLP normalises after its first product, so x is not normalised yet.
         rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
         matmul = torch.backends.cuda.matmul
@@ -2312,7 +2311,7 @@ class Calibration:
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """(H / m + d I) / (1 + d) of a Hessian H (L, in, in) with m the mean of its diagonal, and this
     damping d. The new diagonal has mean 1."""
-    mean = hessian.diagonal(0, 1, 2).mean(dim=-1)[:, None, None]
+    mean = hessian.diagonal(0, 1, 2).mean(-1)[:, None, None]
     hessian = hessian / mean.clamp(min=1e-30)
     hessian.diagonal(0, 1, 2).add_(damping)
     return hessian / (1 + damping)
@@ -2321,7 +2320,7 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
     of the Hessian in this order)."""
-    order = hessian.diagonal(0, 1, 2).argsort(dim=-1, descending=True)
+    order = hessian.diagonal(0, 1, 2).argsort(descending=True)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
     hessian = torch.take_along_dim(hessian, order[:, None], 2).double()
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
@@ -2351,8 +2350,8 @@ def gptq(
             integers.append(to_integers(column))
             errors.append((column - integers[-1] * steps) / part[:, i, i, None, None])
             inner[:, :, i + 1 :].baddbmm_(errors[-1], part[:, i : i + 1, i + 1 : block], alpha=-1)
-        remaining = outer.baddbmm_(torch.cat(errors, dim=2), part[:, :, block:], alpha=-1)
-    return torch.take_along_dim(torch.cat(integers, dim=2), order.argsort()[:, None], 2)
+        remaining = outer.baddbmm_(torch.cat(errors, 2), part[:, :, block:], alpha=-1)
+    return torch.take_along_dim(torch.cat(integers, 2), order.argsort()[:, None], 2)
 
 
 def next_state(state, odd, states: int):
@@ -2383,7 +2382,7 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
         first, second = total.index_select(0, previous).add(cost).split(states)
         taken.append(second < first)
         total = torch.minimum(first, second)
-    state = total.argmin(dim=0, keepdim=True)
+    state = total.argmin(0, keepdim=True)
     for took in taken[::-1]:
         path.append(state.add(took.gather(0, state), alpha=states))  # state + states * took
         state = previous.take(path[-1])
@@ -2428,7 +2427,7 @@ class Quantiser:
     rule: Rule
 
     def __post_init__(self):
-        self.deviation = (self.rows.square().mean(dim=-1, keepdim=True) + 1e-30).sqrt()
+        self.deviation = (self.rows.square().mean(-1, keepdim=True) + 1e-30).sqrt()
         self.calibrated = self.cost is not None
         # (N, out, 1)
         self.costs = self.cost[..., None] if self.calibrated else self.deviation**-2.0
@@ -2442,12 +2441,12 @@ class Quantiser:
         # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
         # which has mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
-        cost = self.costs * pivots.mean(dim=-1)[:, None, None]
+        cost = self.costs * pivots.mean(-1)[:, None, None]
         wanted = ((15 if self.states else 12) * loss / cost).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
         # `round_steps` lowers it by up to a sixteenth. The upper bound: odd states have no code
         # for 0, so wide steps cost much.
-        largest = self.rows.abs().amax(dim=-1, keepdim=True)
+        largest = self.rows.abs().amax(-1, keepdim=True)
         return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
 
     def expected_bytes(self, loss: float) -> float:
@@ -2474,7 +2473,7 @@ class Quantiser:
 
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
-        expected = (self.costs * errors * (errors @ self.damped)).sum(dim=(1, 2))
+        expected = (self.costs * errors * (errors @ self.damped)).sum((1, 2))
         return zip((integers / parts).floor(), steps, expected, strict=True)
 
 
@@ -2495,7 +2494,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         if calibration:
             cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
             # Rows that the calibration has hardly seen are not free of cost.
-            cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
+            cost = cost + 0.05 * cost.mean(1, keepdim=True)
         rule_of_banks, rule_of_others = RULES[hp.rounding]
         rule = rule_of_banks if kinds[0].bank else rule_of_others
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
@@ -2713,8 +2712,8 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     with reading_artifact(path):
         blob = read_small(path)
         header, stored, _, _ = open_artifact(blob)
-    roles = knobs_with("model", "evaluation")
-    environ = {name.upper(): str(getattr(stored, name)) for name in roles} | environ
+    names = knobs_with("model", "evaluation")
+    environ = {name.upper(): str(getattr(stored, name)) for name in names} | environ
     # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
     for field in KNOBS:
         here, there = parse(field, environ), getattr(stored, field.name)
@@ -2735,20 +2734,18 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     return blob, hp
 
 
-def reading_artifact(path: str | Path) -> contextlib.AbstractContextManager:
+def reading_artifact(path: str | Path) -> AbstractContextManager:
     """Turn every error of reading an artifact into a UserError that names it. Hostile content can
     cause any."""
     return as_user_error(
-        f"artifact {path} cannot be used",
-        Exception,
-        advice="if truncated or altered, copy it again",
+        f"artifact {path} cannot be used", "if truncated or altered, copy it again", Exception
     )
 
 
 # ---- The whole run -------------------------------------------------------------------------------
 
 
-def train_and_score(hp: Hyperparameters) -> None:
+def train_and_score(hp: Hyperparameters):
     """The whole run: train, average, export, reload, score."""
     require_exportable(hp)
     require_data(hp, "val", "train")
@@ -2765,12 +2762,11 @@ def train_and_score(hp: Hyperparameters) -> None:
 
 def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
     """The command that scores the artifact as its run did."""
-    values = {name: getattr(hp, name) for name in knobs_with("score")} | {"eval_only": artifact}
-    words = [
-        f"{field.name.upper()}={shlex.quote(str(values[field.name]))}"
-        for field in KNOBS
-        if values.get(field.name, field.default) != field.default
-    ]
+    words = [f"EVAL_ONLY={shlex.quote(str(artifact))}"]
+    for field in KNOBS:
+        value = getattr(hp, field.name)
+        if field.metadata["role"] == "score" and value != field.default:
+            words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
     return " ".join((*words, launcher, sys.argv[0]))
 
@@ -2814,7 +2810,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
     return blob, total, seconds
 
 
-def evaluate_only(environ: dict[str, str], path: str) -> None:
+def evaluate_only(environ: dict[str, str], path: str):
     """Load the artifact at `path` and score it."""
     blob, hp = read_artifact(path, environ)
     with reading_artifact(path):
@@ -2837,7 +2833,7 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         check_limits(total, 0.0, hp)
 
 
-def require_exportable(hp: Hyperparameters) -> None:
+def require_exportable(hp: Hyperparameters):
     """Raise UserError, before the training, if no artifact could be written or nothing could load
     it."""
     if hp.compressor == "ans":
@@ -2897,7 +2893,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     """The ranks quantise and pack, rank 0 writes the artifact, with facts about the training.
     Returns its bytes, on all ranks, and the submission's size."""
     hp, log, comm = run.hp, run.log, run.comm
-    started = time.perf_counter()
+    started = perf_counter()
     weights = run.optimizer.weights()
     count = count_numbers(weights.values())
     fixed = not hp.target_bytes or hp.rounding == "399"  # no step may be widened
@@ -2933,7 +2929,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         path=str(path),
         model_bytes=len(blob),
         code_bytes=CODE_BYTES,
-        wall_seconds=time.perf_counter() - started,
+        wall_seconds=perf_counter() - started,
     )
     log.kept = f"EVAL_ONLY={path} scores the artifact"
     return blob, total
@@ -2956,7 +2952,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
     return path
 
 
-def check_limits(total: int, seconds: float, hp: Hyperparameters) -> None:
+def check_limits(total: int, seconds: float, hp: Hyperparameters):
     """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may
     raise the first."""
     cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
@@ -2981,11 +2977,11 @@ RESTORE = "restore it, start again"
 MAX_FILE = 1 << 28  # bytes; tokenizers, manifests and artifacts are smaller
 
 
-def read_shard(path: Path) -> np.ndarray:
+def read_shard(path: Path) -> ndarray:
     """The tokens (n,) uint16 of a shard, memory-mapped. Raises UserError if header and file size
     disagree."""
     with as_user_error(
-        f"cannot read shard {path}", OSError, ValueError, advice="check the file and DATA_PATH"
+        f"cannot read shard {path}", "check the file and DATA_PATH", OSError, ValueError
     ):
         size = path.stat().st_size
         magic, version, count = np.fromfile(path, "<i4", 3).tolist()
@@ -3025,7 +3021,7 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    def read(self, start: int, count: int) -> np.ndarray:
+    def read(self, start: int, count: int) -> ndarray:
         """Tokens [start, start + count) as (count,) uint16; wraps around at the end. Raises
         UserError for a token outside the vocabulary or a truncated shard."""
         pieces = []
@@ -3035,7 +3031,7 @@ class TokenStream:
             path, (begin, end) = self.paths[shard], self.starts[shard : shard + 2].tolist()
             n = min(count, end - start)
             # Not a memory map: if the file is truncated, reading one kills the process.
-            with as_user_error(f"cannot read shard {path}", OSError, advice=RESTORE):
+            with as_user_error(f"cannot read shard {path}", RESTORE, OSError):
                 tokens = np.fromfile(path, "<u2", n, offset=SHARD_HEADER + 2 * (start - begin))
             require(len(tokens) == n, f"shard {path} was truncated during the run: {RESTORE}")
             largest = tokens.max()
@@ -3050,7 +3046,7 @@ class TokenStream:
         return np.concatenate(pieces)
 
 
-def require_data(hp: Hyperparameters, *splits: str) -> None:
+def require_data(hp: Hyperparameters, *splits: str):
     """Raise UserError, before a log is opened, if shards or tokenizer are missing or not of each
     other, or if a run that needs documents finds none."""
     needed = hp.doc_attention or (hp.ttt_enabled and hp.ttt_mode == "lora")
@@ -3067,7 +3063,7 @@ def require_data(hp: Hyperparameters, *splits: str) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def shuffled(blocks: int, *seeds: int) -> np.ndarray:
+def shuffled(blocks: int, *seeds: int) -> ndarray:
     """A permutation (blocks,) of the blocks of the data."""
     return np.random.default_rng(seeds).permutation(blocks)
 
@@ -3148,9 +3144,9 @@ class ByteCounter:
         setting = f"TOKENIZER_PATH={tokenizer_path}"
         with as_user_error(
             f"cannot load {setting}",
+            "set it to the shards' SentencePiece model",
             OSError,
             RuntimeError,
-            advice="set it to the shards' SentencePiece model",
         ):
             pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
         require(
@@ -3180,13 +3176,13 @@ class ByteCounter:
         if self.caseops:
             self.length[4:8] = 0
 
-    def count(self, tokens: np.ndarray) -> np.ndarray:
+    def count(self, tokens: ndarray) -> ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
         before, after = tokens[:-1], tokens[1:]
         return self.length[after] - (self.spaced[after] & self.boundary[before])
 
 
-def refused_pairs(tokenizer_path: str) -> np.ndarray:
+def refused_pairs(tokenizer_path: str) -> ndarray:
     """Whether a BPE tokenizer never emits piece b right after piece a, (V, V) bool: a merge across
     their boundary would come before the merges that make a and b, or after both. Control, unknown,
     byte and user-defined pieces are never refused. Raises UserError without merges in order.
@@ -3226,7 +3222,7 @@ def refused_pairs(tokenizer_path: str) -> np.ndarray:
     return across < len(texts)
 
 
-def ngram_hints(targets: np.ndarray) -> np.ndarray:
+def ngram_hints(targets: ndarray) -> ndarray:
     """Which token NGRAM_TILT expects as each of the targets (n,) of a stream, (n,) int32: the one
     that made up TILT_SHARE of all that followed the TILT_CONTEXT targets before it, until then; -1
     for none. So a hint depends on earlier targets alone (C1), and is the same on every machine.
@@ -3253,7 +3249,7 @@ def ngram_hints(targets: np.ndarray) -> np.ndarray:
     return hints
 
 
-def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
+def reencoded(tokens: ndarray, tokenizer_path: str) -> float:
     """The share of the first 20,000 tokens (n,) that come back, behind the same 31 tokens, when the
     text of their documents is encoded again: 1 with the tokenizer that made them, but for 31 tokens
     of a document without its start. Other tokenizers of the same size gave 0.06 to 0.79."""
@@ -3296,7 +3292,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> dict:
     if not path.is_file():
         return {}
     with as_user_error(
-        f"{path} is not a valid manifest", Exception, advice="make or download the data again"
+        f"{path} is not a valid manifest", "make or download the data again", Exception
     ):
         tokenizer = dict(json.loads(read_small(path))["tokenizer"])
         digest = tokenizer["sha256"]
@@ -3308,7 +3304,7 @@ def check_manifest(data_path: str, tokenizer_path: str) -> dict:
     return tokenizer
 
 
-def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
+def read_sidecar(data_path: str, count: int) -> ndarray | None:
     """The exact bytes (count,) uint16 of the validation tokens, from fineweb_val_bytes_NNNNNN.bin
     beside the shards; None without such files. Raises UserError if they cannot belong to that many
     tokens."""
@@ -3324,7 +3320,7 @@ def read_sidecar(data_path: str, count: int) -> np.ndarray | None:
     return exact
 
 
-def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.ndarray:
+def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
@@ -3359,7 +3355,7 @@ class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
     targets; `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1."""
 
-    def __init__(self, tokens: np.ndarray, nbytes: np.ndarray, device: torch.device):
+    def __init__(self, tokens: ndarray, nbytes: ndarray, device: torch.device):
         self.refused = self.hints = None
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
@@ -3368,11 +3364,9 @@ class Validation:
         # Where documents begin. The last token is a target only, so it begins none.
         self.documents = np.union1d([0], np.flatnonzero(tokens[:-1] == BOS))
 
-    def spans(self, documents: bool) -> np.ndarray:
-        """[begin, end) (S, 2) of the inputs that may see each other: all, or each document with its
-        BOS."""
-        begins = self.documents if documents else np.array([0])
-        return np.stack((begins, np.append(begins[1:], self.targets)), axis=1)
+    def spans(self) -> ndarray:
+        """[begin, end) (S, 2) of the inputs of each document, with its BOS."""
+        return np.stack((self.documents, np.append(self.documents[1:], self.targets)), 1)
 
 
 def read_validation(
@@ -3399,9 +3393,9 @@ def read_validation(
         else:
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     if hp.ngram_tilt:
-        started = time.perf_counter()
+        started = perf_counter()
         val.hints = torch.from_numpy(ngram_hints(tokens[1:])).to(device)
-        seconds = time.perf_counter() - started
+        seconds = perf_counter() - started
         log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets, in {seconds:.1f} s")
     return val
 
@@ -3450,12 +3444,12 @@ def zstd_unpack(blob: bytes, most: int) -> bytes:
     return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
 
 
-def to_planes(values: np.ndarray) -> bytes:
+def to_planes(values: ndarray) -> bytes:
     """16-bit values as all low bytes, then all high bytes, which compresses better."""
     return values.astype("<i2").reshape(-1, 1).view(np.uint8).T.tobytes()
 
 
-def from_planes(raw: bytes) -> np.ndarray:
+def from_planes(raw: bytes) -> ndarray:
     """The values (n,) int16 of `to_planes`."""
     return np.frombuffer(raw, np.uint8).reshape(2, -1).T.copy().view("<i2").ravel().astype(np.int16)
 
@@ -3480,20 +3474,20 @@ def ans_package():
     """constriction, which only the coder `ans` needs. Raises UserError without it."""
     with as_user_error(
         "COMPRESSOR=ans",
+        "run `pip install constriction`; COMPRESSOR=lzma or zstd trains without it",
         ImportError,
-        advice="run `pip install constriction`; COMPRESSOR=lzma or zstd trains without it",
     ):
         import constriction
     return constriction
 
 
-def encode_ans(codes: np.ndarray) -> bytes:
+def encode_ans(codes: ndarray) -> bytes:
     """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
     frequencies per class of codes: the mean |code| of the row and that of the column, relative to
     the rows, in thirds of an octave (docs/formats.md). Exact on every machine."""
     sizes = np.abs(codes).astype(np.float32)
-    rows = np.maximum(sizes.mean(axis=2, keepdims=True), 1 / 64)  # (L, out, 1)
-    columns = np.maximum((sizes / rows).mean(axis=1), 1 / 64)  # (L, in)
+    rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (L, out, 1)
+    columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (L, in)
     buckets = [np.rint(ANS_BUCKETS * np.log2(part)).ravel() for part in (rows, columns)]
     numbers = np.concatenate([part - part.min() for part in buckets]).astype(np.uint8)
     least = codes.min()
@@ -3509,7 +3503,7 @@ def encode_ans(codes: np.ndarray) -> bytes:
     return struct.pack("<I", len(side)) + side + coder.get_compressed().astype("<u4").tobytes()
 
 
-def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
+def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
     """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
     another shape."""
     layers, out, width = shape
@@ -3521,7 +3515,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     tables = np.frombuffer(raw, "<u2", offset=end).reshape(number, count)
     positions = positions_by_class(np.frombuffer(raw[6:end], np.uint8), shape)
     require(
-        len(positions) == number and (tables.sum(axis=1) == ANS_TOTAL).all(),
+        len(positions) == number and (tables.sum(1) == ANS_TOTAL).all(),
         "its tables of frequencies do not fit",
     )
     coder = ans_package().stream.stack.AnsCoder(stream.astype(np.uint32))
@@ -3532,7 +3526,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> np.ndarray:
     return codes.reshape(shape)
 
 
-def positions_by_class(numbers: np.ndarray, shape: tuple[int, int, int]) -> list[np.ndarray]:
+def positions_by_class(numbers: ndarray, shape: tuple[int, int, int]) -> list[ndarray]:
     """The positions of the codes of each class, in codes of this shape (L, out, in). A class is the
     sum of the numbers of a row and a column; `numbers` has those of all rows, then columns."""
     layers, out, width = shape
@@ -3542,17 +3536,17 @@ def positions_by_class(numbers: np.ndarray, shape: tuple[int, int, int]) -> list
     return np.split(classes.argsort(kind="stable"), counts[counts > 0].cumsum()[:-1])
 
 
-def frequencies(counts: np.ndarray) -> np.ndarray:
+def frequencies(counts: ndarray) -> ndarray:
     """Frequencies of the symbols, (classes, symbols) as the counts: 1 for each that occurs, the
     rest in proportion. They sum to ANS_TOTAL."""
     present = counts > 0
-    total = counts.sum(axis=1, keepdims=True)
-    spare = ANS_TOTAL - present.sum(axis=1, keepdims=True)
-    up_to = spare * counts.cumsum(axis=1) // total  # exact: rounded down
+    total = counts.sum(1, keepdims=True)
+    spare = ANS_TOTAL - present.sum(1, keepdims=True)
+    up_to = spare * counts.cumsum(1) // total  # exact: rounded down
     return present + np.diff(up_to, axis=1, prepend=0)
 
 
-def distribution(table: np.ndarray):
+def distribution(table: ndarray):
     """The coder's model. Its fixed-point weights are exact for frequencies that sum to a power of
     two."""
     return ans_package().stream.model.Categorical(table.astype(np.float64), perfect=False)
@@ -3566,7 +3560,7 @@ CODERS = {
 
 
 # ---- Log and files -------------------------------------------------------------------------------
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Atomic write: yields a temporary path of its own, then fsync and rename. A crash leaves the
     old file or the complete new one."""
@@ -3586,7 +3580,7 @@ PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]  # the speed of kernels
 
 
-class Log(contextlib.AbstractContextManager):
+class Log(AbstractContextManager):
     """Lines on rank 0's console and in logs/<RUN_ID>.txt; events as JSON lines in
     logs/<RUN_ID>.jsonl. A failed write does not end the run; `finish` raises it."""
 
@@ -3595,7 +3589,7 @@ class Log(contextlib.AbstractContextManager):
         self.name = hp.run_id or time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}")
         self.path = folder / self.name  # without suffix
         self.artifact = folder / f"{self.name}.npz"
-        self.started = time.perf_counter()
+        self.started = perf_counter()
         self.failure = ""  # the first failed write, and what to do
         # How to go on from what is kept, if the run ends early
         advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
@@ -3621,7 +3615,7 @@ class Log(contextlib.AbstractContextManager):
         except OSError as error:  # the file system has no locks
             self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
         if error:
             on_signals(ENDING)
@@ -3635,9 +3629,7 @@ class Log(contextlib.AbstractContextManager):
             if not os.path.getsize(file.name):  # the start was refused
                 os.remove(file.name)
 
-    def __call__(
-        self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields
-    ) -> None:
+    def __call__(self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields):
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
         **fields}. In a terminal a line with a `bar` of (text, fraction done) moves the progress bar
         instead."""
@@ -3653,22 +3645,22 @@ class Log(contextlib.AbstractContextManager):
             with writing(text.name):
                 text.write(f"{line}\n")
                 if event:
-                    seconds = round(time.perf_counter() - self.started, 3)
+                    seconds = round(perf_counter() - self.started, 3)
                     events.write(f"{json.dumps({'event': event, 'seconds': seconds, **fields})}\n")
         except UserError as error:
             self.failure = self.failure or str(error)
 
-    def stage(self, name: str, done: float = 0.0) -> None:
+    def stage(self, name: str, done: float = 0.0):
         """Show in the bar what runs and the fraction of it that is done."""
         self.show(f"{name} {done:.0%} |{'#' * int(20 * done):20}|")
 
-    def show(self, text: str) -> None:
+    def show(self, text: str):
         """Replace the last line of a terminal."""
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
             print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
-    def require_unused(self) -> None:
+    def require_unused(self):
         """Collective. Raise UserError if the run would replace the log of a finished run, an
         artifact without RESUME or, with EVAL_ONLY, the log of a training."""
         used = None
@@ -3685,7 +3677,7 @@ class Log(contextlib.AbstractContextManager):
             ".npz; docs/formats.md says how to lengthen a finished run",
         )
 
-    def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False) -> None:
+    def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):
         """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
         run appends to its log."""
         for file in self.files if not resumed else ():
@@ -3722,7 +3714,7 @@ class Log(contextlib.AbstractContextManager):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
-    def finish(self, score: str, total: int, made: str = "", advice: str = "") -> None:
+    def finish(self, score: str, total: int, made: str = "", advice: str = ""):
         """Collective. Write the run's score, the `total` bytes of the submission, the files it
         `made` and what to do next. Raises UserError if a write has failed."""
         failure = self.comm.broadcast(self.failure)
@@ -3744,7 +3736,7 @@ SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
 CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
 
 
-class Checkpoints(contextlib.AbstractContextManager):
+class Checkpoints(AbstractContextManager):
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
     metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
     are kept."""
@@ -3761,13 +3753,13 @@ class Checkpoints(contextlib.AbstractContextManager):
                 for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind, error, trace):
         """Wait for the file that is being written: the process may end without its threads."""
         if not error:
             self.written.result()
             return
         on_signals(ENDING)
-        with contextlib.suppress(TimeoutError):  # of a disk that hangs
+        with suppress(TimeoutError):  # of a disk that hangs
             self.written.exception(timeout=60)
 
     def due(self, step: int, seconds: float) -> bool:
@@ -3777,7 +3769,7 @@ class Checkpoints(contextlib.AbstractContextManager):
         unit, now = ("seconds", seconds) if every.endswith("s") else ("step", step)
         return every != "" and now - self.last[unit] >= int(every.rstrip("s"))
 
-    def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict) -> None:
+    def save(self, tensors: Iterator[tuple[str, Tensor]], state: dict):
         """Collective. Copy the whole tensors and start writing them, with this metadata."""
         self.written.result()  # one copy at a time in host memory
         self.last = state
@@ -3797,7 +3789,7 @@ class Checkpoints(contextlib.AbstractContextManager):
     def write(self, metadata: dict, tensors: Tensors) -> Path | None:
         """In the writer's thread. Returns the path, or None after an error, such as a full disk:
         the run continues."""
-        started = time.perf_counter()
+        started = perf_counter()
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
         try:
@@ -3812,14 +3804,14 @@ class Checkpoints(contextlib.AbstractContextManager):
                 event="checkpoint",
                 step=step,
                 bytes=path.stat().st_size,
-                wall_seconds=time.perf_counter() - started,
+                wall_seconds=perf_counter() - started,
             )
             self.log.kept = f"RESUME=auto continues from {path}"
             return path
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
 
-    def continue_from(self, path: Path, state: dict) -> None:
+    def continue_from(self, path: Path, state: dict):
         """Delete later checkpoints: they are damaged."""
         self.last = state
         self.log.kept = f"RESUME=auto continues from {path}"
@@ -3833,10 +3825,10 @@ def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
     """(metadata, tensors). Raises UserError if the file is damaged. Executes nothing in it."""
     with as_user_error(
         f"checkpoint {path} is truncated, altered or of another version",
+        "copy or delete it",
         Exception,
-        advice="copy or delete it",
     ):
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(path) as file:
             # A changed shape would end the reading before the checksum.
             require(not file.zip.testzip(), "its checksum is wrong")
             tensors = dict(file)
@@ -3871,7 +3863,7 @@ def find_checkpoint(
     return *comm.broadcast((path, metadata)), tensors, notes
 
 
-def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
+def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     """Raise UserError if knobs differ that must not, or the number of training tokens, from which
     their order follows. A knob younger than the file has its default."""
     now = dataclasses.asdict(hp)
@@ -3896,7 +3888,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict) -> None:
     )
 
 
-def require_space(hp: Hyperparameters) -> None:
+def require_space(hp: Hyperparameters):
     """Raise UserError if the disk has no room for log, artifact and checkpoints."""
     weights = count_numbers(meta_parameters(hp).values())
     need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
@@ -3917,6 +3909,17 @@ def require_space(hp: Hyperparameters) -> None:
 MICRO_BATCH = {"cuda": 98_304, "cpu": 16_384}
 
 
+def call_collective(collective: Callable, *arguments, **options):
+    """Call a collective. Raises UserError that names this rank if another one is lost."""
+    with as_user_error(
+        f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot "
+        "be reached",
+        "look at the first rank that reported an error, then start again",
+        RuntimeError,
+    ):
+        return collective(*arguments, **options)
+
+
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing. `broadcast`
     and `gather` are for the group of all ranks.
@@ -3930,7 +3933,7 @@ class Comm:
         self.shard = self  # the ranks that divide the rows of the banks among them
         self.replicate = self if size == 1 else Comm()  # the ranks that own the same rows
 
-    def split(self, shard_ranks: int, device: torch.device) -> None:
+    def split(self, shard_ranks: int, device: torch.device):
         """Make a mesh of all ranks: `shard_ranks` consecutive ones, such as a node's, divide the
         rows of the banks (hybrid sharding, arXiv:2304.11277). Blocks."""
         replicas, rest = divmod(self.size, shard_ranks)
@@ -3940,7 +3943,7 @@ class Comm:
             f"{self.size} ranks: set a divisor of {self.size}",
         )
         if replicas > 1:
-            mesh = self.call(
+            mesh = call_collective(
                 init_device_mesh,
                 device.type,
                 (replicas, shard_ranks),
@@ -3969,14 +3972,14 @@ class Comm:
         """Broadcast rank 0's `value`, any object that can be pickled. Blocks."""
         box = [value]
         if self.size > 1:
-            self.call(dist.broadcast_object_list, box, src=0)
+            call_collective(dist.broadcast_object_list, box, src=0)
         return box[0]
 
     def gather(self, value) -> list:
         """All-gather `value`, any object that can be pickled, into a list by rank. Blocks."""
         values = [value] * self.size
         if self.size > 1:
-            self.call(dist.all_gather_object, values, value)
+            call_collective(dist.all_gather_object, values, value)
         return values
 
     def start(self, collective: Callable, out: Tensor, *source: Tensor) -> Callable:
@@ -3984,18 +3987,8 @@ class Comm:
             for tensor in source:
                 out.copy_(tensor)  # nothing to do if both are views of the same numbers
             return lambda: None
-        work = self.call(collective, out, *source, group=self.group, async_op=True)
-        return lambda: self.call(work.wait)
-
-    def call(self, collective: Callable, *arguments, **options):
-        """Call a collective. Raises UserError that names this rank if another one is lost."""
-        with as_user_error(
-            f"rank {dist.get_rank()} lost a collective operation: another rank has died or cannot "
-            "be reached",
-            RuntimeError,
-            advice="look at the first rank that reported an error, then start again",
-        ):
-            return collective(*arguments, **options)
+        work = call_collective(collective, out, *source, group=self.group, async_op=True)
+        return lambda: call_collective(work.wait)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -4013,7 +4006,7 @@ class Runtime:
     fused_mlp: Callable | None = None  # in place of the plain form
 
     @classmethod
-    @contextlib.contextmanager
+    @contextmanager
     def start(cls, hp: Hyperparameters) -> Iterator[Runtime]:
         """Set up the process group, device, dtype and kernels; shut down cleanly when the body
         succeeds."""
@@ -4027,12 +4020,12 @@ class Runtime:
         yield choose_kernels(hp, cls(comm, device, dtype, compiled, micro, notes))
         # Not in a `finally`: a barrier would wait for dead ranks.
         if comm.size > 1:
-            comm.call(dist.barrier)
+            call_collective(dist.barrier)
             # A group with a reference keeps its threads, which can abort the process at exit.
             comm.shard.group = comm.replicate.group = None
             dist.destroy_process_group()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         """Wait for queued device work."""
         (torch.cuda if self.device.type == "cuda" else torch.cpu).synchronize()
 
@@ -4076,7 +4069,7 @@ def package_versions() -> str:
     """The versions of the installed PACKAGES, for the log."""
     versions = []
     for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
+        with suppress(PackageNotFoundError):
             versions.append(f"{name} {version(name)}")
     return ", ".join(versions)
 
@@ -4094,8 +4087,8 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
         backend, gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         with as_user_error(
             f"WORLD_SIZE={comm.size}: the ranks cannot meet",
+            "start them with torchrun, or unset WORLD_SIZE",
             Exception,
-            advice="start them with torchrun, or unset WORLD_SIZE",
         ):
             dist.init_process_group(backend, device_id=gpu)
     ranks = hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)
@@ -4138,7 +4131,7 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def choose_deterministic(wanted: bool) -> None:
+def choose_deterministic(wanted: bool):
     """Let runs repeat bit for bit. Otherwise threads add an embedding's gradients in the order in
     which they arrive."""
     torch.use_deterministic_algorithms(wanted)
@@ -4248,7 +4241,7 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     )
 
 
-def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **options) -> None:
+def compare_kernel(call: Callable, plain: Callable, inputs: list[Tensor], **options):
     """Raise UserError unless `call` has the output of the `plain` form in fp32 and, where autograd
     is on, its gradients, up to rounding."""
     inputs = [t.detach().requires_grad_() for t in inputs]
@@ -4298,7 +4291,7 @@ def reference_attention(
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
     hidden = ~attention_mask(q, k, band, document)[:, None]
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1).to(v.dtype)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
 
 
@@ -4330,12 +4323,12 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
     begins = ids == BOS
     if limit:
         place = torch.arange(ids.size(1), device=ids.device)
-        start = torch.where(begins, place, 0).cummax(dim=1).values
+        start = torch.where(begins, place, 0).cummax(1).values
         begins = (place - start) % limit == 0
-    return begins.cumsum(dim=1)
+    return begins.cumsum(1)
 
 
-def check_documents(begins: np.ndarray, width: int, attention: str, limit: int = 0) -> None:
+def check_documents(begins: ndarray, width: int, attention: str, limit: int = 0):
     """Raise UserError if a row of `width` positions could hold more documents than `attention` has
     room for, given where they begin in the stream, (S,) in order."""
     if attention != "fa3":
@@ -4356,7 +4349,7 @@ def cu_seqlens(document: Tensor) -> Tensor:
     batch, time = document.shape
     positions = torch.arange(batch * time, device=document.device)
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
-    number = begins.flatten().cumsum(dim=0) - 1
+    number = begins.flatten().cumsum(0) - 1
     room = batch * (1 + time // DOCUMENT_POSITIONS)
     bounds = torch.full((room + 1,), batch * time, device=document.device)
     return bounds.scatter_reduce(0, number, positions, "amin").int()
@@ -4406,7 +4399,7 @@ def load_attention(name: str) -> Callable:
             q, k, v = q.float(), k.float(), v.float()
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, T, E)
         if name == "mem_efficient":  # has no grouped-query form
-            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+            k, v = (t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v))
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
         )
@@ -4547,7 +4540,7 @@ class FusedMLP(torch.autograd.Function):
         dx = inner @ up
         # f is homogeneous of degree 2, f(z) = f'(z) z / 2, so the gradient of `scale` needs no sum
         # over hidden units.
-        dscale = (dx.float() * x).sum(dim=-1, keepdim=True) / (2 * scale)
+        dscale = (dx.float() * x).sum(-1, keepdim=True) / (2 * scale)
         return dx, dscale, inner.mT @ x, grad.mT @ hidden, None
 
 
@@ -4583,7 +4576,7 @@ def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) ->
 
 
 # ---- Main ----------------------------------------------------------------------------------------
-def main() -> None:
+def main():
     """Read the knobs and do the run. A user's mistake ends it with one sentence and a non-zero
     status."""
     parser = argparse.ArgumentParser(

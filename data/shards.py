@@ -48,8 +48,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         with train_gpt.as_user_error(
             f"another program writes to {folder}",
+            "wait for it, or choose another folder",
             BlockingIOError,
-            advice="wait for it, or choose another folder",
         ):
             try:  # until this process and its workers end
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

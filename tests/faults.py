@@ -16,7 +16,6 @@ none   nothing
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,8 +52,8 @@ def strike(fault: str, run: train_gpt.Run) -> None:
     if fault == "nan":
         run.optimizer.flat[0] = float("nan")
     if fault == "jump":
-        true_clock = time.perf_counter
-        time.perf_counter = lambda: true_clock() + 1000
+        true_clock = train_gpt.perf_counter
+        train_gpt.perf_counter = lambda: true_clock() + 1000
 
 
 def before(owner, name: str, act) -> None:

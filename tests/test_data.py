@@ -123,7 +123,7 @@ def test_a_last_token_is_only_a_target():
     B = train_gpt.BOS
     val = train_gpt.Validation(np.array([5, 5, B, 6, B]), np.ones(4), torch.device("cpu"))
     assert val.documents.tolist() == [0, 2]
-    assert val.spans(documents=True).tolist() == [[0, 2], [2, 4]]
+    assert val.spans().tolist() == [[0, 2], [2, 4]]
 
 
 LORA = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 8}

@@ -138,7 +138,7 @@ def test_the_score_is_that_of_each_target_alone(setting, documents, stride, chan
     hp, runtime, val, model = several_documents(setting, EVAL_SEQ_LEN=48, **changes)
     shorten(val, 1000)
     scorer = evaluator(model, val, hp, runtime, stride)
-    spans = val.spans(documents)
+    spans = val.spans() if documents else np.array([[0, val.targets]])
     if documents:
         train_gpt.score_rest(scorer, spans, np.zeros(len(spans), np.int64))
     else:
@@ -169,7 +169,7 @@ def test_unscored_positions_skip_the_head(one_rank, monkeypatch):
 def test_progress_lines_are_of_all_ranks(setting, monkeypatch):
     hp, runtime, val = setting()
     seconds, lines = itertools.count(step=11), []
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(train_gpt, "perf_counter", lambda: next(seconds))
     losses = lambda ids, targets, *_, **__: torch.full(targets.shape, 2.0)  # noqa: E731
     shared = dataclasses.replace(runtime, comm=Comm(1, 2))
     scorer = evaluator(losses, val, hp, shared, 8, lambda line, **_: lines.append(line))
@@ -406,7 +406,7 @@ def test_sgd_by_the_recipe_of_461(setting):
     twin, val = copy.deepcopy(model), scorer.val
     train_gpt.ttt_sgd(scorer)
     expected = evaluator(twin, val, scorer.hp, scorer.runtime, 8)
-    windows = train_gpt.plan_windows(val.spans(False), 32, 8)
+    windows = train_gpt.plan_windows([(0, val.targets)], 32, 8)
     expected.score(windows[:, windows[1] < chunk])
     sgd = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
     for begin, rate in ((0, 0.05), (chunk, 0.05 * 0.75)):
@@ -504,7 +504,7 @@ def test_the_time_limit_ends_training_inside_a_chunk_or_document(setting, monkey
     assert "the rest is scored with fixed weights" in line
     place = np.arange(scorer.val.targets)
     if mode == "lora":  # within the document
-        place -= np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(True), axis=1))
+        place -= np.repeat(scorer.val.documents, np.ptp(scorer.val.spans(), axis=1))
     # Three epochs on the first chunk and one on the second
     before = torch.from_numpy(place < {"sgd": 2 * 64, "lora": steps * 8}[mode])
     same = scores[0] == scores[1]

@@ -211,7 +211,7 @@ def test_only_steps_take_training_time(run_of, monkeypatch, in_flight):
     run = run_of(RUN_ID="r", VAL_LOSS_EVERY=3, ITERATIONS=10, CHECKPOINT_EVERY=4)
     run.clock.in_flight = in_flight
     now, saved = [0.0], []
-    monkeypatch.setattr(train_gpt.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train_gpt, "perf_counter", lambda: now[0])
 
     def taking(seconds, result):
         now[0] += seconds

@@ -357,7 +357,7 @@ def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
     windows = scorer.windows()
     *_, n = windows
     windows = windows[:, n == n[-1]]  # a span's first window has more targets
-    batch = run.runtime.comm.size * train_gpt.eval_rows(run.hp, run.runtime, scorer.window)
+    batch = run.runtime.comm.size * scorer.rows
     scorer.score(windows[:, :batch])  # compiles
     some = windows[:, : BATCHES * batch]
     seconds = seconds_of(functools.partial(scorer.score, some), run.runtime)

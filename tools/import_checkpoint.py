@@ -129,11 +129,7 @@ def read_file(path: str) -> dict:
     load_file = None
     if head[8:] == b"{":  # a missing package is no fault of the file
         from safetensors.torch import load_file
-    with as_user_error(
-        f"{path} cannot be used",
-        Exception,
-        advice=BEFORE_ROUNDING,
-    ):
+    with as_user_error(f"{path} cannot be used", BEFORE_ROUNDING, Exception):
         if load_file:
             return load_file(path)
         require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
@@ -250,7 +246,7 @@ def rename(path: str) -> Adopted:
         given = [tensors[name].float() for name in parts if name in tensors]
         if given:
             with as_user_error(
-                f"{path}: {' and '.join(parts)}", ValueError, RuntimeError, advice="both are needed"
+                f"{path}: {' and '.join(parts)}", "both are needed", ValueError, RuntimeError
             ):
                 first, second = given
                 joined = torch.cat((first[:, None], second), dim=1)
@@ -531,7 +527,7 @@ def adopt(arguments: argparse.Namespace) -> None:
     meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
     values = [f"{name.upper()}={getattr(hp, name)}" for name in (*meant, "eval_seq_len")]
     full = as_user_error(
-        "a GPU's memory is full", torch.OutOfMemoryError, advice="set a lower MICRO_BATCH_TOKENS"
+        "a GPU's memory is full", "set a lower MICRO_BATCH_TOKENS", torch.OutOfMemoryError
     )
     with train_gpt.Runtime.start(hp) as runtime, train_gpt.Log(hp, runtime.comm) as log, full:
         log.require_unused()

@@ -367,7 +367,7 @@ def load(model: nn.Module, path: str | Path) -> None:
     sentence = f"{path} cannot be loaded"
     tensors = tensors_of(model)
     shapes = {name: list(one.shape) for name, one in tensors.items()}
-    with train_gpt.as_user_error(sentence, Exception, advice=advice):
+    with train_gpt.as_user_error(sentence, advice, Exception):
         header, arrays = open_file(path, (1 << 20) + 8 * train_gpt.count_numbers(tensors.values()))
         stored = dict(header["shapes"])
     for name in shapes | stored:
@@ -377,7 +377,7 @@ def load(model: nn.Module, path: str | Path) -> None:
             f"{path} is of another model: {name} is {there} in the file and {here} in the model; "
             "load it into a model with the names and shapes of the one that was rounded",
         )
-    with train_gpt.as_user_error(sentence, Exception, advice=advice):
+    with train_gpt.as_user_error(sentence, advice, Exception):
         found = read(model, header, arrays)
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -479,13 +479,13 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     advice = "give a folder that save_pretrained has written, of a model that transformers knows"
     # Without trust_remote_code=False a model with code of its own asks on standard input.
     options = {"local_files_only": True, "trust_remote_code": False}
-    with train_gpt.as_user_error(f"cannot load {folder}", Exception, advice=advice):
+    with train_gpt.as_user_error(f"cannot load {folder}", advice, Exception):
         model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **options)
         return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
 
 
 def read_text(path: Path) -> str:
-    with train_gpt.as_user_error(f"cannot read {path}", ValueError, advice="give a text"):
+    with train_gpt.as_user_error(f"cannot read {path}", "give a text", ValueError):
         return path.read_text(encoding="utf-8")
 
 
@@ -522,7 +522,7 @@ def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calib
         digest.update(to_bytes([tensor]))
     of = digest.hexdigest()
     if path and path.is_file():
-        with train_gpt.as_user_error(f"cannot read {path}", Exception, advice="delete it"):
+        with train_gpt.as_user_error(f"cannot read {path}", "delete it", Exception):
             kept = torch.load(path, weights_only=True)
             other = kept.pop("of") != of
             calibration = Calibration(**kept)

@@ -171,7 +171,7 @@ class Sender:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         advice = f"pip install {arguments.to}"
-        with as_user_error(f"--to {arguments.to}", ImportError, advice=advice):
+        with as_user_error(f"--to {arguments.to}", advice, ImportError):
             self.module = importlib.import_module(MODULES[arguments.to])
         self.tracker = None
         self.step = 0
@@ -180,7 +180,7 @@ class Sender:
     def sending(self) -> contextlib.AbstractContextManager:
         """Turn a failure of the tracker into a UserError."""
         advice = "the log has everything: start this command again"
-        return as_user_error(f"cannot send to {self.arguments.to}", Exception, advice=advice)
+        return as_user_error(f"cannot send to {self.arguments.to}", advice, Exception)
 
     def open(self, event: dict) -> None:
         """Begin the tracker's run. Raises UserError unless the event is a run's first."""

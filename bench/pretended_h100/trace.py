@@ -396,7 +396,7 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     rows = script.eval_rows(hp, runtime, window)
     options["windows"] = {"eval_rows": rows, "window": window, "stride": stride}
     val = Data(hp, runtime, window + (rows * runtime.comm.size + 1) * stride)
-    batch = script.plan_windows(val.spans(False), window, stride)[
+    batch = script.plan_windows([(0, val.targets)], window, stride)[
         :, 1 : 1 + rows * runtime.comm.size
     ]
     scorer = evaluator_of(script, forward, val, hp, runtime, 0 if banded else stride)
