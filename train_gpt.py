@@ -38,6 +38,7 @@ import dataclasses
 import difflib
 import functools
 import gc
+import glob
 import hashlib
 import io
 import itertools
@@ -87,6 +88,7 @@ LIMITS = {
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
 MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
+LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
 # Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -279,8 +281,8 @@ class Hyperparameters:
             not re.search("^[.]|[/,]", self.run_id),
             f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
-        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.npz.XXXXXXXX.partial
-        require(size <= 255 - 25, f"RUN_ID={self.run_id} has {size} bytes: set one of at most 230")
+        size = len(os.fsencode(self.run_id))
+        require(size <= LONGEST_NAME, f"RUN_ID has {size} bytes: set one of at most {LONGEST_NAME}")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
@@ -1568,8 +1570,7 @@ class Run:
         """Log the score of the weights before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
-        scoring = validation_pass(self.hp, looping)
-        score = scoring.run(self.make_scorer, self.log, "validation")
+        score = validation_pass(self.hp, looping).run(self.make_scorer, self.log, "validation")
         self.log_progress(
             "val",
             step,
@@ -1599,8 +1600,7 @@ class Run:
                 "reserve": self.clock.reserve,
                 "train_tokens": len(self.loader.stream),
             }
-            parts = self.tensors().items()
-            full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
+            full = ((name, self.optimizer.gather(name, t)) for name, t in self.tensors().items())
             self.checkpoints.save(full, state)
 
     def restore(self, path: Path, state: dict, tensors: Tensors) -> None:
@@ -1630,8 +1630,9 @@ class Run:
         if not received:
             return
         number = min(received)  # SIGHUP or SIGINT, if a launcher has added SIGTERM
-        step = self.clock.step + 1
-        error = UserError(f"stopped by {number.name} after step {step}; {self.kept()}")
+        error = UserError(
+            f"stopped by {number.name} after step {self.clock.step + 1}; {self.kept()}"
+        )
         error.status = 128 + number
         raise error
 
@@ -2711,8 +2712,9 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     with reading_artifact(path):
         blob = read_small(path)
         header, stored, _, _ = open_artifact(blob)
-    roles = knobs_with("model", "evaluation")
-    environ = {name.upper(): str(getattr(stored, name)) for name in roles} | environ
+    environ = {
+        name.upper(): str(getattr(stored, name)) for name in knobs_with("model", "evaluation")
+    } | environ
     # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
     for field in KNOBS:
         here, there = parse(field, environ), getattr(stored, field.name)
@@ -2829,9 +2831,8 @@ def evaluate_only(environ: dict[str, str], path: str) -> None:
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
-        score = score_artifact(make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
-        log.finish(score, total)
+        log.finish(score_artifact(make_scorer, hp, log), total)
         check_limits(total, 0.0, hp)
 
 
@@ -3110,8 +3111,9 @@ class TrainingLoader:
 
     def read(self, step: int) -> Tensor:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
-        count = hp.train_seq_len + 1
-        rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
+        rows = [
+            self.stream.read(self.start(first + i), hp.train_seq_len + 1) for i in range(self.rows)
+        ]
         for tokens in rows if hp.doc_attention else ():
             begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
             check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
@@ -3126,8 +3128,7 @@ class TrainingLoader:
             rows = self.step_rows // math.gcd(self.step_rows, 8)
             return number * hp.train_seq_len + number // rows
         epoch, place = divmod(number, self.blocks)
-        order = shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)
-        return hp.train_seq_len * int(order[place])
+        return hp.train_seq_len * int(shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)[place])
 
 
 # TITLE, ALLCAPS, CAPNEXT, ESC: pieces 4 to 7 of a CaseOps tokenizer.
@@ -3270,6 +3271,22 @@ def reencoded(tokens: np.ndarray, tokenizer_path: str) -> float:
     return sum(run in again for run in before) / max(1, len(before))
 
 
+def require_own_tokenizer(tokens: np.ndarray, tokenizer_path: str, log: Callable) -> None:
+    """Raise UserError if less than 90 % of the validation tokens (n,) are `reencoded`; log a note
+    below 99.9 %."""
+    share = reencoded(tokens, tokenizer_path)
+    found = (
+        f"{share:.2%} of the first validation tokens come back when {tokenizer_path} encodes their "
+        "text again, not all"
+    )
+    require(
+        share >= 0.9,
+        f"{found}: give the tokenizer that made the shards, as TOKENIZER_PATH or --tokenizer",
+    )
+    if share < 0.999:
+        log(f"note: {found}: is it the tokenizer that made the shards?")
+
+
 def read_small(path: str | Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""
@@ -3327,16 +3344,8 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.nd
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
     manifest = check_manifest(hp.data_path, hp.tokenizer_path)
-    our_grammar = manifest.get("caseops") is True
     if manifest.get("canonical", True):
-        share = reencoded(tokens, hp.tokenizer_path)
-        found = (
-            f"{share:.2%} of the first validation tokens come back when TOKENIZER_PATH="
-            f"{hp.tokenizer_path} encodes their text again, not all"
-        )
-        require(share >= 0.9, f"{found}: set the tokenizer of the shards in DATA_PATH")
-        if share < 0.999:
-            log(f"note: {found}: is it the tokenizer of the shards?")
+        require_own_tokenizer(tokens, hp.tokenizer_path, log)
     exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
         log(
@@ -3345,7 +3354,7 @@ def count_bytes(hp: Hyperparameters, tokens: np.ndarray, log: Callable) -> np.nd
         )
         return exact[1:]
     require(
-        our_grammar or not counter.caseops,
+        not counter.caseops or manifest.get("caseops") is True,
         f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} "
         "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
         "the bytes are unknown: get one of them",
@@ -3399,8 +3408,10 @@ def read_validation(
     if hp.ngram_tilt:
         started = time.perf_counter()
         val.hints = torch.from_numpy(ngram_hints(tokens[1:])).to(device)
-        seconds = time.perf_counter() - started
-        log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets, in {seconds:.1f} s")
+        log(
+            f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets, in "
+            f"{time.perf_counter() - started:.1f} s"
+        )
     return val
 
 
@@ -3614,10 +3625,14 @@ class Log(contextlib.AbstractContextManager):
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            wait = f"{name}: another run is writing {self.path}.txt; wait or set another"
-            raise UserError(wait) from error
+            raise UserError(
+                f"{name}: another run is writing {self.path}.txt; wait or set another"
+            ) from error
         except OSError as error:  # the file system has no locks
             self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
+        else:
+            for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
+                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace) -> None:
         """Remove the bar from the terminal and write what ended the run."""
@@ -3673,9 +3688,9 @@ class Log(contextlib.AbstractContextManager):
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
             kept = "finished|train" if self.hp.eval_only else "finished"
-            used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
-            replacing = not (self.hp.eval_only or self.hp.resume)
-            used = used or (replacing and self.artifact.exists())
+            used = re.search(rf'(?m)^{{"event": "({kept})"', lines) or (
+                self.artifact.exists() and not (self.hp.eval_only or self.hp.resume)
+            )
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
@@ -4096,8 +4111,8 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
             advice="start them with torchrun, or unset WORLD_SIZE",
         ):
             dist.init_process_group(backend, device_id=gpu)
-    ranks = hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)
-    comm.split(comm.broadcast(ranks), device)  # nodes may differ in size
+    # Nodes may differ in size
+    comm.split(comm.broadcast(hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)), device)
     return comm
 
 
