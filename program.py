@@ -24,9 +24,15 @@ for name in ("stdin", "stdout", "stderr"):
     if getattr(sys, name) is None:  # closed, as by `<&-`; the next open file would get its number
         setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
 
-from train_gpt import KNOBS, UserError, error_message, importing, print_error, require  # noqa: E402
-
-LONGEST_NAME = 230  # bytes of a file's name; partial files have longer ones, of at most 255
+from train_gpt import (  # noqa: E402
+    KNOBS,
+    LONGEST_NAME,
+    UserError,
+    error_message,
+    importing,
+    print_error,
+    require,
+)
 
 
 def read_env(path: str | Path) -> dict[str, str]:

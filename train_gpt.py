@@ -37,6 +37,7 @@ import dataclasses
 import difflib
 import functools
 import gc
+import glob
 import hashlib
 import io
 import itertools
@@ -88,6 +89,7 @@ LIMITS = {
     "multiple_of": ("a multiple of", lambda value, divisor: value % divisor == 0),
 }
 MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
+LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
 # Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "flash", "mem_efficient", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
@@ -280,8 +282,8 @@ class Hyperparameters:
             not re.search("^[.]|[/,]", self.run_id),
             f"RUN_ID={self.run_id} must not have a slash or a comma, or begin with a dot",
         )
-        size = len(os.fsencode(self.run_id))  # the longest name is RUN_ID.npz.XXXXXXXX.partial
-        require(size <= 255 - 25, f"RUN_ID={self.run_id} has {size} bytes: set one of at most 230")
+        size = len(os.fsencode(self.run_id))
+        require(size <= LONGEST_NAME, f"RUN_ID has {size} bytes: set one of at most {LONGEST_NAME}")
         require(
             self.run_id or not (self.checkpoint_every or self.resume),
             "CHECKPOINT_EVERY and RESUME need a RUN_ID to find the checkpoints again: set one",
@@ -1570,8 +1572,7 @@ class Run:
         """Log the score of the weights before `step`. The clock pauses."""
         self.read_reports()
         self.clock.pause()
-        scoring = validation_pass(self.hp, looping)
-        score = scoring.run(self.make_scorer, self.log, "validation")
+        score = validation_pass(self.hp, looping).run(self.make_scorer, self.log, "validation")
         self.log_progress(
             "val",
             step,
@@ -1601,8 +1602,7 @@ class Run:
                 "reserve": self.clock.reserve,
                 "train_tokens": len(self.loader.stream),
             }
-            parts = self.tensors().items()
-            full = ((name, self.optimizer.gather(name, part)) for name, part in parts)
+            full = ((name, self.optimizer.gather(name, t)) for name, t in self.tensors().items())
             self.checkpoints.save(full, state)
 
     def restore(self, path: Path, state: dict, tensors: Tensors):
@@ -1632,8 +1632,9 @@ class Run:
         if not received:
             return
         number = min(received)  # SIGHUP or SIGINT, if a launcher has added SIGTERM
-        step = self.clock.step + 1
-        error = UserError(f"stopped by {number.name} after step {step}; {self.kept()}")
+        error = UserError(
+            f"stopped by {number.name} after step {self.clock.step + 1}; {self.kept()}"
+        )
         error.status = 128 + number
         raise error
 
@@ -2827,9 +2828,8 @@ def evaluate_only(environ: dict[str, str], path: str):
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
-        score = score_artifact(make_scorer, hp, log)
         total = len(blob) + CODE_BYTES
-        log.finish(score, total)
+        log.finish(score_artifact(make_scorer, hp, log), total)
         check_limits(total, 0.0, hp)
 
 
@@ -3108,8 +3108,9 @@ class TrainingLoader:
 
     def read(self, step: int) -> Tensor:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
-        count = hp.train_seq_len + 1
-        rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
+        rows = [
+            self.stream.read(self.start(first + i), hp.train_seq_len + 1) for i in range(self.rows)
+        ]
         for tokens in rows if hp.doc_attention else ():
             begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
             check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
@@ -3124,8 +3125,7 @@ class TrainingLoader:
             rows = self.step_rows // math.gcd(self.step_rows, 8)
             return number * hp.train_seq_len + number // rows
         epoch, place = divmod(number, self.blocks)
-        order = shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)
-        return hp.train_seq_len * int(order[place])
+        return hp.train_seq_len * int(shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)[place])
 
 
 # TITLE, ALLCAPS, CAPNEXT, ESC: pieces 4 to 7 of a CaseOps tokenizer.
@@ -3268,6 +3268,22 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> float:
     return sum(run in again for run in before) / max(1, len(before))
 
 
+def require_own_tokenizer(tokens: ndarray, tokenizer_path: str, log: Callable):
+    """Raise UserError if less than 90 % of the validation tokens (n,) are `reencoded`; log a note
+    below 99.9 %."""
+    share = reencoded(tokens, tokenizer_path)
+    found = (
+        f"{share:.2%} of the first validation tokens come back when {tokenizer_path} encodes their "
+        "text again, not all"
+    )
+    require(
+        share >= 0.9,
+        f"{found}: give the tokenizer that made the shards, as TOKENIZER_PATH or --tokenizer",
+    )
+    if share < 0.999:
+        log(f"note: {found}: is it the tokenizer that made the shards?")
+
+
 def read_small(path: str | Path) -> bytes:
     """The bytes of a tokenizer, manifest or artifact. Raises UserError for a file that would fill
     the memory."""
@@ -3325,16 +3341,8 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
     manifest = check_manifest(hp.data_path, hp.tokenizer_path)
-    our_grammar = manifest.get("caseops") is True
     if manifest.get("canonical", True):
-        share = reencoded(tokens, hp.tokenizer_path)
-        sentence = (
-            f"{share:.2%} of the first validation tokens come back when TOKENIZER_PATH="
-            f"{hp.tokenizer_path} encodes their text again, not all"
-        )
-        require(share >= 0.9, f"{sentence}: set the tokenizer of the shards in DATA_PATH")
-        if share < 0.999:
-            log(f"note: {sentence}: is it the tokenizer of the shards?")
+        require_own_tokenizer(tokens, hp.tokenizer_path, log)
     exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
     if exact is not None:
         log(
@@ -3343,7 +3351,7 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
         )
         return exact[1:]
     require(
-        our_grammar or not counter.caseops,
+        not counter.caseops or manifest.get("caseops") is True,
         f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} "
         "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
         "the bytes are unknown: get one of them",
@@ -3610,10 +3618,14 @@ class Log(AbstractContextManager):
             # Released when this process ends.
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            wait = f"{name}: another run is writing {self.path}.txt; wait or set another"
-            raise UserError(wait) from error
+            raise UserError(
+                f"{name}: another run is writing {self.path}.txt; wait or set another"
+            ) from error
         except OSError as error:  # the file system has no locks
             self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
+        else:
+            for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
+                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
@@ -3667,9 +3679,9 @@ class Log(AbstractContextManager):
         if self.files:
             lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
             kept = "finished|train" if self.hp.eval_only else "finished"
-            used = re.search(rf'(?m)^{{"event": "({kept})"', lines)
-            replacing = not (self.hp.eval_only or self.hp.resume)
-            used = used or (replacing and self.artifact.exists())
+            used = re.search(rf'(?m)^{{"event": "({kept})"', lines) or (
+                self.artifact.exists() and not (self.hp.eval_only or self.hp.resume)
+            )
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
@@ -4091,8 +4103,8 @@ def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
             Exception,
         ):
             dist.init_process_group(backend, device_id=gpu)
-    ranks = hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)
-    comm.split(comm.broadcast(ranks), device)  # nodes may differ in size
+    # Nodes may differ in size
+    comm.split(comm.broadcast(hp.shard_ranks or launched("LOCAL_WORLD_SIZE", comm.size)), device)
     return comm
 
 

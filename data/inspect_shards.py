@@ -105,19 +105,6 @@ def load_tokenizer(path: Path) -> sentencepiece.SentencePieceProcessor:
         ) from error
 
 
-def not_theirs(tokenizer: Path, tokens: np.ndarray) -> list[str]:
-    """A sentence if the tokenizer does not give tokens (n,) back; prints a note if some are
-    missing."""
-    share = train_gpt.reencoded(tokens, tokenizer)
-    found = (
-        f"{share:.2%} of the first validation tokens come back when {tokenizer} encodes their text "
-        "again, not all"
-    )
-    if 0.9 <= share < 0.999:
-        print(f"note: {found}: is it the tokenizer that made the shards?")
-    return [f"{found}: give the tokenizer that made the shards"] * (share < 0.9)
-
-
 def describe_files(
     report: SplitReport, status: dict[str, str], pieces: sentencepiece.SentencePieceProcessor | None
 ) -> list[str]:
@@ -160,7 +147,11 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
         wrong += describe_files(report, status, pieces)
     if pieces and not wrong and entry.get("canonical", True):
         stream = reports[1].stream
-        wrong += not_theirs(tokenizer, stream.read(0, min(len(stream), 20_000)))
+        try:
+            tokens = stream.read(0, min(len(stream), 20_000))
+            train_gpt.require_own_tokenizer(tokens, tokenizer, print)
+        except UserError as error:
+            wrong.append(str(error))
     if counter and counter.caseops and not entry.get("caseops"):
         print(
             "the tokenizer has CaseOps operators of another grammar (README.md): no bytes and samples"

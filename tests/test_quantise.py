@@ -154,6 +154,14 @@ def odd() -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize(
+    "numbers, fits", [([1.0, 1e-9], True), ([1e-6, 1e-9], False), ([1.0, 7e4], False)]
+)
+def test_which_parameters_fit_fp16(numbers, fits):
+    """By their norm, so one tiny number does not double the bytes of all."""
+    assert quantise.fits_half(nn.Parameter(torch.tensor(numbers))) == fits
+
+
 def squared_errors(model, x):
     """Of four outputs for one input (4,)."""
     return (model[0](x) * model[1](torch.tensor(1)) - 1).square()
