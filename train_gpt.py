@@ -2432,21 +2432,21 @@ class Quantiser:
         self.costs = self.cost[..., None] if self.calibrated else self.deviation**-2.0
         self.damped = damped(self.hessian, self.rule.damping)
         self.factor = inverse_factor(self.damped)
+        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
+        # which has mean 1.
+        pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
+        self.pivot = pivots.mean(dim=-1)[:, None, None]
+        self.largest = self.rows.abs().amax(dim=-1, keepdim=True)
 
     def steps(self, loss: float) -> Tensor:
         """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
             return self.rule.default_steps(self.rows)
-        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
-        # which has mean 1.
-        pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
-        cost = self.costs * pivots.mean(dim=-1)[:, None, None]
-        wanted = ((15 if self.states else 12) * loss / cost).sqrt()
+        wanted = ((15 if self.states else 12) * loss / (self.costs * self.pivot)).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
         # `round_steps` lowers it by up to a sixteenth. The upper bound: odd states have no code
         # for 0, so wide steps cost much.
-        largest = self.rows.abs().amax(dim=-1, keepdim=True)
-        return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
+        return round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 20)
 
     def expected_bytes(self, loss: float) -> float:
         """The bytes of all codes by the entropy of Gaussian rows in these steps, which the 1 keeps
