@@ -35,7 +35,6 @@ import bisect
 import collections
 import dataclasses
 import difflib
-import functools
 import gc
 import glob
 import hashlib
@@ -63,8 +62,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from configparser import ConfigParser
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple, TextIO
@@ -430,7 +431,7 @@ ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
 
 
 @contextmanager
-def stop_signals(received: list[signal.Signals]) -> Iterator[None]:
+def stop_signals(received: list[signal.Signals]):
     """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
 
     def note(number, frame):
@@ -466,7 +467,7 @@ def print_error(sentence: str):
 
 
 @contextmanager
-def importing(requirements: str) -> Iterator[None]:
+def importing(requirements: str):
     """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
     try:
         yield
@@ -518,7 +519,7 @@ def error_message(error: BaseException) -> str:
 
 
 @contextmanager
-def as_user_error(what: str, advice: str, *errors: type[Exception]) -> Iterator[None]:
+def as_user_error(what: str, advice: str, *errors: type[Exception]):
     """Turn these errors into a UserError: what failed, why, and what to do."""
     try:
         yield
@@ -795,7 +796,7 @@ class GPT(nn.Module):
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
         depth = torch.arange(1, hp.num_layers + 1).float()
-        scale = depth.rsqrt() if hp.ln_scale else torch.ones(hp.num_layers)
+        scale = depth.rsqrt() if hp.ln_scale else torch.ones_like(depth)
         self.register_buffer("layer_scale", scale[:, None, None], persistent=False)
 
     def initialise(self, seed: int) -> Tensors:
@@ -850,7 +851,7 @@ class GPT(nn.Module):
         if targets is not None:
             x = x[:, -targets.size(1) :]
         logits = base.adapt(base.linear(x, "tok_emb"), x, "head").float()
-        logits = hp.logit_softcap * torch.tanh(logits / hp.logit_softcap)
+        logits = hp.logit_softcap * (logits / hp.logit_softcap).tanh()
         if refused is not None:
             logits = logits - REFUSED_NATS * refused[ids[:, -logits.size(1) :]]
         if targets is None:
@@ -901,7 +902,7 @@ class GPT(nn.Module):
         if hp.attn_gate:  # (#1667); initially 1/2
             weights = self.attn_gate[call.layer] * self.layer_scale[call.layer]
             gate = F.linear(x[..., :GATE_INPUTS], weights.to(x.dtype))  # (B, T, H)
-            y = y * torch.sigmoid(0.5 * gate)[..., None]
+            y = y * (0.5 * gate).sigmoid()[..., None]
         # The matrix "out" includes `attn_scale`. Another gain here must not make the stream fp32.
         return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
 
@@ -942,9 +943,9 @@ class GPT(nn.Module):
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
         if self.hp.smear_token:  # (#1667, #2135)
             factor, weights = self.smear_gate[0], self.smear_gate[1:]
-            gate = torch.sigmoid(F.linear(x[..., :GATE_INPUTS], weights[None]))
+            gate = F.linear(x[..., :GATE_INPUTS], weights[None]).sigmoid()
             return rms_norm(x + factor * gate * previous).to(self.dtype)
-        gate = torch.sigmoid(self.smear_gate)
+        gate = self.smear_gate.sigmoid()
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
     def matrices(self, qat: bool = False) -> PerLayer:
@@ -1175,7 +1176,7 @@ class ParallelMuon:
         self.reduce_gradients()
         norm = self.gradient_norm()
         self.report.loss.add_(0 * norm)  # nan if a gradient is not finite
-        clip = ((self.hp.grad_clip_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
+        clip = ((self.hp.grad_clip_norm or inf) / (norm + 1e-6)).clamp(max=1.0)
         # Filled on the device, as a copy from the host would wait.
         rate = torch.full_like(norm, lr_scale * self.hp.matrix_lr)
         momentum = torch.full_like(norm, momentum)
@@ -1320,7 +1321,7 @@ def phases(hp: Hyperparameters) -> dict[StepSettings, int]:
     """{a step of each kind in the schedule, at the peak learning rate: thousandths of the run, for
     tools/check_machine.py}, in order, for a run of ITERATIONS. Each kind is a graph."""
     planned = max(hp.iterations, 1)
-    steps = (schedule(hp, planned * place / 1000, 0.0, math.inf) for place in range(1001))
+    steps = (schedule(hp, planned * place / 1000, 0.0, inf) for place in range(1001))
     start = hp.muon_momentum_warmup_start
     return collections.Counter(step._replace(lr_scale=1.0, momentum=start) for step in steps)
 
@@ -1329,7 +1330,7 @@ class Clock:
     """Training time: a timer that pauses for validation. All ranks decide by rank 0's time."""
 
     def __init__(self, cap: float, in_flight: int):
-        self.cap = cap or math.inf
+        self.cap = cap or inf
         self.reserve = 0.0  # seconds of it for calibration
         self.in_flight = in_flight  # steps that the host may queue ahead of the device
         self.step = -1  # the last one whose time is known
@@ -1424,7 +1425,7 @@ class Run:
         # On a CPU most texts are scored before their forward would be compiled.
         compiled = self.on_gpu or hp.compile == "1"
         self.eval_forward = self.forward if compiled else self.model
-        self.make_scorer = functools.partial(Evaluator, self.eval_forward, val, hp, runtime)
+        self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
         # Queued steps whose report is unread: (step, settings, report (3,) in pinned host memory,
@@ -1486,7 +1487,7 @@ class Run:
             self.log(
                 f"stopping_early: wallclock_cap train_time:{1000 * seconds:.0f}ms "
                 f"step:{step}/{hp.iterations}",
-                event="stopping_early",
+                "stopping_early",
                 step=step,
                 train_seconds=seconds,
             )
@@ -1562,7 +1563,7 @@ class Run:
         self.log(
             f"step:{step}/{self.hp.iterations} {result} train_time:{1000 * seconds:.0f}ms "
             f"step_avg:{1000 * seconds / max(step, 1):.2f}ms {more}",
-            event=event,
+            event,
             step=step,
             train_seconds=seconds,
             **fields,
@@ -1619,7 +1620,7 @@ class Run:
         self.checkpoints.continue_from(path, state)
         self.log(
             f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
-            event="resumed",
+            "resumed",
             step=step,
             train_seconds=seconds,
             path=str(path),
@@ -1659,7 +1660,7 @@ class Run:
             self.log(
                 f"calibration: {len(times)} of {len(steps)} batches took {1000 * took:.0f}ms "
                 f"train_time:{1000 * seconds:.0f}ms",
-                event="calibration",
+                "calibration",
                 batches=len(times),
                 train_seconds=seconds,
                 wall_seconds=took,
@@ -1714,7 +1715,7 @@ class Run:
         self.average.samples = 0
         self.runtime.synchronize()
         elapsed = perf_counter() - started
-        self.log(f"warmup: done seconds:{elapsed:.1f}", event="warmup", wall_seconds=elapsed)
+        self.log(f"warmup: done seconds:{elapsed:.1f}", "warmup", wall_seconds=elapsed)
 
     def reserve_for_calibration(self):
         """Reserve time for calibration, as the slowest rank measures it."""
@@ -1750,7 +1751,7 @@ class Score(NamedTuple):
             f"{name} val_loss:{self.val_loss:.8f} val_bpb:{self.val_bpb:.8f} "
             f"eval_time:{1000 * self.eval_seconds:.0f}ms "
             f"val_tokens:{self.val_tokens} val_bytes:{self.val_bytes}",
-            event=name,
+            name,
             **self._asdict(),
         )
 
@@ -1818,7 +1819,7 @@ class Evaluator:
             for width in (self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)):
                 check_documents(self.val.documents, width, self.runtime.attention)
         self.nats = torch.full((self.val.targets + 1,), math.nan, device=device)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.count = torch.tensor(0, device=device)  # int64
         self.started = self.reported = perf_counter()
 
     def score_windows(self):
@@ -1857,12 +1858,7 @@ class Evaluator:
                 self.batch(start + offsets, n, first, stop)
 
     def batch(
-        self,
-        position: Tensor,
-        n: int,
-        first: Tensor,
-        stop: Tensor,
-        adapter: Adapter | None = None,
+        self, position: Tensor, n: int, first: Tensor, stop: Tensor, adapter: Adapter | None = None
     ) -> tuple[Tensor, Tensor]:
         """One forward of the inputs at `position` (rows, width). A row scores those of its last n
         positions that are in [first, stop), (rows, 1) each. Returns (losses, whether they count),
@@ -2376,7 +2372,7 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     rest, targets = number[:4], targets[:, None]
     integers = 4 * ((targets - rest) / 4).round() + rest  # (rows, 4, paths)
     costs = weights[:, None] * (targets - integers).square()
-    total = torch.where(number > 0, math.inf, 0.0)  # of the best path to each state (states, paths)
+    total = torch.where(number > 0, inf, 0.0)  # of the best path to each state (states, paths)
     taken, path = [], []  # whether the second edge into each state is the better one; edges
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
@@ -2429,26 +2425,25 @@ class Quantiser:
 
     def __post_init__(self):
         self.deviation = (self.rows.square().mean(-1, keepdim=True) + 1e-30).sqrt()
-        self.calibrated = self.cost is not None
         # (N, out, 1)
-        self.costs = self.cost[..., None] if self.calibrated else self.deviation**-2.0
+        self.costs = self.deviation**-2.0 if self.cost is None else self.cost[..., None]
         self.damped = damped(self.hessian, self.rule.damping)
         self.factor = inverse_factor(self.damped)
+        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
+        # which has mean 1.
+        pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
+        self.pivot = pivots.mean(-1)[:, None, None]
+        self.largest = self.rows.abs().amax(-1, keepdim=True)
 
     def steps(self, loss: float) -> Tensor:
         """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
             return self.rule.default_steps(self.rows)
-        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
-        # which has mean 1.
-        pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
-        cost = self.costs * pivots.mean(-1)[:, None, None]
-        wanted = ((15 if self.states else 12) * loss / cost).sqrt()
+        wanted = ((15 if self.states else 12) * loss / (self.costs * self.pivot)).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
         # `round_steps` lowers it by up to a sixteenth. The upper bound: odd states have no code
         # for 0, so wide steps cost much.
-        largest = self.rows.abs().amax(-1, keepdim=True)
-        return round_steps(wanted.clamp(largest / 1875, 2 * self.deviation), 20)
+        return round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 20)
 
     def expected_bytes(self, loss: float) -> float:
         """The bytes of all codes by the entropy of Gaussian rows in these steps, which the 1 keeps
@@ -2457,9 +2452,10 @@ class Quantiser:
         bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
         return float(bits.sum()) * self.rows.size(2) / 8
 
-    def round(self, loss: float) -> Iterator[tuple[Tensor, ...]]:
-        """Of each matrix (codes (out, in), steps (out, 1), what its weights are expected to cost
-        together: the product of their errors and the Kronecker factors of the Fisher matrix)."""
+    def round(self, loss: float) -> tuple[Tensor, ...]:
+        """Codes (N, out, in) int16, steps (N, out, 1), and what the weights of each matrix are
+        expected to cost together, (N,): the product of their errors and the Kronecker factors of
+        the Fisher matrix."""
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
@@ -2475,7 +2471,7 @@ class Quantiser:
         integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
         expected = (self.costs * errors * (errors @ self.damped)).sum((1, 2))
-        return zip((integers / parts).floor(), steps, expected, strict=True)
+        return (integers / parts).floor().short(), steps, expected
 
 
 Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that each one rounds
@@ -2546,10 +2542,9 @@ def round_matrices(
     encode, _ = CODERS[hp.compressor]
     coded = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
-        # Of N matrices: L of each kind
-        codes, steps, cost = map(torch.stack, zip(*quantiser.round(loss), strict=True))
-        parts = codes.short(), steps.to(quantiser.rule.step_type), cost
-        kinds = (part.cpu().chunk(len(names)) for part in parts)
+        codes, steps, cost = quantiser.round(loss)
+        parts = codes, steps.to(quantiser.rule.step_type), cost
+        kinds = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each kind in turn
         for name, codes_of, steps_of, cost_of in zip(names, *kinds, strict=True):
             coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
     return dict(collections.ChainMap(*comm.gather(coded)))
@@ -2587,7 +2582,7 @@ def pack_artifact(
         },
         "rounding": hp.rounding,
         "trellis_states": first.states,
-        "expected_loss": expected if first.calibrated else {},
+        "expected_loss": {} if first.cost is None else expected,
         "coder": hp.compressor,
         **metadata,
         "code_bytes": list(map(len, streams)),
@@ -2706,10 +2701,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         f"{path} is a checkpoint: give logs/<RUN_ID>.npz; if there is none, the command of the "
         "run with RESUME=auto continues it and writes one",
     )
-    require(
-        Path(path).is_file(),
-        f"artifact {path} does not exist: a run writes logs/<RUN_ID>.npz",
-    )
+    require(Path(path).is_file(), f"artifact {path} does not exist: a run writes logs/<RUN_ID>.npz")
     with reading_artifact(path):
         blob = read_small(path)
         header, stored, _, _ = open_artifact(blob)
@@ -2784,7 +2776,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
             reserved = torch.cuda.max_memory_reserved() >> 20
             log(
                 f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
-                event="peak_memory",
+                "peak_memory",
                 allocated=allocated,
                 reserved=reserved,
             )
@@ -2826,7 +2818,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         if runtime.compiled:
             log("compiling, which takes minutes the first time", bar=("compiling", 0))
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
-        make_scorer = functools.partial(Evaluator, forward, val, hp, runtime)
+        make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
         total = len(blob) + CODE_BYTES
         log.finish(score_artifact(make_scorer, hp, log), total)
@@ -2897,13 +2889,13 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     weights = run.optimizer.weights()
     count = count_numbers(weights.values())
     fixed = not hp.target_bytes or hp.rounding == "399"  # no step may be widened
-    max_bytes = math.inf if fixed else hp.target_bytes - CODE_BYTES
+    max_bytes = inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
     how = "GPTQ" if calibration else "no calibration"
     log(f"export: coding {count:,} weights, {how}; a first Ctrl-C ends the run after it")
     metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
     quantisers = make_quantisers(weights, hp, calibration)
-    pack = functools.partial(pack_artifact, weights, hp, quantisers, metadata, comm=comm)
+    pack = partial(pack_artifact, weights, hp, quantisers, metadata, comm=comm)
     blob = fit_bytes(quantisers.values(), pack, max_bytes, log, comm)
     path = comm.broadcast(keep_artifact(blob, log) if comm.rank == 0 else None)
     require(
@@ -2917,7 +2909,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         log(
             f"export: {bits:.2f} bits per weight, "
             f"expected loss of rounding {sum(expected.values()):.4f} nats",
-            event="rounding",
+            "rounding",
             bits_per_weight=bits,
             expected_loss=expected,
         )
@@ -2925,7 +2917,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     log(
         f"Total submission size int6+{hp.compressor}: {total} bytes",
-        event="artifact",
+        "artifact",
         path=str(path),
         model_bytes=len(blob),
         code_bytes=CODE_BYTES,
@@ -2941,8 +2933,8 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
     path = log.artifact
     try:
         for name in (path, ARTIFACT):
-            with replacing(name) as partial:
-                partial.write_bytes(blob)
+            with replacing(name) as unfinished:
+                unfinished.write_bytes(blob)
     except UserError as error:
         with writing("to the temporary folder"):
             path = Path(tempfile.mkdtemp(), log.artifact.name)
@@ -2955,7 +2947,7 @@ def keep_artifact(blob: bytes, log: Log) -> Path:
 def check_limits(total: int, seconds: float, hp: Hyperparameters):
     """Raise UserError if time or bytes exceed the challenge's limits; MAX_WALLCLOCK_SECONDS may
     raise the first."""
-    cap = max(hp.max_wallclock_seconds or math.inf, TRAINING_CAP)
+    cap = max(hp.max_wallclock_seconds or inf, TRAINING_CAP)
     require(
         seconds <= cap,
         f"training took {seconds:.2f} s, over the limit of {cap:g}: "
@@ -3062,7 +3054,7 @@ def require_data(hp: Hyperparameters, *splits: str):
     check_manifest(hp.data_path, hp.tokenizer_path)
 
 
-@functools.lru_cache(maxsize=1)
+@lru_cache(maxsize=1)
 def shuffled(blocks: int, *seeds: int) -> ndarray:
     """A permutation (blocks,) of the blocks of the data."""
     return np.random.default_rng(seeds).permutation(blocks)
@@ -3210,7 +3202,7 @@ def refused_pairs(tokenizer_path: str) -> ndarray:
         if text[:n] in index and text[n:] in index
     ]
     # The first merge of a part of a with a part of b.
-    across = np.full((len(texts), len(texts)), len(texts), dtype=np.int32)
+    across = np.full((len(texts), len(texts)), len(texts), np.int32)
     for x, y, i in splits:
         across[x, y] = i
     formed = np.array([len(text) == 1 for text in texts])
@@ -3527,7 +3519,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
         "its tables of frequencies do not fit",
     )
     coder = ans_package().stream.stack.AnsCoder(stream.astype(np.uint32))
-    codes = np.empty(math.prod(shape), dtype=np.int16)
+    codes = np.empty(math.prod(shape), np.int16)
     for table, places in zip(tables, positions, strict=True):
         codes[places] = least + coder.decode(distribution(table), len(places))
     require(coder.is_empty(), "its codes do not end where they should")
@@ -3551,7 +3543,7 @@ def frequencies(counts: ndarray) -> ndarray:
     total = counts.sum(1, keepdims=True)
     spare = ANS_TOTAL - present.sum(1, keepdims=True)
     up_to = spare * counts.cumsum(1) // total  # exact: rounded down
-    return present + np.diff(up_to, axis=1, prepend=0)
+    return present + np.diff(up_to, prepend=0)
 
 
 def distribution(table: ndarray):
@@ -3572,20 +3564,20 @@ CODERS = {
 def replacing(path: Path) -> Iterator[Path]:
     """Atomic write: yields a temporary path of its own, then fsync and rename. A crash leaves the
     old file or the complete new one."""
-    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
+    unfinished = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     with writing(path):
         try:
-            yield partial
-            with open(partial, "rb+") as file:
+            yield unfinished
+            with open(unfinished, "rb+") as file:
                 os.fsync(file.fileno())
-            partial.replace(path)
+            unfinished.replace(path)
         finally:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
-# Their versions are logged.
+# Their versions are logged; the last three decide the speed of kernels.
 PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
-PACKAGES += ["triton", "flash_attn_3", "kernels"]  # the speed of kernels
+PACKAGES += ["triton", "flash_attn_3", "kernels"]
 
 
 class Log(AbstractContextManager):
@@ -3716,11 +3708,11 @@ class Log(AbstractContextManager):
         changed = re.findall(r".*=.*", changed)
         self(
             "\n  ".join(["changed from the defaults:", *(changed or ["nothing"])]),
-            event="start",
+            "start",
             **facts,
             run_id=self.name,
             started=started,
-            hyperparameters=dataclasses.asdict(self.hp),
+            hyperparameters=vars(self.hp),
         )
         for note in (*self.notes, *runtime.notes, *notes):
             self(f"note: {note}")
@@ -3731,11 +3723,7 @@ class Log(AbstractContextManager):
         `made` and what to do next. Raises UserError if a write has failed."""
         failure = self.comm.broadcast(self.failure)
         require(not failure, failure)
-        self(
-            f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes",
-            event="finished",
-            bytes=total,
-        )
+        self(f"finished: {score}, {total:,} of {SUBMISSION_CAP:,} bytes", "finished", bytes=total)
         self(f"files: {made}{self.path}.txt, {self.path}.jsonl")
         if advice and "RUN_SH" not in os.environ:  # run.sh says what comes next
             self(f"next: {advice}")
@@ -3793,7 +3781,7 @@ class Checkpoints(AbstractContextManager):
             metadata = {
                 "version": CHECKPOINT_VERSION,
                 "source_sha256": SOURCE_SHA256,
-                "hyperparameters": dataclasses.asdict(self.hp),
+                "hyperparameters": vars(self.hp),
                 **state,
             }
             self.written = self.writer.submit(self.write, metadata, copies)
@@ -3807,13 +3795,13 @@ class Checkpoints(AbstractContextManager):
         try:
             for name, tensor in tensors.items():
                 require(vector_norm(tensor).isfinite(), f"{name} is not finite")
-            with replacing(path) as partial, open(partial, "wb") as file:
+            with replacing(path) as unfinished, open(unfinished, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
             for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
                 older.unlink()
             self.log(
                 f"checkpoint: step:{step} {path}",
-                event="checkpoint",
+                "checkpoint",
                 step=step,
                 bytes=path.stat().st_size,
                 wall_seconds=perf_counter() - started,
@@ -3878,8 +3866,8 @@ def find_checkpoint(
 def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     """Raise UserError if knobs differ that must not, or the number of training tokens, from which
     their order follows. A knob younger than the file has its default."""
-    now = dataclasses.asdict(hp)
-    then = dataclasses.asdict(Hyperparameters()) | todays_names(metadata["hyperparameters"])
+    now = vars(hp)
+    then = vars(Hyperparameters()) | todays_names(metadata["hyperparameters"])
     unlike = [
         f"{name.upper()}={now[name]} instead of {then[name]}"
         for name in knobs_with("training", "model")
@@ -4178,8 +4166,7 @@ def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, 
     if not missing:
         return True, ()
     require(
-        not on_gpu,
-        f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow",
+        not on_gpu, f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow"
     )
     return False, (f"not compiled, which is slower: {missing} is missing",)
 
@@ -4237,11 +4224,11 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     UserError if none does."""
     fused_mlp = None
     names = AUTO_KERNELS[runtime.device.type] if hp.attention == "auto" else [hp.attention]
-    trials = {name: functools.partial(try_attention, name, hp, runtime) for name in names}
+    trials = {name: partial(try_attention, name, hp, runtime) for name in names}
     advice = "install one; ATTENTION=math always works, slowly"
     attention, notes = first_working("attention", trials, runtime.comm, advice)
     if hp.fused_mlp:
-        trial = functools.partial(try_fused_mlp, hp, runtime)
+        trial = partial(try_fused_mlp, hp, runtime)
         first_working("MLP", {"fused": trial}, runtime.comm, "set FUSED_MLP=0")
         fused_mlp = load_fused_mlp(hp.mlp_slope, runtime.device)
     return dataclasses.replace(
@@ -4303,7 +4290,7 @@ def reference_attention(
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
     hidden = ~attention_mask(q, k, band, document)[:, None]
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1).to(v.dtype)
+    weights = scores.masked_fill(hidden, -inf).softmax(-1).to(v.dtype)
     return torch.einsum("bkgnt,btke->bnkge", weights, v).flatten(2, 3)
 
 
@@ -4571,7 +4558,7 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
         "on a GPU it needs COMPUTE_DTYPE=bfloat16",
     )
     fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
-    plain = functools.partial(plain_mlp, slope=hp.mlp_slope)
+    plain = partial(plain_mlp, slope=hp.mlp_slope)
     compare_kernel(fused, plain, mlp_inputs(TRIAL, hp, runtime))
     return fused
 

@@ -29,6 +29,7 @@ The last line is JSON.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -205,12 +206,11 @@ def hqq(rows: Tensor, bits: int, group: int = 64) -> Rounded:
     return Quantizer.dequantize(codes, meta), size
 
 
-def gptq(rows: Tensor, name: str, lookup: bool, hessian: Tensor, factor: float) -> Rounded:
-    """By train_gpt.py's GPTQ and coder, without a trellis."""
-    mlp = "mlp" in name or name in ("layers.0.weight", "layers.2.weight")  # of Context
-    ratio = 0.222 if lookup else 0.371 if mlp else 0.419
-    steps = (ratio * factor * rows.std(dim=1, keepdim=True)).half().float().clamp(min=1e-6)[None]
-    order = train_gpt.inverse_factor(train_gpt.damped(hessian[None], 0.01))
+def gptq(rows: Tensor, hessian: Tensor, ratio: float, damping: float = 0.01) -> Rounded:
+    """By train_gpt.py's GPTQ and coder, without a trellis, in steps of so many deviations of a
+    row."""
+    steps = (ratio * rows.std(dim=1, keepdim=True)).half().float().clamp(min=1e-6)[None]
+    order = train_gpt.inverse_factor(train_gpt.damped(hessian[None], damping))
     integers = train_gpt.gptq(
         rows[None], *order, steps, lambda column: (column / steps).round().clamp(-2047, 2047)
     )
@@ -234,17 +234,14 @@ def ways(model: nn.Module, calibration: quantise.Calibration) -> Iterator[tuple[
                     f"{name}, {bits} bits",
                     lambda _, rows, bits=bits, library=library: library(rows, bits),
                 )
+
+    def steps_of_2135(name, rows, factor):
+        mlp = "mlp" in name or name in ("layers.0.weight", "layers.2.weight")  # of Context
+        ratio = 0.222 if matrices[name].lookup else 0.371 if mlp else 0.419
+        return gptq(rows, calibration.hessian(name, rows.size(1)), ratio * factor)
+
     for factor in FACTORS:
-        yield (
-            f"GPTQ, steps x {factor:g}",
-            lambda name, rows, factor=factor: gptq(
-                rows,
-                name,
-                matrices[name].lookup,
-                calibration.hessian(name, rows.size(1)),
-                factor,
-            ),
-        )
+        yield f"GPTQ, steps x {factor:g}", functools.partial(steps_of_2135, factor=factor)
 
 
 @torch.no_grad()
@@ -497,10 +494,9 @@ def compare_papers(subject: Subject) -> list[dict]:
     32,768 tokens."""
     subject = subject._replace(held_out=subject.held_out[:4])
     outputs, matrices = output_factors(subject), quantise.matrices_of(subject.model)
-    groups = zip(*quantise.make_groups(subject.model, subject.calibration, 0), strict=True)
-    groups = [
-        (names, one) for names, one in groups if one.rows.size(1) != VOCAB and names[0] in outputs
-    ]
+    groups, make = quantise.make_groups(subject.model, subject.calibration, 0)
+    groups = [(names, make(names)) for names in groups if names[0] in outputs]
+    groups = [(names, one) for names, one in groups if one.rows.size(1) != VOCAB]
     count, rows = sum(one.rows.numel() for _, one in groups), []
     for way, form in PAPERS.items():
         rounders = [

@@ -64,9 +64,8 @@ def test_export(elsewhere):
     run = elsewhere(NUM_LAYERS=1, XSA_LAST_N=1)
     calibration, _ = run.calibrate(range(1))
     quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
-    rounded = [parts for one in quantisers.values() for parts in one.round(1e-9)]
-    assert all(on_device(*parts) for parts in rounded)
-    assert len(rounded) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
+    assert all(on_device(*one.round(1e-9)) for one in quantisers.values())
+    assert len(sum(quantisers, ())) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:

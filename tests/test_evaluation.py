@@ -74,7 +74,7 @@ def test_bits_per_byte_are_nats_over_bytes(setting):
     assert score.val_loss == pytest.approx(2.0)
     assert score.val_bpb == pytest.approx(2.0 / math.log(2) * val.targets / val.total_bytes)
     lines = []
-    score.log(lambda line, **fields: lines.append((line, fields)), "name")
+    score.log(lambda line, event, **fields: lines.append((line, fields)), "name")
     ((line, fields),) = lines
     result = f"val_loss:{score.val_loss:.8f} val_bpb:{score.val_bpb:.8f}"
     assert line.startswith(f"name {result} eval_time:")

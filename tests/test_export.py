@@ -283,8 +283,8 @@ def test_the_finest_step_has_a_code_for_the_largest_weight():
     rows = torch.linspace(0.5, 1, 200)[None, :, None]
     one = quantiser(rows)
     assert 1950 < (rows / one.steps(1e-12)).max() <= 2000
-    [(codes, steps, _)] = one.round(1e-12)
-    assert ((walked(codes[None]) * steps / 2 - rows).abs() <= 2 * steps).all()
+    codes, steps, _ = one.round(1e-12)
+    assert ((walked(codes) * steps / 2 - rows).abs() <= 2 * steps).all()
 
 
 def test_errors_weigh_what_they_cost():
@@ -294,7 +294,7 @@ def test_errors_weigh_what_they_cost():
     cost = torch.ones(1, 64)
     cost[0, ::2] = 0.025  # their steps are at most twice the deviation
     one = quantiser(rows, cost)
-    [(codes, steps, expected)] = one.round(0.02)
+    (codes,), (steps,), (expected,) = one.round(0.02)
     errors = (rows[0] - walked(codes[None])[0] * steps / 2).square()
     cost = one.costs[0] * errors
     torch.testing.assert_close(expected, cost.sum())
@@ -475,7 +475,7 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
         else:
             plain = "TRELLIS_STATES" in knobs
             alone = quantiser(original, states=0 if plain else 8, kind=kind).round(loss)
-            codes, steps, _ = map(torch.stack, zip(*alone, strict=True))
+            codes, steps, _ = alone
             assert torch.equal(found, codes * steps if plain else walked(codes) * steps / 2), name
             assert (found - original).square().mean() < 1.2 * steps.square().mean() / 12, name
 
@@ -805,15 +805,15 @@ def test_target_is_met(knobs, gptq, hyperparameters):
     # Matrices of one shape go together.
     groups = [(len(one.rows), one.rule.damping) for one in quantisers]
     assert groups[:4] == [(6, 0.1), (6, 0.1), (3, 0.1), (3, 0.1)] and groups[4] == (1, 1.0)
-    together = (parts for one in quantisers for parts in one.round(0.01))
+    rounded = (one.round(0.01) for one in quantisers)
+    together = (parts for group in rounded for parts in zip(*group, strict=True))
     for kind, name, view in train_gpt.artifact_tensors(weights):
         if kind:
             cost = calibration.get(f"{name}.cost")
             if gptq:  # rows that were hardly seen are not free of cost
                 cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-            for parts in quantiser(view, cost, calibration.get(kind.hessian), kind=kind).round(
-                0.01
-            ):
+            alone = quantiser(view, cost, calibration.get(kind.hessian), kind=kind).round(0.01)
+            for parts in zip(*alone, strict=True):
                 torch.testing.assert_close(next(together), parts)
     free = len(exported(weights, hp, calibration))
     for enough in (math.inf, free):

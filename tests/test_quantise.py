@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 import quantise
 import quantisers
+import real_model
 import train_gpt
 from conftest import ROOT, run, user_error
 from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
@@ -252,7 +253,8 @@ def test_an_input_that_is_read_twice_counts_twice_and_no_row_is_free_of_cost():
     torch.testing.assert_close(calibration.hessian("head.weight", 4), 3 * 2 * x.T @ x)
     squares = calibration.squares["table.weight"]
     assert squares[:7].all() and not squares[8], "row 8 is never read"
-    _, (table, _) = quantise.make_groups(model, calibration, 8)
+    groups, make = quantise.make_groups(model, calibration, 8)
+    table, _ = map(make, groups)
     cost = squares * (9 * 4 * 2 / 2)
     torch.testing.assert_close(table.costs[0, :, 0], cost + 0.05 * cost.mean())
 
@@ -376,10 +378,10 @@ def test_each_matrix_is_rounded_once_and_a_table_with_its_damping(
     monkeypatch.setattr(quantise, "GROUP", 1)
     parts = quantise.make_groups(trained, calibration, 8)
     matrices = {"embed", "second", "left", "right", "twice", "conv"}
-    for groups, made in (whole, parts):
+    for groups, make in (whole, parts):
         names = [name.removesuffix(".weight") for group in groups for name in group]
         assert len(names) == len(matrices) and {*names} == matrices
-        damping = {group[0]: one.rule.damping for group, one in zip(groups, made, strict=True)}
+        damping = {group[0]: make(group).rule.damping for group in groups}
         assert damping["embed.weight"] == 1.0 and damping["left.weight"] == 0.1
     assert len(whole[0]) == 2 and len(parts[0]) == 6
     head = nn.ModuleList([nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)])
@@ -703,9 +705,9 @@ def test_our_way_is_the_quantiser(problem):
     cost = output.diagonal(0, 1, 2)
     cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
     quantiser = train_gpt.Quantiser(rows, hessian, cost, 8, train_gpt.Rule(0.0))
-    codes, steps, _ = map(torch.stack, zip(*quantiser.round(0.01), strict=True))
+    codes, steps, _ = quantiser.round(0.01)
     assert torch.equal(ours.steps(0.01), steps)
-    assert torch.equal(ours.round(0.01)[0], codes)
+    assert torch.equal(ours.round(0.01)[0], codes.float())
 
 
 @pytest.fixture
@@ -804,6 +806,59 @@ def test_the_loss_is_that_of_transformers():
     expected = model(rows, labels=rows).loss
     torch.testing.assert_close(quantise.nats_of(model, rows).mean(), expected)
     torch.testing.assert_close(quantise.mean_loss(model, rows), expected.item())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_table_of_a_real_model(tied):
+    """With its tables rounded and without; a head that is no embedding is one of them."""
+    knobs = SMALL | dict(tie_word_embeddings=tied, initializer_range=0.2)
+    model, twin = llama(**knobs).eval(), llama(**knobs).eval()
+    batches = list(torch.randint(256, (4, 4, 33)))
+    calibration = quantise.calibrate(model, batches, quantise.nats_of)
+    names = ["ours", "GPTQ", "nearest"]
+    rows = real_model.compare(model, calibration, batches, names, [4.0])
+    assert [row["what"] for row in rows] == ["all", "no tables"] * 3
+    kept = {end.weight for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    plain = logits(model, batches)
+    ways = real_model.ways(model, calibration, names, [4.0])
+    for (_, round_all), whole, part in zip(ways, rows[::2], rows[1::2], strict=True):
+        rounded = round_all().tensors
+        assert rounded.keys() == quantise.matrices_of(model).keys()
+        assert 3 < whole["bits"] < 6 and 3 < part["bits"] < 6  # small: tables cost much
+        assert part["kl"] < whole["kl"] and part.get("expected", 0) < whole.get("expected", 1)
+        for row in (whole, part):
+            twin.load_state_dict(model.state_dict())
+            for name, tensor in rounded.items():
+                if row is whole or model.get_parameter(name) not in kept:
+                    twin.get_parameter(name).data.copy_(tensor)
+            kl = F.kl_div(logits(twin, batches), plain, reduction="sum", log_target=True) / 512
+            lost = quantise.mean_loss(twin, torch.cat(batches))
+            lost -= quantise.mean_loss(model, torch.cat(batches))
+            assert row["kl"] == pytest.approx(float(kl), rel=0.01)
+            assert row["lost"] == pytest.approx(lost, abs=1e-5)
+
+
+@torch.no_grad()
+def logits(model, batches) -> torch.Tensor:
+    """Logarithms of the probabilities of all next tokens."""
+    found = torch.cat([model(rows[:, :-1]).logits for rows in batches])
+    return found.double().log_softmax(dim=-1)
+
+
+def test_a_model_of_a_gguf_file_is_a_fresh_one(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read = llama(**SMALL)
+    read.config.quantization_config = {"quant_method": "gguf"}
+    for kind, found in ((AutoModelForCausalLM, read), (AutoTokenizer, None)):
+        monkeypatch.setattr(kind, "from_pretrained", lambda *_, found=found, **__: found)
+    model, _ = real_model.read_gguf(tmp_path / "a.gguf")
+    model.save_pretrained(tmp_path)
+    assert not hasattr(model.config, "quantization_config") and not model.training
+    torch.testing.assert_close(model.state_dict(), read.state_dict())
+    monkeypatch.undo()
+    with user_error("cannot load .*a.gguf: .*; give a GGUF file of a causal model that"):
+        real_model.read_gguf(tmp_path / "a.gguf")
 
 
 @pytest.mark.slow

