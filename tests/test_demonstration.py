@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -67,11 +68,14 @@ def test_corpus_is_exact_and_split_by_document(built, library):
     assert max(len(texts[name].encode()) for name in held_out) <= 1000
 
 
-def test_corpus_is_made_once(built, library):
-    with shards.locked(built[0]):  # another program may read or check them
-        assert demo_corpus.build(built[0], library, val_bytes=4000).startswith("already there")
-    (library / "m00.py").write_text("changed = 1\n")
-    assert demo_corpus.build(built[0], library, val_bytes=4000).startswith("made in")
+def test_corpus_is_made_once(built, library, tmp_path):
+    data, texts = tmp_path / "data", tmp_path / "texts"  # a run of another test reads `built`
+    shutil.copytree(built[0], data)
+    shutil.copytree(library, texts)
+    with shards.locked(data):  # another program may read or check them
+        assert demo_corpus.build(data, texts, val_bytes=4000).startswith("already there")
+    (texts / "m00.py").write_text("changed = 1\n")
+    assert demo_corpus.build(data, texts, val_bytes=4000).startswith("made in")
 
 
 def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
