@@ -848,7 +848,8 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     for part, changes in {
         "train_000000.bin is not the file in": {"train": good["train"][:-2] + b"\x06\x00"},
         "1 training documents that are also in validation": {"train": repeated},
-        "holds token 401, but": {"train": with_tokens(good["train"], [BOS, 401])},
+        "train_000000.bin holds token 401, but": {"train": with_tokens(good["train"], [BOS, 401])},
+        "val_000000.bin holds token 401, but": {"val": with_tokens(good["val"], [BOS, 401])},
         "not the tokenizer that made": {"model": tokenizer_bytes("nmt_nfkc", 400)},
         "does not begin with BOS": {"val": good["val"][:1024] + b"\x09\x00" + good["val"][1026:]},
     }.items():
