@@ -617,6 +617,15 @@ def test_a_signal_to_the_main_process_ends_all(tmp_path, number, status):
     assert [path.name for path in tmp_path.rglob("*")] == left
 
 
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with tokenize_text.new_folder(tmp_path, False):
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == tokenize_text.unwind
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_repeated_signal_does_not_stop_the_removal(monkeypatch):
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
