@@ -28,6 +28,7 @@ from train_gpt import (  # noqa: E402
     KNOBS,
     LONGEST_NAME,
     UserError,
+    dist,
     error_message,
     importing,
     print_error,
@@ -118,6 +119,9 @@ def run_program(main: Callable[[], object]) -> None:
                 main()
         except UserError as error:
             print_error(str(error))
+            if dist.is_initialized():  # as in train_gpt.py
+                sys.stdout.flush()
+                os._exit(1)
             sys.exit(1)
         finally:
             print(end="", flush=True)  # an error at the interpreter's exit would be a traceback

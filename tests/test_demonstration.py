@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import report
 import shards
 import tokenize_text
 import train_gpt
-from conftest import ROOT, VOCAB, assert_mistake, run, user_error, write_shard
+from conftest import ROOT, VOCAB, assert_mistake, run, start, user_error, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +241,28 @@ def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch)
         {**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4
     )
     assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
+
+
+MEASURES = """
+import sys, time
+sys.path[:0] = {path}
+import program, demo_settings
+
+def sleep():
+    print("began", flush=True)
+    time.sleep(100)
+
+demo_settings.forked([sleep, sleep])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks, and ends them")
+def test_what_is_measured_ends_with_a_killed_program(tmp_path):
+    process = start(["-c", MEASURES.format(path=[str(ROOT), str(ROOT / "tools")])], {}, tmp_path)
+    assert [process.stderr.readline() for _ in range(2)] == ["began\n"] * 2
+    process.kill()
+    process.communicate(timeout=50)  # until the last one has closed its output
+    assert process.returncode == -signal.SIGKILL
 
 
 def log_of(size: str, path: Path) -> None:

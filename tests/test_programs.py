@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -62,6 +63,17 @@ def test_a_mistake_is_one_sentence(mistake, status, sentence, capsys):
     printed = capsys.readouterr().err.strip()
     # sys.exit(sentence) exits with 1
     assert (ended.value.code, printed) in ((status, sentence), (sentence, ""))
+
+
+def test_a_rank_ends_without_its_threads(monkeypatch, capsys):
+    """Those of failed collectives can abort an interpreter that ends."""
+    ended = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(train_gpt.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit):
+        program.run_program(lambda: train_gpt.require(False, "X=1 is wrong: unset it"))
+    ended.assert_called_once_with(1)
+    assert capsys.readouterr().err == "error: X=1 is wrong: unset it\n"
 
 
 OUTPUTS = {

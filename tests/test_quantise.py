@@ -422,6 +422,7 @@ HEADERS = {
     "no groups": ("contradicts itself", lambda header: header["groups"].clear()),
     "a stream less": ("contradicts itself", lambda header: header["code_bytes"].pop()),
     "negative length": ("contradicts", lambda header: header.update(code_bytes=[5 + sum(header["code_bytes"]), -5])),
+    "codes left over": ("contradicts", lambda header: header.update(code_bytes=[n - 1 for n in header["code_bytes"]])),
     "length as text": ("", lambda header: header["code_bytes"].append("5")),
     "five states": ("contradicts itself", lambda header: header.update(trellis_states=5)),
     "no type": ("AttributeError", lambda header: header["exact"].update(count="load")),

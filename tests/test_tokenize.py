@@ -617,6 +617,15 @@ def test_a_signal_to_the_main_process_ends_all(tmp_path, number, status):
     assert [path.name for path in tmp_path.rglob("*")] == left
 
 
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with tokenize_text.new_folder(tmp_path, False):
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == tokenize_text.unwind
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_repeated_signal_does_not_stop_the_removal(monkeypatch):
     handlers = {}
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
@@ -848,7 +857,8 @@ def test_inspection_of_bad_shards(sources, tmp_path, capsys):
     for part, changes in {
         "train_000000.bin is not the file in": {"train": good["train"][:-2] + b"\x06\x00"},
         "1 training documents that are also in validation": {"train": repeated},
-        "holds token 401, but": {"train": with_tokens(good["train"], [BOS, 401])},
+        "train_000000.bin holds token 401, but": {"train": with_tokens(good["train"], [BOS, 401])},
+        "val_000000.bin holds token 401, but": {"val": with_tokens(good["val"], [BOS, 401])},
         "not the tokenizer that made": {"model": tokenizer_bytes("nmt_nfkc", 400)},
         "does not begin with BOS": {"val": good["val"][:1024] + b"\x09\x00" + good["val"][1026:]},
     }.items():

@@ -39,7 +39,6 @@ from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
 import torch
-import torch.distributed as dist
 
 REPORT = Path("logs/check.json")
 # How much slower than the others a rank may be: of a GPU, and of a CPU, which others use as well.
@@ -876,10 +875,7 @@ def main() -> None:
     if rank_0:
         print(f"the check took {time.perf_counter() - began:.0f} s", flush=True)
     if errors:
-        train_gpt.print_error("; ".join(errors))
-        if dist.is_initialized():  # as in train_gpt.py
-            os._exit(1)
-        sys.exit(1)
+        raise UserError("; ".join(errors))
 
 
 if __name__ == "__main__":
