@@ -2791,7 +2791,7 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
         training = {
             "steps": run.clock.step + 1,
-            "train_seconds": seconds,
+            "train_seconds": round(seconds, 1),  # all digits would move a repeat's codes
             "tokens_per_step": hp.train_batch_tokens,
             "ranks": comm.size,
             "seed": hp.seed,
