@@ -1,11 +1,13 @@
 """tools/quantise.py rounds any torch model, predicts the loss of it, and reads its file back."""
 
 import io
+import itertools
 import json
 import math
 import re
 import resource
 import sys
+import weakref
 import zipfile
 
 import pytest
@@ -387,6 +389,38 @@ def test_each_matrix_is_rounded_once_and_a_table_with_its_damping(
     head = nn.ModuleList([nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)])
     head[0].weight = head[1].weight
     assert quantise.matrices_of(head)["0.weight"].lookup
+
+
+def test_only_the_group_that_is_rounded_takes_memory(trained, calibration, packed, monkeypatch):
+    """While one is coded, no other and not even it has its weights."""
+    made, coded, encode = [], [], train_gpt.encode_ans
+
+    class Quantiser(train_gpt.Quantiser):
+        def __post_init__(self):
+            super().__post_init__()
+            made.append(weakref.ref(self))
+
+    def encoded(codes):
+        alive = [one() for one in made if one()]
+        kept = [tensor for one in alive for tensor in vars(one).values() if torch.is_tensor(tensor)]
+        # Five numbers of a row and one of a matrix
+        assert sum(one.numel() for one in kept if not one.is_meta) < 6 * (2 * PIECES + 4 * WIDTH)
+        coded.append(codes.shape)
+        return encode(codes)
+
+    monkeypatch.setattr(quantise, "Quantiser", Quantiser)
+    monkeypatch.setattr(train_gpt, "encode_ans", encoded)
+    assert quantise.quantise(trained, calibration, 5000)[0] == packed
+    assert len(coded) > 2 and len(made) == 2 + len(coded)
+
+
+def test_progress_is_a_line_each_half_minute_if_nobody_watches(capsys, monkeypatch):
+    assert list(quantise.bar(range(9), "rounding")) == [*range(9)]
+    assert not capsys.readouterr().err
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr("tqdm.std.time", lambda: next(clock))
+    assert list(quantise.bar(range(9), "rounding")) == [*range(9)]
+    assert 2 <= capsys.readouterr().err.count("rounding") <= 5
 
 
 def test_autocast_changes_no_reader(calibration, trained):
