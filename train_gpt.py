@@ -201,7 +201,7 @@ class Hyperparameters:
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
     canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
-    ngram_tilt: bool = knob(False, "favour the token that mostly followed the last 15 so far", "score")
+    ngram_tilt: bool = knob(False, "raise the logit of the token that mostly followed the last 15 so far", "score")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "score", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
     eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "score")
@@ -418,15 +418,15 @@ def on_signals(act: Callable | signal.Handlers):
 
 
 def interrupt(number, frame):
-    """Raise KeyboardInterrupt(signal) once: a launcher repeats signals. One rank of a node prints
-    that, or has failed, and its launcher sent the signal: the others end at once."""
+    """Raise KeyboardInterrupt(signal) once, as launchers repeat signals, on the rank of a node that
+    prints. Its other ranks end at once."""
     if PLACE_IN_NODE:
         os._exit(128 + number)
     on_signals(signal.SIG_IGN)
     raise KeyboardInterrupt(signal.Signals(number))
 
 
-# What a signal does from an error on: it raises nothing, but ends ranks that wait for a sentence.
+# What a signal does from an error on: raise nothing, but end ranks that sleep in `print_error`.
 ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
 
 
@@ -443,7 +443,8 @@ def stop_signals(received: list[signal.Signals]):
     try:
         yield
     except UserError as error:
-        if received and isinstance(error.__cause__, RuntimeError):  # it has ended another rank
+        # If the signal has ended another rank, a collective fails here.
+        if received and isinstance(error.__cause__, RuntimeError):
             interrupt(received[0], None)
         raise
     on_signals(interrupt)
@@ -615,8 +616,8 @@ Adapter = Tensors
 def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor | None) -> Tensor:
     """Nats of logits (B, n, V) and targets (B, n): their mean () or, with reduction "none", (B, n).
 
-    With `hints` (B, n), -1 for none, as if the logits of these tokens were TILT_NATS higher. That
-    change has no gradient: training at test time does not see it (#2135)."""
+    With `hints` (B, n), -1 for none, and reduction "none": as if the logits of these tokens were
+    TILT_NATS higher. That change has no gradient: training at test time does not see it (#2135)."""
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
     if reduction == "mean":
         return nats
@@ -625,7 +626,9 @@ def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor 
         return nats
     choices = torch.stack((hints.clamp(min=0), targets), -1)
     hint, target = logits.detach().gather(-1, choices).unbind(-1)
-    chance = (hint - target - nats.detach()).exp()  # the hint's probability
+    # The target's logit is minus `nats` above the logarithm of the sum, so this is the hint's
+    # probability.
+    chance = (hint - target - nats.detach()).exp()
     change = (chance * math.expm1(TILT_NATS)).log1p() - TILT_NATS * (hints == targets)
     return nats + change * (hints >= 0)
 
@@ -1627,12 +1630,12 @@ class Run:
         )
 
     def raise_if_stopped(self):
-        """Raise UserError, on all ranks, if any has received a signal: also during the last
+        """Collective. Raise UserError if any rank has received a signal: also during the last
         validation, which no report follows."""
         received = set().union(*self.comm.gather(self.signals))
         if not received:
             return
-        number = min(received)  # SIGHUP or SIGINT, if a launcher has added SIGTERM
+        number = min(received)  # the first cause: SIGHUP and SIGINT, to which launchers add SIGTERM
         error = UserError(
             f"stopped by {number.name} after step {self.clock.step + 1}; {self.kept()}"
         )
@@ -1669,7 +1672,7 @@ class Run:
 
     def calibrate(self, steps: range) -> tuple[Tensors, list[float]]:
         """(`Calibration.sums` over the batches of these steps on all ranks; seconds of each batch).
-        If another batch might end after the time limit, those taken so far stand for all."""
+        If another batch might end after the time limit, the sums so far are scaled up."""
         times = []
         collected = Calibration(self.model, len(steps) * self.hp.train_batch_tokens)
         for step in steps:
@@ -1771,15 +1774,15 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
 
 
 def plan_windows(spans: ndarray, window: int, stride: int) -> ndarray:
-    """Windows (4, N), in stream order, that score the target of every input of the spans (S, 2) once.
+    """Windows (4, N), in stream order, that score the target of each input of the spans (S, 2) once.
 
     A column is one window: (start, first, stop, n). It reads `window` inputs from `start` on. Of
     the losses of its last n, those in [first, stop) count. A span begins with a window that scores
     all its targets. The others are `stride` apart and score their last `stride`. Of a window, only
     `stop` depends on the end of the span, so no loss does.
 
-    A matrix, because there can be a million windows: they are cut into chunks, grouped by n and copied
-    to a device without a loop. `start, first, stop, n = windows` names its rows."""
+    A matrix, because there can be a million windows: they are cut into chunks, grouped by n and
+    copied to a device without a loop. `start, first, stop, n = windows` names its rows."""
     windows = []
     for begin, end in spans:
         start = np.arange(begin, max(begin + 1, end - window + stride), stride)
@@ -1872,6 +1875,7 @@ class Evaluator:
         targets = self.val.tokens[place[:, -n:] + 1].long()
         given = {"adapter": adapter, "refused": self.val.refused}
         if self.val.hints is not None:
+            # hints[i] is for the target of input i
             given["hints"] = self.val.hints[place[:, -n:]].long()
         nats = self.forward(ids, targets, "none", self.config, **given)
         index = target.masked_fill(~counts, self.val.targets)
@@ -2239,21 +2243,21 @@ class Rule(NamedTuple):
     damping: float  # of the Hessian, see `damped`
     limit: int = 2047  # the largest code
     step_type: torch.dtype = torch.bfloat16  # holds the steps exactly
-    # The export has `default_steps` and no trellis (#399). Otherwise they are those of QAT only.
+    # The export has `default_steps` and no trellis (#399). Else only QAT has these steps.
     fixed: bool = False
 
     def default_steps(self, rows: Tensor) -> Tensor:
         """The steps (..., out, 1) of fp32 rows (..., out, in) without their costs: a sixth of the
-        deviation, or #399's, which reach the largest weight, at least 1."""
+        deviation, or #399's, which reach the largest weight, taken as at least 1."""
         if self.fixed:
             largest = rows.abs().amax(-1, keepdim=True)
             return round_steps(largest.clamp(min=1.0) / self.limit, 13)
         return round_steps(rows.square().mean(-1, keepdim=True).sqrt() / 6, 20)
 
 
-# By ROUNDING: for the matrices of banks, for the other tensors. Low damping moves errors to inputs
-# that are weak in the calibration, which other text uses. An embedding is also looked up, and then
-# each of its columns counts equally.
+# By ROUNDING: for the matrices of banks, for the other tensors. With low damping GPTQ moves errors
+# to inputs that are weak in the calibration text, but may be strong in other text. An embedding is
+# also looked up, and then each of its columns counts equally.
 RULES = {
     "sensitivity": (Rule(0.1), Rule(1.0)),
     "399": (Rule(0.01, 31, torch.float16, True), Rule(0.01, 127, torch.float16, True)),
@@ -2261,10 +2265,11 @@ RULES = {
 
 
 class Calibration:
-    """Sums over `tokens` tokens for the export: as NAME of a matrix x^T x (L or 1, in, in) of its
-    inputs x, and as NAME.cost (L or 1, out) the nats per token that a squared error of 1 would cost
-    in all weights of the model, if they were as sensitive as those of the row. For one weight that
-    is half the mean square of the gradient of a token's loss."""
+    """Sums over `tokens` tokens for the export. NAME of a matrix: x^T x (L or 1, in, in) of its
+    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row, where g is the gradient
+    of one token's loss and N counts all weights of the model. So NAME.cost times a squared error is
+    what the model would lose, in nats per token, if all of its weights had this error and were as
+    sensitive as that row."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -2273,7 +2278,8 @@ class Calibration:
         self.random = torch.Generator().manual_seed(0)
         self.sums = collections.defaultdict(float)
         for kind, name, view in artifact_tensors(self.parameters):
-            if kind and kind.hessian == name:
+            if kind and kind.hessian == name:  # not k and v, which share that of q
+                # (L or 1, in, in)
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
 
     def add(self, batch: Tensor):
@@ -2281,7 +2287,7 @@ class Calibration:
 
         A backward has the gradient of a sum over tokens. With random weights of mean 0 and variance
         1 its square is, on average, the sum of the tokens' squares."""
-        for rows in batch.to(torch.int64).chunk(4):  # without compiling, a forward keeps more
+        for rows in batch.to(torch.int64).chunk(4):  # an eager forward keeps more for its backward
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, hook=self)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
             loss = (nats * weights).sum()
@@ -2337,7 +2343,7 @@ def gptq(
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
     ones compensate each error along the inverse Hessian."""
-    remaining = torch.take_along_dim(weights, order[:, None], 2)
+    remaining = torch.take_along_dim(weights, order[:, None], 2)  # columns from `first` on
     integers = []
     for first in range(0, weights.size(-1), block):
         part = factor[:, first : first + block, first:]
@@ -2353,14 +2359,16 @@ def gptq(
 
 def next_state(state, odd, states: int):
     """The state of the trellis after a code that is odd or not (0 or 1)."""
+    # The state moves right. The bit that leaves it adds the first check, an odd code the second.
     first, second = PARITY[states]
     return (state >> 1) ^ (state & 1) * (first >> 1) ^ odd * (second >> 1)
 
 
 def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     """Integers (rows, paths) near the targets (rows, paths). Each column is the path through the
-    trellis, from state 0, with the least sum of squared errors times weights (rows, paths). A state
-    and a code's lowest bit decide the integer modulo 4."""
+    trellis, from state 0, with the least sum of squared errors times weights (rows, paths). An
+    integer is 2 x code + the lowest bit of the state, so a state and the lowest bit of a code
+    decide the integer modulo 4."""
     # Edges are pairs of a state and the lowest bit of a code. Two end in each state: with 4 states
     # (0, 0) and (2, 1) in 0, (0, 1) and (2, 0) in 1, (1, 0) and (3, 1) in 2, (1, 1) and (3, 0) in 3.
     edges = itertools.product(range(states), (0, 1))
@@ -2372,7 +2380,7 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     rest, targets = number[:4], targets[:, None]
     integers = 4 * ((targets - rest) / 4).round() + rest  # (rows, 4, paths)
     costs = weights[:, None] * (targets - integers).square()
-    total = torch.where(number > 0, inf, 0.0)  # of the best path to each state (states, paths)
+    total = torch.where(number > 0, inf, 0.0)  # of the best path to each state (states, 1 or paths)
     taken, path = [], []  # whether the second edge into each state is the better one; edges
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
@@ -2387,7 +2395,7 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
 
 
 def to_segments(columns: Tensor) -> Tensor:
-    """Columns (L, out, n) as (rows, segments, L, n), the last segment filled up with zeros."""
+    """Columns (L, out, n) as (place, segments, L, n), the last segment filled up with zeros."""
     length = min(SEGMENT, columns.size(1))
     padded = F.pad(columns, (0, 0, 0, -columns.size(1) % length))
     return padded.unflatten(1, (-1, length)).transpose(0, 2)
@@ -2429,8 +2437,8 @@ class Quantiser:
         self.costs = self.deviation**-2.0 if self.cost is None else self.cost[..., None]
         self.damped = damped(self.hessian, self.rule.damping)
         self.factor = inverse_factor(self.damped)
-        # With GPTQ the error of a column counts by its pivot, not by its entry of the diagonal,
-        # which has mean 1.
+        # With GPTQ the error of a column counts by its pivot, the inverse square of the factor's
+        # diagonal, not by its entry of the Hessian's diagonal, which has mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         self.pivot = pivots.mean(-1)[:, None, None]
         self.largest = self.rows.abs().amax(-1, keepdim=True)
@@ -2441,12 +2449,12 @@ class Quantiser:
             return self.rule.default_steps(self.rows)
         wanted = ((15 if self.states else 12) * loss / (self.costs * self.pivot)).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
-        # `round_steps` lowers it by up to a sixteenth. The upper bound: odd states have no code
-        # for 0, so wide steps cost much.
+        # `round_steps` moves it by up to a sixteenth: 1875. The upper bound: odd states have no
+        # code for 0, so wide steps cost much.
         return round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 20)
 
     def expected_bytes(self, loss: float) -> float:
-        """The bytes of all codes by the entropy of Gaussian rows in these steps, which the 1 keeps
+        """The bytes of all codes by the entropy of Gaussian rows in these steps. The 1 keeps it
         positive."""
         ratio = self.deviation / self.steps(loss)
         bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
@@ -2610,7 +2618,8 @@ def fit_bytes(
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    size = codes = -1e12  # so the first slope is 1
+    # Far away, so that the first `room` is the limit and the first two slopes are 1
+    size = codes = -1e12
     slope, files = 1, {}
     for _ in range(12):
         room = codes + (0.9995 * max_bytes - size) / slope
@@ -2633,7 +2642,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     """(header, the model's knobs, its codes by tensor, steps and plain values), coded as in the
     file. Raises an error if the file is invalid.
 
-    Sizes are checked before memory is filled, and nothing is executed."""
+    Sizes are checked before memory is filled (here, by `read_small` and by the decoders), and
+    nothing is executed."""
     # In a ZIP file the name of the first entry begins at byte 30.
     require(
         blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,
@@ -2684,6 +2694,7 @@ def load_artifact(blob: bytes) -> Tensors:
             codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
                 codes = codes + trellis_bits(codes, hp.trellis_states) / 2
+            # Both rules of a pair have the same type.
             steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
             view.copy_(codes * steps.float())
         else:
@@ -2901,10 +2912,9 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     require(
         len(blob) <= max_bytes,
         f"TARGET_BYTES={hp.target_bytes} cannot be met: the smallest artifact has {len(blob)} bytes, "
-        f"kept as {path}; {max_bytes} are available; "
-        "make the model smaller",
+        f"kept as {path}; {max_bytes} are available; make the model smaller",
     )
-    if expected := open_artifact(blob)[0]["expected_loss"]:
+    if expected := open_artifact(blob)[0]["expected_loss"]:  # which also checks the header
         bits = 8 * len(blob) / count
         log(
             f"export: {bits:.2f} bits per weight, "
@@ -2914,6 +2924,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             expected_loss=expected,
         )
     total = len(blob) + CODE_BYTES
+    # "int6": the challenge's word
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
     log(
         f"Total submission size int6+{hp.compressor}: {total} bytes",
@@ -3226,7 +3237,7 @@ def ngram_hints(targets: ndarray) -> ndarray:
         hashes *= np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio: odd, mixes all bits
         hashes += targets[at : at - TILT_CONTEXT].astype(np.uint64)
     ordered = np.sort(hashes)
-    again = np.zeros(1 << 24, bool)
+    again = np.zeros(1 << 24, bool)  # by the top 24 bits: a false hit only costs time
     again[ordered[1:][ordered[1:] == ordered[:-1]] >> 40] = True
     hints = np.full(len(targets), -1, np.int32)
     followers = collections.defaultdict(collections.Counter)
@@ -3455,9 +3466,9 @@ def from_planes(raw: bytes) -> ndarray:
 
 
 def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
-    """(encode, decode): codes (L, out, in) int16 packed column by column, as columns hold like codes
-    (1.5 % fewer bytes), with zero high bytes. `decode` raises an error if they are damaged or of
-    another shape."""
+    """(encode, decode): codes (L, out, in) int16 packed column by column, as a column holds like
+    codes (1.5 % fewer bytes), with zero high bytes. `decode` raises an error if they are damaged or
+    of another shape."""
 
     def encode(codes):
         return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))
@@ -3882,9 +3893,9 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     before = metadata.get("train_tokens", tokens)
     require(
         tokens == before,
-        f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} have "
-        f"{tokens}, so their order would change: move added shards away, restore removed ones, or "
-        "set another RUN_ID",
+        f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} "
+        f"have {tokens}, so their order would change: move added shards away, restore removed "
+        "ones, or set another RUN_ID",
     )
 
 
@@ -3922,7 +3933,8 @@ def call_collective(collective: Callable, *arguments, **options):
 
 class Comm:
     """The collectives of a group of ranks; in a group of one they copy or do nothing. `broadcast`
-    and `gather` are for the group of all ranks.
+    and `gather` are for the group of all ranks. "Collective" in a docstring: all ranks must call
+    the function.
 
     Those of tensors start the work and return a function that waits for it; on a GPU the stream
     waits, not the host. Reductions are sums: the loss has been divided by the global number of
@@ -4623,8 +4635,8 @@ def about_torch(error: RuntimeError) -> str:
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch has set it
         return (
-            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run left half a "
-            f"file in {folder} or TRITON_CACHE_DIR, delete that folder; COMPILE=0 does without"
+            f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run left "
+            f"half a file in {folder} or TRITON_CACHE_DIR, delete that folder; COMPILE=0 does without"
         )
     raise error
 
