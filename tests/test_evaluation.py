@@ -621,7 +621,7 @@ def test_each_visit_of_a_layer_has_its_own_change(one_rank):
 
 def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
     """Score these documents in one batch. Returns the mean of each A."""
-    scorer.val.spans = lambda documents: np.array(spans)
+    scorer.val.spans = lambda: np.array(spans)
     states, make = [], train_gpt.LoraState
     noted = lambda *arguments: states.append(make(*arguments)) or states[0]  # noqa: E731
     with mock.patch.multiple(train_gpt, LORA_ROWS=(rows, rows), LoraState=noted):

@@ -190,7 +190,7 @@ def test_documents_that_learn_from_later_ones_are_caught(setting, monkeypatch):
     """A goes on in the order of the stream. Backwards, a document would know a later one."""
     evaluate, tokens, hp = setting("lora")
     real, forwards = train_gpt.ttt_lora, train_gpt.Validation.spans
-    reversed_spans = lambda val, documents: forwards(val, documents)[::-1]  # noqa: E731
+    reversed_spans = lambda val: forwards(val)[::-1]  # noqa: E731
 
     def backwards(scorer):
         with mock.patch.object(train_gpt.Validation, "spans", reversed_spans):
