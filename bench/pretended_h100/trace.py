@@ -453,10 +453,11 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
         return found
 
     script.sgd_gradients = counted
-    score, parts = script.Evaluator.score, iter(("first windows", "windows"))
-    script.Evaluator.score = lambda *given: (note("part", next(parts)), score(*given))[1]
+    score, parts = script.Evaluator.score, []
+    script.Evaluator.score = lambda *given: (note("part", parts.pop()), score(*given))[1]
 
     def work():
+        parts[:] = "windows", "first windows"
         note("part", "other")
         scorer = evaluator_of(script, forward, val, hp, runtime, hp.eval_stride)
         learn(script.ttt_sgd, model, scorer)
