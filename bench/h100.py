@@ -422,9 +422,9 @@ def extrapolate(options: dict, found: dict, launches: list[dict]) -> dict:
     if options["work"] == "eval":
         windows = 1 + -(-(CHALLENGE_TOKENS - facts["window"]) // facts["stride"])
         total = -(-windows // (ranks * facts["eval_rows"])) * sum(parts.values())
-    elif options["work"] == "ttt_sgd":  # two chunks were scored and one was trained on
+    elif options["work"] == "ttt_sgd":  # one chunk was trained on; "windows" are the next one's
         chunks = -(-CHALLENGE_TOKENS // facts["ttt_chunk"])
-        total = chunks * (sum(parts.values()) - parts["windows"] / 2)
+        total = chunks * (sum(parts.values()) - parts["first windows"])
     elif options["work"] == "ttt_lora":
         total = sum(times * parts[part] for part, times in facts["repeats"].items())
         for part, times in facts["repeats"].items():

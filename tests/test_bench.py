@@ -151,6 +151,16 @@ MATRICES = 512 * 512 + 256 * 512 + 1536 * 512
 SMALL = 4 * (26_829_913 - 22 * MATRICES + 1 + 3)
 
 
+def test_the_first_window_is_a_batch_of_one_chunk_only():
+    """`--work ttt_sgd` charges all chunks as the second one."""
+    seconds = {"first windows": 5, "passes": 2, "windows": 3}
+    given = {"kind": "library", "name": "", "flops": 0}
+    launches = [given | {"part": p, "bytes": s * h100.BANDWIDTH} for p, s in seconds.items()]
+    found = {"facts": {"ttt_chunk": h100.CHALLENGE_TOKENS}}
+    options = {"work": "ttt_sgd", "ranks": 8}
+    assert h100.extrapolate(options, found, launches) == {"challenge_seconds": 5.0}
+
+
 @pytest.mark.parametrize("ranks, rows", [(8, 24), (64, 64), (1024, 1024)])
 def test_bytes_of_one_shard_group(ranks, rows):
     """Banks are padded to a multiple of the ranks, so traffic grows with them."""

@@ -414,7 +414,8 @@ def learn(way: Callable, model, scorer) -> None:
 
 
 def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
-    """One chunk that is scored and trained on, and one that is only scored."""
+    """One chunk that is scored and trained on, and one that is only scored. The text's first window
+    is a batch of its own, so the first chunk's windows are another part."""
     model = build_model(script, hp, runtime)
     forward = script.compile_whole(model, runtime.compiled)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
@@ -452,9 +453,11 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
         return found
 
     script.sgd_gradients = counted
-    mark(script.Evaluator, "score", "windows")
+    score, parts = script.Evaluator.score, []
+    script.Evaluator.score = lambda *given: (note("part", parts.pop()), score(*given))[1]
 
     def work():
+        parts[:] = "windows", "first windows"
         note("part", "other")
         scorer = evaluator_of(script, forward, val, hp, runtime, hp.eval_stride)
         learn(script.ttt_sgd, model, scorer)
