@@ -65,7 +65,7 @@ def read_gguf(path: Path) -> tuple[nn.Module, Callable]:
 
     options = {"gguf_file": path.name, "local_files_only": True}
     advice = "give a GGUF file of a causal model that transformers knows, and pip install gguf"
-    with train_gpt.as_user_error(f"cannot load {path}", Exception, advice=advice):
+    with train_gpt.as_user_error(f"cannot load {path}", advice, Exception):
         read = AutoModelForCausalLM.from_pretrained(path.parent, **options)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     config = read.config.to_dict()
