@@ -306,7 +306,8 @@ class Data:
     def batch(self, step: int) -> Tensor:
         return self.batches.to(self.device, non_blocking=True)
 
-    def spans(self, documents: bool) -> np.ndarray:
+    def spans(self, documents: bool = True) -> np.ndarray:
+        """`documents` is False in an older script's windows."""
         if not documents:
             return np.array([(0, self.targets)])
         parts = np.exp(
