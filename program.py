@@ -32,6 +32,7 @@ from train_gpt import (  # noqa: E402
     error_message,
     importing,
     print_error,
+    print_to,
     require,
 )
 
@@ -120,7 +121,7 @@ def run_program(main: Callable[[], object]) -> None:
         except UserError as error:
             print_error(str(error))
             if dist.is_initialized():  # as in train_gpt.py
-                sys.stdout.flush()
+                print_to(sys.stdout, "", end="")
                 os._exit(1)
             sys.exit(1)
         finally:

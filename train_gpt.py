@@ -3213,7 +3213,8 @@ def refused_pairs(tokenizer_path: str) -> ndarray:
         if text[:n] in index and text[n:] in index
     ]
     # The first merge of a part of a with a part of b.
-    across = np.full((len(texts), len(texts)), len(texts), np.int32)
+    count = len(texts)
+    across = np.full((count, count), count, np.int32)
     for x, y, i in splits:
         across[x, y] = i
     formed = np.array([len(text) == 1 for text in texts])
@@ -3222,7 +3223,7 @@ def refused_pairs(tokenizer_path: str) -> ndarray:
             np.copyto(across[i], across[y], where=formed & (across[y] < i))
             formed[i] = True
             np.copyto(across[:, i], across[:, x], where=formed & (across[:, x] <= i))
-    return across < len(texts)
+    return across < count
 
 
 def ngram_hints(targets: ndarray) -> ndarray:
@@ -3628,7 +3629,8 @@ class Log(AbstractContextManager):
             self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
         else:
             for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                unfinished.unlink()  # of a killed run
+                with suppress(OSError):  # else it stays
+                    unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
@@ -3715,8 +3717,7 @@ class Log(AbstractContextManager):
             facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
         self("\n".join(facts.values()))
         # A line per section that has changes
-        changed = re.sub(r"\n  .*", "", settings).replace("\n*", "")
-        changed = re.findall(r".*=.*", changed)
+        changed = re.findall(r".*=.*", re.sub(r"\n  .*", "", settings).replace("\n*", ""))
         self(
             "\n  ".join(["changed from the defaults:", *(changed or ["nothing"])]),
             "start",

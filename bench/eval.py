@@ -86,7 +86,8 @@ def random_text(
         total_bytes=targets,
         refused=None,
         hints=None,
-        spans=lambda *_: np.array([[0, targets]]),  # --against: older scripts say of what
+        # Read by older scripts, which --against can name
+        spans=lambda documents=False: np.array([[0, targets]]),
     )
 
 

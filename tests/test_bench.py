@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+import eval as evaluation
 import flops
 import h100
 import optimizer
@@ -156,9 +157,9 @@ def test_the_first_window_is_a_batch_of_one_chunk_only():
     seconds = {"first windows": 5, "passes": 2, "windows": 3}
     given = {"kind": "library", "name": "", "flops": 0}
     launches = [given | {"part": p, "bytes": s * h100.BANDWIDTH} for p, s in seconds.items()]
-    found = {"facts": {"ttt_chunk": h100.CHALLENGE_TOKENS}}
+    found = {"facts": {"ttt_chunk": h100.CHALLENGE_TOKENS // 4 + 1}}
     options = {"work": "ttt_sgd", "ranks": 8}
-    assert h100.extrapolate(options, found, launches) == {"challenge_seconds": 5.0}
+    assert h100.extrapolate(options, found, launches) == {"challenge_seconds": 4 * 5.0}
 
 
 @pytest.mark.parametrize("ranks, rows", [(8, 24), (64, 64), (1024, 1024)])
@@ -278,6 +279,12 @@ def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
     assert ("iterations" in found) == (ranks == 1)
     for row in found["update"]:
         assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
+
+
+def test_an_older_evaluator_finds_its_spans(hyperparameters):
+    """Before 2026-11-27 they were asked with a name."""
+    val = evaluation.random_text(2, hyperparameters(), torch.device("cpu"))
+    assert val.spans(documents=False).tolist() == val.spans().tolist() == [[0, val.targets]]
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])
