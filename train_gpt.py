@@ -626,9 +626,7 @@ def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor 
         return nats
     choices = torch.stack((hints.clamp(min=0), targets), -1)
     hint, target = logits.detach().gather(-1, choices).unbind(-1)
-    # The target's logit is minus `nats` above the logarithm of the sum, so this is the hint's
-    # probability.
-    chance = (hint - target - nats.detach()).exp()
+    chance = (hint - target - nats.detach()).exp()  # of the hint: target + nats = log of the sum
     change = (chance * math.expm1(TILT_NATS)).log1p() - TILT_NATS * (hints == targets)
     return nats + change * (hints >= 0)
 
@@ -3111,9 +3109,8 @@ class TrainingLoader:
 
     def read(self, step: int) -> Tensor:
         hp, first = self.hp, step * self.step_rows + self.runtime.comm.rank * self.rows
-        rows = [
-            self.stream.read(self.start(first + i), hp.train_seq_len + 1) for i in range(self.rows)
-        ]
+        count = hp.train_seq_len + 1
+        rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
         for tokens in rows if hp.doc_attention else ():
             begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
             check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
@@ -3128,7 +3125,8 @@ class TrainingLoader:
             rows = self.step_rows // math.gcd(self.step_rows, 8)
             return number * hp.train_seq_len + number // rows
         epoch, place = divmod(number, self.blocks)
-        return hp.train_seq_len * int(shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)[place])
+        order = shuffled(self.blocks, hp.shuffle_seed, hp.seed, epoch)
+        return hp.train_seq_len * int(order[place])
 
 
 # TITLE, ALLCAPS, CAPNEXT, ESC: pieces 4 to 7 of a CaseOps tokenizer.
@@ -3197,7 +3195,8 @@ def refused_pairs(tokenizer_path: str) -> ndarray:
     of equal merges the leftmost comes first: behind "aa" only earlier merges count (`<`), in front
     of it equal ones, too (`<=`)."""
     pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
-    ids = list(range(pieces.vocab_size()))
+    count = pieces.vocab_size()
+    ids = list(range(count))
     texts, scores = pieces.id_to_piece(ids), np.array(pieces.get_score(ids))
     # SentencePiece gives its merged pieces the scores -0.0, -1.0, ..., all others +0.0.
     merged = np.flatnonzero(np.signbit(scores))
@@ -3213,7 +3212,6 @@ def refused_pairs(tokenizer_path: str) -> ndarray:
         if text[:n] in index and text[n:] in index
     ]
     # The first merge of a part of a with a part of b.
-    count = len(texts)
     across = np.full((count, count), count, np.int32)
     for x, y, i in splits:
         across[x, y] = i
@@ -3273,19 +3271,19 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> float:
 
 
 def require_own_tokenizer(tokens: ndarray, tokenizer_path: str, log: Callable):
-    """Raise UserError if less than 90 % of the validation tokens (n,) are `reencoded`; log a note
-    below 99.9 %."""
+    """Raise UserError if the share of the validation tokens (n,) that is `reencoded` is below 90 %;
+    log a note below 99.9 %."""
     share = reencoded(tokens, tokenizer_path)
-    found = (
+    sentence = (
         f"{share:.2%} of the first validation tokens come back when {tokenizer_path} encodes their "
         "text again, not all"
     )
     require(
         share >= 0.9,
-        f"{found}: give the tokenizer that made the shards, as TOKENIZER_PATH or --tokenizer",
+        f"{sentence}: give the tokenizer that made the shards, as TOKENIZER_PATH or --tokenizer",
     )
     if share < 0.999:
-        log(f"note: {found}: is it the tokenizer that made the shards?")
+        log(f"note: {sentence}: is it the tokenizer that made the shards?")
 
 
 def read_small(path: str | Path) -> bytes:
@@ -3629,8 +3627,8 @@ class Log(AbstractContextManager):
             self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
         else:
             for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                with suppress(OSError):  # else it stays
-                    unfinished.unlink()  # of a killed run
+                with suppress(OSError):  # of a killed run; what cannot be removed stays
+                    unfinished.unlink()
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
