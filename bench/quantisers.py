@@ -22,7 +22,9 @@ the model of w + D from that of w on the same tokens, in nats per token: it has 
 
 With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
 are, in the ways that PAPERS lists, built from their papers. All of them have our damping of the
-Hessian and our coder. Bytes are those of the codes, and 2 for each step.
+Hessian and our coder. Bytes are those of the codes, and 2 for each step. --models may then name
+models of train_gpt.py, trained by it: two of the demonstration's kind, 4 layers of 128 and 11 of 96,
+and 2135, 11 layers of 96 with the parts of configs/2135.env.
 
 The last line is JSON.
 """
@@ -46,6 +48,7 @@ import program
 import quantise
 import train_gpt
 from common import image_file
+from demo_settings import SHORT_RUN, SIZES
 
 # isort: split
 import numpy as np
@@ -54,7 +57,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-VOCAB, LENGTH = 1024, 128
+VOCAB, LENGTH, BATCHES = 1024, 128, 64  # batches of 8 rows to calibrate with
 BITS = (8, 4, 3)
 FACTORS = (0.5, 0.8, 1.25, 2.0)  # of #2135's steps
 AIMS = (2.3, 2.9, 3.5, 4.1)  # bits per weight, about, of the ways of papers
@@ -123,6 +126,11 @@ MODELS = {
 }
 
 
+DEEP = {"NUM_LAYERS": 11, "MODEL_DIM": 96}
+# Models of train_gpt.py: (file of knobs, knobs beside the demonstration's)
+OWN = {"4x128": ("", {}), "11x96": ("", DEEP), "2135": ("configs/2135.env", DEEP)}
+
+
 class Subject(NamedTuple):
     """A trained model, and what rounds and judges it."""
 
@@ -130,20 +138,41 @@ class Subject(NamedTuple):
     make: Callable
     model: nn.Module
     logits: Callable
-    nats: Callable  # function of a model and rows: those of each token that has logits
     batches: list[Tensor]  # (B, T + 1) each, to calibrate with
-    calibration: quantise.Calibration
+    calibration: quantise.Calibration | train_gpt.Tensors  # tensors: `train_gpt.Calibration.sums`
     held_out: list[Tensor]  # (B, T + 1) each
 
+    def nats(self, model: nn.Module, rows: Tensor) -> Tensor:
+        """Those of each token that has logits."""
+        return nats_of(self.logits(model, rows), rows)
 
-def train(make: Callable, nats: Callable, tokens: Tensor, steps: int) -> tuple[nn.Module, list]:
-    """(a model, batches to calibrate it with)."""
+
+class Layers(NamedTuple):
+    """The matrices of a model's layers, without tables."""
+
+    # The names of N matrices, and a quantiser that has their rows and Hessians
+    groups: list[tuple[list[str], train_gpt.Quantiser]]
+    # Function of tensors by the name of a parameter: views (out, in) of them by that of a matrix
+    views: Callable[[train_gpt.Tensors], train_gpt.Tensors]
+
+
+def nats_of(logits: Tensor, rows: Tensor) -> Tensor:
+    """Of the last tokens of rows (B, T + 1), as many as have logits (B, n, V)."""
+    return F.cross_entropy(logits.mT, rows[:, -logits.size(1) :], reduction="none")
+
+
+def sampler(tokens: Tensor) -> Callable[[int], Tensor]:
+    """What draws this many rows."""
     draw = torch.Generator().manual_seed(1)
 
     def batch(rows: int) -> Tensor:
         places = torch.randint(0, len(tokens) - LENGTH - 1, (rows, 1), generator=draw)
         return tokens[places + torch.arange(LENGTH + 1)].long()
 
+    return batch
+
+
+def train(make: Callable, logits: Callable, batch: Callable, steps: int) -> nn.Module:
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -151,30 +180,84 @@ def train(make: Callable, nats: Callable, tokens: Tensor, steps: int) -> tuple[n
         rate = min((step + 1) / 50, max(0.02, 2 * (1 - step / steps)), 1)
         optimizer.param_groups[0]["lr"] = 3e-3 * rate
         optimizer.zero_grad()
-        nats(model, batch(16)).mean().backward()
+        rows = batch(16)
+        nats_of(logits(model, rows), rows).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    return model.eval(), [batch(8) for _ in range(64)]
+    return model.eval()
 
 
-def prepare(name: str, steps: int, shards: dict[str, Tensor]) -> Subject:
+def train_own(name: str, data: str, steps: int) -> train_gpt.GPT:
+    """Train one of OWN by train_gpt.py and average its weights."""
+    path, knobs = OWN[name]
+    knobs = SIZES["small"] | SHORT_RUN | knobs | {"DATA_PATH": data, "VOCAB_SIZE": VOCAB}
+    knobs |= {"TRAIN_SEQ_LEN": LENGTH, "EVAL_SEQ_LEN": LENGTH, "TRAIN_BATCH_TOKENS": 16 * LENGTH}
+    knobs |= {"ITERATIONS": steps, "WARMDOWN_FRAC": 0.5, "MAX_WALLCLOCK_SECONDS": 0}
+    knobs |= {"GPTQ_BATCHES": 0, "DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
+    given = program.read_env(ROOT / path) if path else {}
+    hp = train_gpt.Hyperparameters.from_env(given | {n: str(value) for n, value in knobs.items()})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        train_gpt.Runtime.start(hp) as runtime,
+        train_gpt.Log(hp, runtime.comm, Path(folder)) as log,
+    ):
+        run = train_gpt.Run(hp, runtime, log, None)
+        for step in range(steps):
+            run.train_step(step, train_gpt.schedule(hp, step, 0, math.inf))
+        run.finish()
+        return run.model
+
+
+def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subject:
     """Train and calibrate a model."""
-    make, logits = MODELS[name]
-
-    def nats(model, rows):
-        found = logits(model, rows)
-        return F.cross_entropy(found.mT, rows[:, -found.size(1) :], reduction="none")
-
-    model, batches = train(make, nats, shards["train"], steps)
-    text = shards["val"]
+    batch, text = sampler(shards["train"]), shards["val"]
+    if name in OWN:
+        make, logits = None, lambda model, rows: model(rows[:, :-1]).float()
+        model = train_own(name, data, steps)
+    else:
+        make, logits = MODELS[name]
+        model = train(make, logits, batch, steps)
+    batches = [batch(8) for _ in range(BATCHES)]
     held_out = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
     held_out = list(held_out.view(-1, LENGTH + 1).split(64))
-    calibration = quantise.calibrate(model, batches, nats)
+    subject = Subject(name, make, model, logits, batches, None, held_out)
     with torch.no_grad():
-        before = torch.cat([nats(model, batch).flatten() for batch in held_out]).double().mean()
+        nats = torch.cat([subject.nats(model, rows).flatten() for rows in held_out])
     count = train_gpt.count_numbers(model.parameters())
+    before = nats.double().mean()
     print(f"{name}: {count:,} weights, {before:.4f} nats per token before", flush=True)
-    return Subject(name, make, model, logits, nats, batches, calibration, held_out)
+    if name in OWN:
+        collected = train_gpt.Calibration(model, sum(rows[:, 1:].numel() for rows in batches))
+        for rows in batches:
+            collected.add(rows)
+        return subject._replace(calibration=dict(collected.sums))
+    return subject._replace(calibration=quantise.calibrate(model, batches, subject.nats))
+
+
+def layers_of(subject: Subject) -> Layers:
+    model = subject.model
+    if not isinstance(model, train_gpt.GPT):
+        matrices = quantise.matrices_of(model)
+        shown = {name: matrix for name, matrix in matrices.items() if not matrix.lookup}
+        groups, make = quantise.make_groups(model, subject.calibration, 0)
+        made = [(names, make(names)) for names in groups if names[0] in shown]
+        return Layers(
+            [(names, one) for names, one in made if one.rows.size(1) != VOCAB],
+            lambda tensors: {n: matrix.rows(tensors[n]) for n, matrix in shown.items()},
+        )
+
+    def views(tensors):
+        banked = [
+            (n, view) for kind, n, view in train_gpt.artifact_tensors(tensors) if kind and kind.bank
+        ]
+        return {f"{n} {layer}": one for n, view in banked for layer, one in enumerate(view)}
+
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    shown, groups = views(weights), []
+    for kinds, one in train_gpt.make_quantisers(weights, model.hp, subject.calibration).items():
+        names = [f"{n} {layer}" for n in kinds for layer in range(len(one.rows) // len(kinds))]
+        groups += [(names, one)] if names[0] in shown else []
+    return Layers(groups, views)
 
 
 def nearest(rows: Tensor, bits: int, group: int) -> Rounded:
@@ -447,20 +530,19 @@ class Kronecker:
         return (integers / self.choices).floor(), back, cost
 
 
-def output_factors(subject: Subject) -> dict[str, Tensor]:
-    """By matrix (out, out): half the mean of g g^T over tokens, of their losses' gradients g by the
-    output, as `quantise.calibrate` has its diagonal."""
-    matrices, sums = quantise.matrices_of(subject.model), {}
-    parameters = {name: matrix.parameter for name, matrix in matrices.items() if not matrix.lookup}
+def output_factors(subject: Subject, views: Callable) -> dict[str, Tensor]:
+    """By matrix of `Layers.views` (out, out): half the mean of g g^T over tokens, of their losses'
+    gradients g by the output, as the calibrations have its diagonal."""
+    parameters, sums, count = dict(subject.model.named_parameters()), {}, 0
     random = torch.Generator().manual_seed(0)
     for batch in subject.batches:
         nats = subject.nats(subject.model, batch)
         loss = (nats * torch.randn(nats.shape, generator=random)).sum()
-        grads = torch.autograd.grad(loss, list(parameters.values()))
-        for name, grad in zip(parameters, grads, strict=True):
-            rows = matrices[name].rows(grad)
+        grads = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+        for name, rows in views(dict(zip(parameters, grads, strict=True))).items():
             sums[name] = sums.get(name, 0) + rows @ rows.mT / rows.size(1)
-    return {name: total / (2 * subject.calibration.tokens) for name, total in sums.items()}
+        count += nats.numel()
+    return {name: total / (2 * count) for name, total in sums.items()}
 
 
 def level_of(bits: float, rounders: list[Kronecker]) -> float:
@@ -493,10 +575,8 @@ def compare_papers(subject: Subject) -> list[dict]:
     """Print and return a row for each way and size, then print `kl` at equal bits, on the first
     32,768 tokens."""
     subject = subject._replace(held_out=subject.held_out[:4])
-    outputs, matrices = output_factors(subject), quantise.matrices_of(subject.model)
-    groups, make = quantise.make_groups(subject.model, subject.calibration, 0)
-    groups = [(names, make(names)) for names in groups if names[0] in outputs]
-    groups = [(names, one) for names, one in groups if one.rows.size(1) != VOCAB]
+    groups, views = layers_of(subject)
+    outputs, weights = output_factors(subject, views), dict(subject.model.named_parameters())
     count, rows = sum(one.rows.numel() for _, one in groups), []
     for way, form in PAPERS.items():
         rounders = [
@@ -508,14 +588,14 @@ def compare_papers(subject: Subject) -> list[dict]:
         away = [sum(float(share[i].sum()) * share[2] for share in shares) for i in (0, 1)]
         print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
         for aim in AIMS:
-            rounded, size, expected, level = {}, 0, 0.0, level_of(aim - side, rounders)
+            rounded = {name: weight.detach().clone() for name, weight in weights.items()}
+            size, expected, level = 0, 0.0, level_of(aim - side, rounders)
             for (names, _), one in zip(groups, rounders, strict=True):
                 codes, back, cost = one.round(level)
                 size += len(train_gpt.encode_ans(codes.short().numpy()))
                 expected += float(cost.sum())
-                rounded |= {
-                    name: matrices[name].rows(b) for name, b in zip(names, back, strict=True)
-                }
+                for name, matrix in zip(names, back, strict=True):
+                    views(rounded)[name].copy_(matrix)
             row = {"model": subject.name, "way": way, "codes": 8 * size / count}
             row |= {"bits": row["codes"] + side, "expected": expected, **judge(subject, rounded)}
             rows.append(row)
@@ -567,7 +647,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *OWN], default=list(MODELS))
     parser.add_argument(
         "--steps", type=program.count, default=1000, help="training steps of each model"
     )
@@ -575,6 +655,8 @@ def main() -> None:
     what.add_argument("--plot", type=image_file, help="plot the losses to this file")
     what.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")
     arguments = parser.parse_args()
+    if not arguments.papers and set(arguments.models) & set(OWN):
+        parser.error(f"--models {' '.join(OWN)}: add --papers")
     shards = {}
     for split in ("train", "val"):
         stream = train_gpt.TokenStream(arguments.data, split, VOCAB)
@@ -584,7 +666,7 @@ def main() -> None:
             print(f"note: {name} is not installed, so its rows are missing")
     rows = []
     for name in arguments.models:
-        subject = prepare(name, arguments.steps, shards)
+        subject = prepare(name, arguments.steps, shards, arguments.data)
         rows += (compare_papers if arguments.papers else compare)(subject)
     if arguments.plot:
         draw(rows, arguments.plot)

@@ -20,7 +20,7 @@ import quantise
 import quantisers
 import real_model
 import train_gpt
-from conftest import ROOT, run, user_error
+from conftest import ROOT, run, user_error, write_shard
 from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
 
 PIECES, WIDTH = 60, 24
@@ -754,12 +754,9 @@ def subject():
     def logits(model, rows):
         return model(rows[:, :-1])
 
-    def nats(model, rows):
-        return F.cross_entropy(logits(model, rows).mT, rows[:, 1:], reduction="none")
-
     model, batches = make(), [torch.randint(0, PIECES, (4, 17)) for _ in range(4)]
-    calibration = quantise.calibrate(model, batches, nats)
-    return quantisers.Subject("tiny", make, model, logits, nats, batches, calibration, batches)
+    subject = quantisers.Subject("tiny", make, model, logits, batches, None, batches)
+    return subject._replace(calibration=quantise.calibrate(model, batches, subject.nats))
 
 
 def test_judges_of_the_benchmark(subject):
@@ -780,7 +777,8 @@ def test_judges_of_the_benchmark(subject):
 
 
 def test_output_factors_have_the_diagonal_of_the_calibration(subject):
-    for name, factor in quantisers.output_factors(subject).items():
+    views = quantisers.layers_of(subject).views
+    for name, factor in quantisers.output_factors(subject, views).items():
         diagonal = 2 * factor.diagonal() * subject.calibration.tokens
         assert torch.allclose(
             diagonal, subject.calibration.tokens * subject.calibration.squares[name]
@@ -815,6 +813,52 @@ def test_the_table_of_papers(subject, capsys, monkeypatch):
     assert quantisers.at_bits(points) == pytest.approx(expected)
     assert quantisers.at_bits(points[::2])[1:] == pytest.approx(expected[1:])
     assert math.isnan(quantisers.at_bits(points[::2])[0])
+
+
+def test_ways_of_papers_on_a_model_of_the_script(tmp_path, capsys, monkeypatch):
+    tokens = torch.arange(1 << 13) * 7 % 50 + 1
+    for split in ("train", "val"):
+        write_shard(tmp_path / f"fineweb_{split}_000000.bin", tokens.numpy())
+    sizes = {"NUM_LAYERS": 9, "MODEL_DIM": 32, "NUM_HEADS": 2}
+    monkeypatch.setattr(quantisers, "OWN", {"2135": ("configs/2135.env", sizes)})
+    monkeypatch.setattr(quantisers, "LENGTH", 64)
+    monkeypatch.setattr(quantisers, "BATCHES", 1)
+    shards = {"train": tokens.to(torch.uint16), "val": tokens[:2000].to(torch.uint16)}
+    subject = quantisers.prepare("2135", 20, shards, str(tmp_path))
+    assert subject.model.hp.loop_visits == 3 and subject.model.hp.mlp_mult == 4
+    (before,) = re.findall(r"([\d.]+) nats per token before", capsys.readouterr().out)
+    assert float(before) < 5  # 6.93 untrained
+
+    # One row a batch, so that both sums draw the same weights of the tokens.
+    batches = list(subject.batches[0].split(1))
+    collected = train_gpt.Calibration(subject.model, 8 * 64)
+    for rows in batches:
+        collected.add(rows)
+    subject = subject._replace(batches=batches, calibration=dict(collected.sums))
+    groups, views = quantisers.layers_of(subject)
+    weights = dict(subject.model.named_parameters())
+    shown, factors = views(weights), quantisers.output_factors(subject, views)
+    assert sum(one.numel() for one in shown.values()) == sum(
+        weights[bank].numel() for bank in train_gpt.BANKS
+    )
+    assert sorted(name for names, _ in groups for name in names) == sorted(shown)
+    count = train_gpt.count_numbers(weights.values())
+    for names, quantiser in groups:
+        for name, rows in zip(names, quantiser.rows, strict=True):
+            assert rows.equal(shown[name])
+            kind, layer = name.split()
+            cost = subject.calibration[f"{kind}.cost"][int(layer)]
+            assert torch.allclose(count * factors[name].diagonal(), cost, rtol=1e-4)
+
+    monkeypatch.setattr(quantisers, "AIMS", (2.5, 5.5))
+    monkeypatch.setattr(
+        quantisers, "PAPERS", {w: quantisers.PAPERS[w] for w in ("ours", "combination")}
+    )
+    rows = quantisers.compare_papers(subject)
+    for coarse, fine in (rows[:2], rows[2:]):  # 3 bits: a factor of 64
+        assert 8 < coarse["kl"] / fine["kl"] < 500
+        assert coarse["bits"] < fine["bits"] - 2
+    assert subject.model.state_dict()["qo_bank"].equal(weights["qo_bank"])
 
 
 def test_rows_that_the_model_cannot_read_and_code_of_its_own(
