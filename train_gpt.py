@@ -104,7 +104,7 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 def knob(default, text, role="training", **limits):
     """A field set by an environment variable. The artifact stores those whose `role` is "model" or
-    "evaluation"; the command that repeats a score has those of "score". On resume those of
+    "evaluation", ROUNDING and TRELLIS_STATES; the command that repeats a score has those of "score". On resume those of
     "evaluation", "score" and "run" may change, those of "training" and "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
@@ -194,8 +194,8 @@ class Hyperparameters:
     rounding: str = knob("sensitivity", "steps by sensitivity, or #399's rule", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
     trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
-    target_bytes: int = knob(SUBMISSION_CAP, "quantise more coarsely until code and artifact fit; 0: never", "run")
-    compressor: str = knob("ans", "compressor of the artifact", "run", choices=("ans", "lzma", "zstd"))
+    target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
+    compressor: str = knob("ans", "coder of the rounded weights", "run", choices=("ans", "lzma", "zstd"))
 
     eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
     eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
@@ -2220,7 +2220,7 @@ def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
 
 # ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
-SEGMENT = 64  # rows of a column that share a path through the trellis
+SEGMENT = 64  # rows of a column that share a path through the trellis; paths run side by side
 
 
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
@@ -2239,9 +2239,9 @@ class Rule(NamedTuple):
     """How matrices are rounded."""
 
     damping: float  # of the Hessian, see `damped`
-    limit: int = 2047  # the largest code
+    limit: int = 2047  # the largest code without a trellis
     step_type: torch.dtype = torch.bfloat16  # holds the steps exactly
-    # The export has `default_steps` and no trellis (#399). Else only QAT has these steps.
+    # True: the export has `default_steps` and no trellis (#399). False: only QAT has these steps.
     fixed: bool = False
 
     def default_steps(self, rows: Tensor) -> Tensor:
@@ -2253,7 +2253,7 @@ class Rule(NamedTuple):
         return round_steps(rows.square().mean(-1, keepdim=True).sqrt() / 6, 20)
 
 
-# By ROUNDING: for the matrices of banks, for the other tensors. With low damping GPTQ moves errors
+# By ROUNDING: for the matrices of BANKS, for TABLES. With low damping GPTQ moves errors
 # to inputs that are weak in the calibration text, but may be strong in other text. An embedding is
 # also looked up, and then each of its columns counts equally.
 RULES = {
@@ -2264,8 +2264,8 @@ RULES = {
 
 class Calibration:
     """Sums over `tokens` tokens for the export. NAME of a matrix: x^T x (L or 1, in, in) of its
-    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row, where g is the gradient
-    of one token's loss and N counts all weights of the model. So NAME.cost times a squared error is
+    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row and the tokens, where g is the
+    gradient of one token's loss and N counts all weights of the model. So NAME.cost times a squared error is
     what the model would lose, in nats per token, if all of its weights had this error and were as
     sensitive as that row."""
 
@@ -2461,7 +2461,7 @@ class Quantiser:
     def round(self, loss: float) -> tuple[Tensor, ...]:
         """Codes (N, out, in) int16, steps (N, out, 1), and what the weights of each matrix are
         expected to cost together, (N,): the product of their errors and the Kronecker factors of
-        the Fisher matrix."""
+        the Fisher matrix, damped."""
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
@@ -2484,7 +2484,7 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
-    """Quantisers of all matrices, in file order. `calibration`: the sums of `Calibration`, or {}.
+    """Quantisers of all matrices, in file order, on every rank alike. `calibration`: the sums of `Calibration`, or {}.
     Kinds of one bank and shape, such as k and v, are rounded together, as a GPU takes no longer for
     both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
@@ -2498,8 +2498,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
             cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
             # Rows that the calibration has hardly seen are not free of cost.
             cost = cost + 0.05 * cost.mean(1, keepdim=True)
-        rule_of_banks, rule_of_others = RULES[hp.rounding]
-        rule = rule_of_banks if kinds[0].bank else rule_of_others
+        rule_of_banks, rule_of_tables = RULES[hp.rounding]
+        rule = rule_of_banks if kinds[0].bank else rule_of_tables
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
         quantisers[names] = Quantiser(rows, hessian, cost, states, rule)
@@ -2550,8 +2550,8 @@ def round_matrices(
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
         codes, steps, cost = quantiser.round(loss)
         parts = codes, steps.to(quantiser.rule.step_type), cost
-        kinds = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each kind in turn
-        for name, codes_of, steps_of, cost_of in zip(names, *kinds, strict=True):
+        by_kind = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each in turn
+        for name, codes_of, steps_of, cost_of in zip(names, *by_kind, strict=True):
             coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
     return dict(collections.ChainMap(*comm.gather(coded)))
 
@@ -2565,7 +2565,7 @@ def pack_artifact(
     comm: Comm,
 ) -> bytes:
     """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, which is in
-    nats per token after a calibration. They are the same on any number of ranks."""
+    nats per token after a calibration. The same arguments give the same bytes on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
     streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
@@ -2579,7 +2579,7 @@ def pack_artifact(
             f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
         )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    first, *_ = quantisers.values()
+    first, *_ = quantisers.values()  # all have as many states
     header = {
         "version": ARTIFACT_VERSION,
         **{
@@ -2591,7 +2591,7 @@ def pack_artifact(
         "expected_loss": {} if first.cost is None else expected,
         "coder": hp.compressor,
         **metadata,
-        "code_bytes": list(map(len, streams)),
+        "code_bytes": list(map(len, streams)),  # of the weights' codes, not of the script
     }
     parts = {
         "header": json.dumps(header).encode(),
@@ -2606,17 +2606,17 @@ def pack_artifact(
 def fit_bytes(
     quantisers: Collection[Quantiser], pack: Callable, max_bytes: float, log: Callable, comm: Comm
 ) -> bytes:
-    """Collective. The file `pack(loss)` of at most `max_bytes` with the least loss, but with none
-    below FINEST; the smallest that was made if none fits.
+    """Collective. Of at most 12 files `pack(loss)`, no loss below FINEST, the largest of at most
+    `max_bytes`; the smallest if none fits. It ends at 99.9 % of `max_bytes`.
 
-    A file has more than the expected bytes of its codes, tables and steps for example. So a try
-    corrects the next one, and the last two tell how a file follows those bytes."""
+    A file also has tables and steps, beside the codes whose bytes are expected. So a try corrects
+    the next one, and the last two tell how a file follows those bytes."""
     losses = np.geomspace(FINEST, 1e8, 20_000)  # to the widest steps
 
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    # Far away, so that the first `room` is the limit and the first two slopes are 1
+    # No file yet: so far away that the first `room` is 0.9995 of the limit, and two slopes are 1
     size = codes = -1e12
     slope, files = 1, {}
     for _ in range(12):
@@ -3466,7 +3466,7 @@ def from_planes(raw: bytes) -> ndarray:
 
 def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
     """(encode, decode): codes (L, out, in) int16 packed column by column, as a column holds like
-    codes (1.5 % fewer bytes), with zero high bytes. `decode` raises an error if they are damaged or
+    codes (1.5 % fewer bytes). High bytes are mostly zero. `decode` raises an error if they are damaged or
     of another shape."""
 
     def encode(codes):
@@ -3493,8 +3493,9 @@ def ans_package():
 
 def encode_ans(codes: ndarray) -> bytes:
     """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
-    frequencies per class of codes: the mean |code| of the row and that of the column, relative to
-    the rows, in thirds of an octave (docs/formats.md). Exact on every machine."""
+    frequencies per class of codes. A class is the sum of two numbers, in thirds of an octave: the
+    mean |code| of the row, and that of the column relative to the rows (docs/formats.md). Exact on
+    every machine."""
     sizes = np.abs(codes).astype(np.float32)
     rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (L, out, 1)
     columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (L, in)
