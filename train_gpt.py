@@ -104,8 +104,9 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 def knob(default, text, role="training", **limits):
     """A field set by an environment variable. The artifact stores those whose `role` is "model" or
-    "evaluation", ROUNDING and TRELLIS_STATES; the command that repeats a score has those of "score". On resume those of
-    "evaluation", "score" and "run" may change, those of "training" and "model" may not.
+    "evaluation", and how its codes were made; the command that repeats a score has those of
+    "score". On resume those of "evaluation", "score" and "run" may change, those of "training" and
+    "model" may not.
     Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
     model.
 
@@ -2264,10 +2265,10 @@ RULES = {
 
 class Calibration:
     """Sums over `tokens` tokens for the export. NAME of a matrix: x^T x (L or 1, in, in) of its
-    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row and the tokens, where g is the
-    gradient of one token's loss and N counts all weights of the model. So NAME.cost times a squared error is
-    what the model would lose, in nats per token, if all of its weights had this error and were as
-    sensitive as that row."""
+    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row and the tokens, where g
+    is the gradient of one token's loss and N counts all weights of the model. So NAME.cost times a
+    squared error is what the model would lose, in nats per token, if all of its weights had this
+    error and were as sensitive as that row."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -2484,9 +2485,9 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
-    """Quantisers of all matrices, in file order, on every rank alike. `calibration`: the sums of `Calibration`, or {}.
-    Kinds of one bank and shape, such as k and v, are rounded together, as a GPU takes no longer for
-    both."""
+    """Quantisers of all matrices, in file order, on every rank alike. `calibration`: the sums of
+    `Calibration`, or {}. Kinds of one bank and shape, such as k and v, are rounded together, as a
+    GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
@@ -2564,8 +2565,8 @@ def pack_artifact(
     loss: float,
     comm: Comm,
 ) -> bytes:
-    """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, which is in
-    nats per token after a calibration. The same arguments give the same bytes on any number of ranks."""
+    """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, nats per token
+    after a calibration. The same arguments give the same bytes on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
     streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
@@ -2616,7 +2617,7 @@ def fit_bytes(
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    # No file yet: so far away that the first `room` is 0.9995 of the limit, and two slopes are 1
+    # Far away, so that the first `room` is 0.9995 of the limit and the first two slopes are 1
     size = codes = -1e12
     slope, files = 1, {}
     for _ in range(12):
@@ -3466,8 +3467,8 @@ def from_planes(raw: bytes) -> ndarray:
 
 def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
     """(encode, decode): codes (L, out, in) int16 packed column by column, as a column holds like
-    codes (1.5 % fewer bytes). High bytes are mostly zero. `decode` raises an error if they are damaged or
-    of another shape."""
+    codes (1.5 % fewer bytes), with mostly zero high bytes. `decode` raises an error if the codes
+    are damaged or of another shape."""
 
     def encode(codes):
         return pack(to_planes(codes.transpose(0, 2, 1).ravel() + np.int16(128)))

@@ -22,9 +22,9 @@ the model of w + D from that of w on the same tokens, in nats per token: it has 
 
 With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
 are, in the ways that PAPERS lists, built from their papers. All of them have our damping of the
-Hessian and our coder. Bytes are those of the codes, and 2 for each step. --models may then name
-models of train_gpt.py, trained by it: two of the demonstration's kind, 4 layers of 128 and 11 of 96,
-and 2135, 11 layers of 96 with the parts of configs/2135.env.
+Hessian and our coder. Bytes are those of the codes, and 2 for each step. Models of train_gpt.py can
+then be named too (--models 4x128 11x96 2135), which are trained by it: 4 layers of 128 and 11 of 96
+like the demonstration's, and 11 of 96 with the parts of configs/2135.env.
 
 The last line is JSON.
 """
@@ -127,24 +127,24 @@ MODELS = {
 
 
 DEEP = {"NUM_LAYERS": 11, "MODEL_DIM": 96}
-# Models of train_gpt.py: (file of knobs, knobs beside the demonstration's)
-OWN = {"4x128": ("", {}), "11x96": ("", DEEP), "2135": ("configs/2135.env", DEEP)}
+SCRIPT_MODELS = {  # of train_gpt.py: knobs beside the demonstration's
+    "4x128": {},
+    "11x96": DEEP,
+    "2135": program.read_env(ROOT / "configs/2135.env") | DEEP,
+}
 
 
 class Subject(NamedTuple):
     """A trained model, and what rounds and judges it."""
 
     name: str
-    make: Callable
+    make: Callable | None
     model: nn.Module
     logits: Callable
+    nats: Callable  # function of a model and rows: those of each token that has logits
     batches: list[Tensor]  # (B, T + 1) each, to calibrate with
     calibration: quantise.Calibration | train_gpt.Tensors  # tensors: `train_gpt.Calibration.sums`
     held_out: list[Tensor]  # (B, T + 1) each
-
-    def nats(self, model: nn.Module, rows: Tensor) -> Tensor:
-        """Those of each token that has logits."""
-        return nats_of(self.logits(model, rows), rows)
 
 
 class Layers(NamedTuple):
@@ -152,17 +152,18 @@ class Layers(NamedTuple):
 
     # The names of N matrices, and a quantiser that has their rows and Hessians
     groups: list[tuple[list[str], train_gpt.Quantiser]]
-    # Function of tensors by the name of a parameter: views (out, in) of them by that of a matrix
+    # Maps tensors by the name of a parameter to views (out, in) of them by the name of a matrix
     views: Callable[[train_gpt.Tensors], train_gpt.Tensors]
 
 
-def nats_of(logits: Tensor, rows: Tensor) -> Tensor:
-    """Of the last tokens of rows (B, T + 1), as many as have logits (B, n, V)."""
-    return F.cross_entropy(logits.mT, rows[:, -logits.size(1) :], reduction="none")
+def nats_of(logits: Callable, model: nn.Module, rows: Tensor) -> Tensor:
+    """Losses (B, n) of the last tokens of rows (B, T + 1), which have logits (B, n, V)."""
+    found = logits(model, rows)
+    return F.cross_entropy(found.mT, rows[:, -found.size(1) :], reduction="none")
 
 
 def sampler(tokens: Tensor) -> Callable[[int], Tensor]:
-    """What draws this many rows."""
+    """A function that draws n random rows (n, LENGTH + 1)."""
     draw = torch.Generator().manual_seed(1)
 
     def batch(rows: int) -> Tensor:
@@ -172,7 +173,7 @@ def sampler(tokens: Tensor) -> Callable[[int], Tensor]:
     return batch
 
 
-def train(make: Callable, logits: Callable, batch: Callable, steps: int) -> nn.Module:
+def train(make: Callable, nats: Callable, batch: Callable, steps: int) -> nn.Module:
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
@@ -180,84 +181,78 @@ def train(make: Callable, logits: Callable, batch: Callable, steps: int) -> nn.M
         rate = min((step + 1) / 50, max(0.02, 2 * (1 - step / steps)), 1)
         optimizer.param_groups[0]["lr"] = 3e-3 * rate
         optimizer.zero_grad()
-        rows = batch(16)
-        nats_of(logits(model, rows), rows).mean().backward()
+        nats(model, batch(16)).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return model.eval()
 
 
-def train_own(name: str, data: str, steps: int) -> train_gpt.GPT:
-    """Train one of OWN by train_gpt.py and average its weights."""
-    path, knobs = OWN[name]
-    knobs = SIZES["small"] | SHORT_RUN | knobs | {"DATA_PATH": data, "VOCAB_SIZE": VOCAB}
-    knobs |= {"TRAIN_SEQ_LEN": LENGTH, "EVAL_SEQ_LEN": LENGTH, "TRAIN_BATCH_TOKENS": 16 * LENGTH}
+def train_by_script(name: str, data: str, steps: int) -> train_gpt.GPT:
+    """Train one of SCRIPT_MODELS and average its weights."""
+    knobs = SIZES["small"] | SCRIPT_MODELS[name] | SHORT_RUN
+    knobs |= {"DATA_PATH": data, "VOCAB_SIZE": VOCAB, "TRAIN_BATCH_TOKENS": 16 * LENGTH}
+    knobs |= {"TRAIN_SEQ_LEN": LENGTH, "EVAL_SEQ_LEN": LENGTH}
     knobs |= {"ITERATIONS": steps, "WARMDOWN_FRAC": 0.5, "MAX_WALLCLOCK_SECONDS": 0}
-    knobs |= {"GPTQ_BATCHES": 0, "DEVICE": "cpu", "COMPUTE_DTYPE": "float32"}
-    given = program.read_env(ROOT / path) if path else {}
-    hp = train_gpt.Hyperparameters.from_env(given | {n: str(value) for n, value in knobs.items()})
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        train_gpt.Runtime.start(hp) as runtime,
-        train_gpt.Log(hp, runtime.comm, Path(folder)) as log,
-    ):
-        run = train_gpt.Run(hp, runtime, log, None)
+    knobs |= {"DEVICE": "cpu", "COMPUTE_DTYPE": "float32", "COMPILE": 0}
+    hp = train_gpt.Hyperparameters.from_env({key: str(value) for key, value in knobs.items()})
+    with train_gpt.Runtime.start(hp) as runtime:
+        run = train_gpt.Run(hp, runtime, lambda *_, **__: None, None)
         for step in range(steps):
             run.train_step(step, train_gpt.schedule(hp, step, 0, math.inf))
-        run.finish()
-        return run.model
+        run.average.apply()
+        run.optimizer.sync_banks()
+    return run.model
 
 
 def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subject:
     """Train and calibrate a model."""
     batch, text = sampler(shards["train"]), shards["val"]
-    if name in OWN:
-        make, logits = None, lambda model, rows: model(rows[:, :-1]).float()
-        model = train_own(name, data, steps)
-    else:
+    if name in MODELS:
         make, logits = MODELS[name]
-        model = train(make, logits, batch, steps)
+    else:
+        make, logits = None, lambda model, rows: model(rows[:, :-1]).float()
+    nats = functools.partial(nats_of, logits)
+    model = train(make, nats, batch, steps) if make else train_by_script(name, data, steps)
     batches = [batch(8) for _ in range(BATCHES)]
     held_out = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].long()
     held_out = list(held_out.view(-1, LENGTH + 1).split(64))
-    subject = Subject(name, make, model, logits, batches, None, held_out)
-    with torch.no_grad():
-        nats = torch.cat([subject.nats(model, rows).flatten() for rows in held_out])
-    count = train_gpt.count_numbers(model.parameters())
-    before = nats.double().mean()
-    print(f"{name}: {count:,} weights, {before:.4f} nats per token before", flush=True)
-    if name in OWN:
-        collected = train_gpt.Calibration(model, sum(rows[:, 1:].numel() for rows in batches))
+    if make:
+        calibration = quantise.calibrate(model, batches, nats)
+    else:
+        collected = train_gpt.Calibration(model, BATCHES * 8 * LENGTH)
         for rows in batches:
             collected.add(rows)
-        return subject._replace(calibration=dict(collected.sums))
-    return subject._replace(calibration=quantise.calibrate(model, batches, subject.nats))
+        calibration = dict(collected.sums)
+    with torch.no_grad():
+        before = torch.cat([nats(model, rows).flatten() for rows in held_out]).double().mean()
+    count = train_gpt.count_numbers(model.parameters())
+    print(f"{name}: {count:,} weights, {before:.4f} nats per token before", flush=True)
+    return Subject(name, make, model, logits, nats, batches, calibration, held_out)
 
 
 def layers_of(subject: Subject) -> Layers:
+    """Of a model of `transformers`, of nn.Linear or of train_gpt.py."""
     model = subject.model
-    if not isinstance(model, train_gpt.GPT):
-        matrices = quantise.matrices_of(model)
-        shown = {name: matrix for name, matrix in matrices.items() if not matrix.lookup}
-        groups, make = quantise.make_groups(model, subject.calibration, 0)
-        made = [(names, make(names)) for names in groups if names[0] in shown]
-        return Layers(
-            [(names, one) for names, one in made if one.rows.size(1) != VOCAB],
-            lambda tensors: {n: matrix.rows(tensors[n]) for n, matrix in shown.items()},
-        )
-
-    def views(tensors):
-        banked = [
-            (n, view) for kind, n, view in train_gpt.artifact_tensors(tensors) if kind and kind.bank
+    if isinstance(model, train_gpt.GPT):
+        weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        made = train_gpt.make_quantisers(weights, model.hp, subject.calibration)
+        layers = range(model.hp.num_layers)
+        groups = [
+            ([f"{kind} {i}" for kind in kinds for i in layers], q) for kinds, q in made.items()
         ]
-        return {f"{n} {layer}": one for n, view in banked for layer, one in enumerate(view)}
 
-    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    shown, groups = views(weights), []
-    for kinds, one in train_gpt.make_quantisers(weights, model.hp, subject.calibration).items():
-        names = [f"{n} {layer}" for n in kinds for layer in range(len(one.rows) // len(kinds))]
-        groups += [(names, one)] if names[0] in shown else []
-    return Layers(groups, views)
+        def views(tensors):
+            parts = {k.name: train_gpt.bank_part(tensors[k.bank], k) for k in train_gpt.MATRICES}
+            return {f"{kind} {i}": part[i] for kind, part in parts.items() for i in layers}
+
+        shown = views(weights)
+        return Layers([(names, one) for names, one in groups if names[0] in shown], views)
+    matrices = quantise.matrices_of(model)
+    groups, make = quantise.make_groups(model, subject.calibration, 0)
+    made = [(names, make(names)) for names in groups if not matrices[names[0]].lookup]
+    made = [(names, one) for names, one in made if one.rows.size(1) != VOCAB]  # heads
+    shown = {name: matrices[name] for names, _ in made for name in names}
+    return Layers(made, lambda tensors: {n: one.rows(tensors[n]) for n, one in shown.items()})
 
 
 def nearest(rows: Tensor, bits: int, group: int) -> Rounded:
@@ -531,8 +526,9 @@ class Kronecker:
 
 
 def output_factors(subject: Subject, views: Callable) -> dict[str, Tensor]:
-    """By matrix of `Layers.views` (out, out): half the mean of g g^T over tokens, of their losses'
-    gradients g by the output, as the calibrations have its diagonal."""
+    """By matrix of `Layers.views` G (out, out): half the mean of g g^T over tokens and inputs, where
+    g (out,) is the gradient of a token's loss by the weights of an input. The calibrations have its
+    diagonal."""
     parameters, sums, count = dict(subject.model.named_parameters()), {}, 0
     random = torch.Generator().manual_seed(0)
     for batch in subject.batches:
@@ -589,13 +585,14 @@ def compare_papers(subject: Subject) -> list[dict]:
         print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
         for aim in AIMS:
             rounded = {name: weight.detach().clone() for name, weight in weights.items()}
-            size, expected, level = 0, 0.0, level_of(aim - side, rounders)
+            places, level = views(rounded), level_of(aim - side, rounders)
+            size, expected = 0, 0.0
             for (names, _), one in zip(groups, rounders, strict=True):
                 codes, back, cost = one.round(level)
                 size += len(train_gpt.encode_ans(codes.short().numpy()))
                 expected += float(cost.sum())
                 for name, matrix in zip(names, back, strict=True):
-                    views(rounded)[name].copy_(matrix)
+                    places[name].copy_(matrix)
             row = {"model": subject.name, "way": way, "codes": 8 * size / count}
             row |= {"bits": row["codes"] + side, "expected": expected, **judge(subject, rounded)}
             rows.append(row)
@@ -647,7 +644,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
-    parser.add_argument("--models", nargs="+", choices=[*MODELS, *OWN], default=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", choices=[*MODELS, *SCRIPT_MODELS], default=list(MODELS)
+    )
     parser.add_argument(
         "--steps", type=program.count, default=1000, help="training steps of each model"
     )
@@ -655,8 +654,12 @@ def main() -> None:
     what.add_argument("--plot", type=image_file, help="plot the losses to this file")
     what.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")
     arguments = parser.parse_args()
-    if not arguments.papers and set(arguments.models) & set(OWN):
-        parser.error(f"--models {' '.join(OWN)}: add --papers")
+    for name in arguments.models:
+        if name in SCRIPT_MODELS and not arguments.papers:
+            parser.error(f"--models {name} is for --papers only")
+        if name in ("llama", "gpt2") and not importlib.util.find_spec("transformers"):
+            parser.error(f"--models {name} needs transformers: pip install transformers")
+    train_gpt.choose_deterministic(True)  # as train_gpt.py does, for the other models too
     shards = {}
     for split in ("train", "val"):
         stream = train_gpt.TokenStream(arguments.data, split, VOCAB)

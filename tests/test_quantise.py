@@ -1,5 +1,6 @@
 """tools/quantise.py rounds any torch model, predicts the loss of it, and reads its file back."""
 
+import functools
 import io
 import itertools
 import json
@@ -755,8 +756,9 @@ def subject():
         return model(rows[:, :-1])
 
     model, batches = make(), [torch.randint(0, PIECES, (4, 17)) for _ in range(4)]
-    subject = quantisers.Subject("tiny", make, model, logits, batches, None, batches)
-    return subject._replace(calibration=quantise.calibrate(model, batches, subject.nats))
+    nats = functools.partial(quantisers.nats_of, logits)
+    calibration = quantise.calibrate(model, batches, nats)
+    return quantisers.Subject("tiny", make, model, logits, nats, batches, calibration, batches)
 
 
 def test_judges_of_the_benchmark(subject):
@@ -819,13 +821,25 @@ def test_ways_of_papers_on_a_model_of_the_script(tmp_path, capsys, monkeypatch):
     tokens = torch.arange(1 << 13) * 7 % 50 + 1
     for split in ("train", "val"):
         write_shard(tmp_path / f"fineweb_{split}_000000.bin", tokens.numpy())
-    sizes = {"NUM_LAYERS": 9, "MODEL_DIM": 32, "NUM_HEADS": 2}
-    monkeypatch.setattr(quantisers, "OWN", {"2135": ("configs/2135.env", sizes)})
+    sizes = {"NUM_LAYERS": 11, "MODEL_DIM": 32, "NUM_HEADS": 2}
+    monkeypatch.setitem(quantisers.SCRIPT_MODELS, "2135", quantisers.SCRIPT_MODELS["2135"] | sizes)
     monkeypatch.setattr(quantisers, "LENGTH", 64)
     monkeypatch.setattr(quantisers, "BATCHES", 1)
     shards = {"train": tokens.to(torch.uint16), "val": tokens[:2000].to(torch.uint16)}
+    settings, averaged = [], []
+    step, apply = train_gpt.Run.train_step, train_gpt.WeightAverage.apply
+    monkeypatch.setattr(
+        train_gpt.Run, "train_step", lambda run, *call: settings.append(call[1]) or step(run, *call)
+    )
+    monkeypatch.setattr(
+        train_gpt.WeightAverage, "apply", lambda one: averaged.append(one.samples) or apply(one)
+    )
     subject = quantisers.prepare("2135", 20, shards, str(tmp_path))
-    assert subject.model.hp.loop_visits == 3 and subject.model.hp.mlp_mult == 4
+    hp = subject.model.hp
+    assert (hp.loop_visits, hp.mlp_mult, hp.xsa_last_n, hp.num_layers) == (3, 4, 11, 11)
+    assert [one.looping for one in settings] == 7 * [False] + 13 * [True]  # LOOP_START=0.35
+    assert settings[0].lr_scale == 1 and settings[-1].lr_scale < 0.2
+    assert averaged == [20]
     (before,) = re.findall(r"([\d.]+) nats per token before", capsys.readouterr().out)
     assert float(before) < 5  # 6.93 untrained
 
@@ -851,14 +865,12 @@ def test_ways_of_papers_on_a_model_of_the_script(tmp_path, capsys, monkeypatch):
             assert torch.allclose(count * factors[name].diagonal(), cost, rtol=1e-4)
 
     monkeypatch.setattr(quantisers, "AIMS", (2.5, 5.5))
-    monkeypatch.setattr(
-        quantisers, "PAPERS", {w: quantisers.PAPERS[w] for w in ("ours", "combination")}
-    )
-    rows = quantisers.compare_papers(subject)
-    for coarse, fine in (rows[:2], rows[2:]):  # 3 bits: a factor of 64
-        assert 8 < coarse["kl"] / fine["kl"] < 500
-        assert coarse["bits"] < fine["bits"] - 2
-    assert subject.model.state_dict()["qo_bank"].equal(weights["qo_bank"])
+    monkeypatch.setattr(quantisers, "PAPERS", {"ours": quantisers.PAPERS["ours"]})
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    coarse, fine = quantisers.compare_papers(subject)
+    assert 8 < coarse["kl"] / fine["kl"] < 500  # 3 bits: a factor of 64
+    assert coarse["bits"] < fine["bits"] - 2
+    assert all(weight.equal(before[name]) for name, weight in weights.items())
 
 
 def test_rows_that_the_model_cannot_read_and_code_of_its_own(
