@@ -92,6 +92,20 @@ def test_a_run_that_would_fail_is_an_error(fault, changes, sentence, check):
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
 
+def test_the_report_of_a_rank_0_that_is_killed_says_so(tmp_path, monkeypatch):
+    """As torchrun does when another rank fails, whatever rank 0 does then."""
+    monkeypatch.setattr(check_machine, "REPORT", tmp_path / "check.json")
+    report = check_machine.unfinished() | {"ranks": [{"products": 1}]}
+    for more, errors in (
+        ({}, ["the check did not finish"]),
+        ({"errors": ["disk of rank 0: full"]}, ["disk of rank 0: full"]),
+        ({"finished": True, "works": True}, []),
+    ):
+        check_machine.save(report | more)
+        found = json.loads(check_machine.REPORT.read_text())
+        assert found == report | more | {"errors": errors}
+
+
 def test_data_that_a_run_cannot_use_is_an_error(check, data, tmp_path):
     """A truncated shard, and one that is shorter than its manifest says."""
     folder = shutil.copytree(data, tmp_path / "folder")

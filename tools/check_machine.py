@@ -810,7 +810,9 @@ def unfinished(*errors: str) -> dict:
 
 
 def save(report: dict) -> None:
-    """Write what is known so far."""
+    """Write what is known so far. Whatever ends this process later, a reader sees that it did."""
+    if not report["finished"] and not report["errors"]:
+        report = report | unfinished("the check did not finish")
     REPORT.parent.mkdir(parents=True, exist_ok=True)
     with train_gpt.replacing(REPORT) as partial:
         partial.write_text(json.dumps(report, indent=1) + "\n")
@@ -864,7 +866,7 @@ def main() -> None:
     began = time.perf_counter()
     rank_0 = os.environ.get("RANK", "0") == "0"
     if rank_0:
-        save(unfinished("the check did not finish"))
+        save(unfinished())
     try:
         report = check(dataclasses.replace(hp, **none))
         errors = report["errors"] or ["a section has no result"] * (not report["works"])
