@@ -206,13 +206,18 @@ def test_only_their_own_tokenizer_gives_the_tokens_back(data, other_tokenizer):
     tokens = stream.read(0, len(stream))
     begins = np.flatnonzero(tokens == train_gpt.BOS)
     assert len(tokens) > 30_000 and begins[0] == 0
-    assert reencoded(tokens, own) == 1 == reencoded(tokens[:500], own)
+    # A space without a word is lost where the text is cut, behind 20,000 tokens at the latest.
+    assert reencoded(tokens[: begins[begins > 500][0]], own) == 1
+    assert reencoded(tokens, own) > 0.9999
     assert 0.998 < reencoded(tokens[begins[9] + 2 :], own) < 1  # the first document is cut
     # Tokens without text (unknown, end of a document) need not come back, and short documents are
     # enough to tell tokenizers apart.
     words = np.flatnonzero(ByteCounter(own, VOCAB).spaced[tokens])
-    marked = np.insert(tokens, words[::2], np.resize([0, 2], len(words[::2])))
-    assert reencoded(marked, own) == 1
+    pieces = sentencepiece.SentencePieceProcessor(model_file=own)
+    space = tokens == pieces.piece_to_id("\u2581")
+    words = words[~space[words] & ~space[words - 1]][::2]
+    marked = np.insert(tokens, words, np.resize([0, 2], len(words)))
+    assert reencoded(marked, own) > 0.9999
     for text in (tokens, marked):
         assert 0.05 < reencoded(text, other_tokenizer) < 0.9
 
