@@ -2254,9 +2254,9 @@ class Rule(NamedTuple):
         return round_steps(rows.square().mean(-1, keepdim=True).sqrt() / 6, 20)
 
 
-# By ROUNDING: for the matrices of BANKS, for TABLES. With low damping GPTQ moves errors
-# to inputs that are weak in the calibration text, but may be strong in other text. An embedding is
-# also looked up, and then each of its columns counts equally.
+# By ROUNDING: for the matrices of BANKS, for TABLES. With low damping GPTQ moves errors to inputs
+# that are weak in the calibration text, but may be strong in other text. An embedding is also
+# looked up, and then each of its columns counts equally.
 RULES = {
     "sensitivity": (Rule(0.1), Rule(1.0)),
     "399": (Rule(0.01, 31, torch.float16, True), Rule(0.01, 127, torch.float16, True)),
@@ -2485,9 +2485,9 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 
 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
-    """Quantisers of all matrices, in file order, on every rank alike. `calibration`: the sums of
-    `Calibration`, or {}. Kinds of one bank and shape, such as k and v, are rounded together, as a
-    GPU takes no longer for both."""
+    """The quantisers of all matrices, in file order. Each rank makes all of them. `calibration` has
+    the sums of `Calibration`, or is {}. Kinds of one bank and shape, such as k and v, are rounded
+    together, as a GPU takes no longer for both."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):

@@ -174,6 +174,7 @@ def sampler(tokens: Tensor) -> Callable[[int], Tensor]:
 
 
 def train(make: Callable, nats: Callable, batch: Callable, steps: int) -> nn.Module:
+    """Train one of MODELS by AdamW."""
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -643,11 +643,21 @@ def test_a_mistake_is_found_before_the_work(program, words, name, sentence, caps
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"quantise.py: error: {sentence}")
 
 
-def test_the_benchmark_refuses_a_plot_before_the_work(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["quantisers.py", "data", "--plot", "no/x.png"])
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--plot", "no/x.png"], "no/x.png is in no folder: make no first"),
+        (["--models", "llama", "4x128"], "--models 4x128 is for --papers only"),
+        (["--papers", "--models", "2135", "gpt2"], "--models gpt2 needs transformers: pip install"),
+    ],
+)
+def test_the_benchmark_refuses_a_mistake_before_the_work(words, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["quantisers.py", "data", *words])
+    if "needs" in sentence:
+        monkeypatch.setattr(quantisers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         quantisers.main()
-    assert "no/x.png is in no folder: make no first" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -780,7 +790,9 @@ def test_judges_of_the_benchmark(subject):
 
 def test_output_factors_have_the_diagonal_of_the_calibration(subject):
     views = quantisers.layers_of(subject).views
-    for name, factor in quantisers.output_factors(subject, views).items():
+    factors = quantisers.output_factors(subject, views)
+    assert list(factors) == ["1.weight"], "neither the embedding nor the head"
+    for name, factor in factors.items():
         diagonal = 2 * factor.diagonal() * subject.calibration.tokens
         assert torch.allclose(
             diagonal, subject.calibration.tokens * subject.calibration.squares[name]
