@@ -653,8 +653,9 @@ class LayerCall(NamedTuple):
     matrices: PerLayer  # (out, in)
     factors: PerLayer  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
     hook: Callable | None
-    band: int  # a position sees itself and the band - 1 before it; 0: all before it
-    document: Tensor | None  # (B, T), numbered: a position sees only its own
+    # What a position sees: `ForwardConfig.band`; documents (B, T), numbered, of which it sees its
+    # own; `ForwardConfig.doc_len`
+    seen: tuple
 
     def matrix(self, name: str) -> Tensor:
         return self.matrices[name][self.layer]
@@ -836,7 +837,8 @@ class GPT(nn.Module):
         config = config or ForwardConfig(hp.layer_order())
         factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
         document = number_documents(ids, config.doc_len) if hp.doc_attention else None
-        base = LayerCall(0, 0, self.matrices(config.qat), factors, hook, config.band, document)
+        seen = config.band, document, config.doc_len
+        base = LayerCall(0, 0, self.matrices(config.qat), factors, hook, seen)
         x = x0 = self.embed(ids, base)  # (B, T, D)
         lane = None  # the second one, (B, T, D)
         skips = []
@@ -898,7 +900,7 @@ class GPT(nn.Module):
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
         q = NormRotate.apply(q, self.q_gain[call.layer][:, None], cos, sin)
         k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)
-        y = self.attend(q, k, v, call.band, call.document)
+        y = self.attend(q, k, v, *call.seen)
         if call.layer >= hp.num_layers - hp.xsa_last_n:
             y = xsa(y, v)
         if hp.attn_gate:  # (#1667); initially 1/2
@@ -1425,8 +1427,7 @@ class Run:
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
         # On a CPU most texts are scored before their forward would be compiled.
-        compiled = self.on_gpu or hp.compile == "1"
-        self.eval_forward = self.forward if compiled else self.model
+        self.eval_forward = self.forward if self.on_gpu or hp.compile == "1" else self.model
         self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
@@ -1711,6 +1712,7 @@ class Run:
                     bar=("warm-up", step / len(kinds)),
                 )
             self.train_step(step, settings)
+        self.log("warmup: the final scores; compiling takes minutes the first time")
         warm_up_evaluation(self.make_scorer, hp)
         torch._foreach_copy_(state, before)
         self.optimizer.sync_banks()
@@ -1984,8 +1986,8 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     hp, runtime = scorer.hp, scorer.runtime
     parameters = list(scorer.forward.parameters())
     length = min(hp.eval_seq_len, hp.ttt_chunk_tokens)
-    chunk = scorer.val.tokens[begin : begin + hp.ttt_chunk_tokens + 1]
-    sequences = chunk.unfold(0, length + 1, length)
+    end = begin + hp.ttt_chunk_tokens + 1
+    sequences = scorer.val.tokens[begin:end].unfold(0, length + 1, length)
     own = sequences[runtime.comm.rank :: runtime.comm.size].long()
     total = torch.zeros(count_numbers(parameters), device=runtime.device)
     for rows in own.split(max(1, runtime.micro_batch_tokens // length)) if len(own) else ():
@@ -2249,8 +2251,7 @@ class Rule(NamedTuple):
         """The steps (..., out, 1) of fp32 rows (..., out, in) without their costs: a sixth of the
         deviation, or #399's, which reach the largest weight, taken as at least 1."""
         if self.fixed:
-            largest = rows.abs().amax(-1, keepdim=True)
-            return round_steps(largest.clamp(min=1.0) / self.limit, 13)
+            return round_steps(rows.abs().amax(-1, keepdim=True).clamp(min=1.0) / self.limit, 13)
         return round_steps(rows.square().mean(-1, keepdim=True).sqrt() / 6, 20)
 
 
@@ -4279,8 +4280,13 @@ AUTO_KERNELS = {"cpu": ("flash", "math"), "cuda": KERNELS[:-1]}
 PLAIN_ATTENTION = 128
 # Up to this width of a head torch's CPU kernel is twice as fast in fp32 as in bf16 (without AMX).
 SMALL_HEAD = 32
-# The bounds for FlashAttention 3 have room for a document per this many positions of a row.
-DOCUMENT_POSITIONS = 32
+
+
+def most_documents(width: int) -> int:
+    """Documents of `width` positions that FlashAttention 3 has bounds for. FineWeb has fewer, at most
+    49 of 16,384 (estimated). Each that is missing costs a backward 9 ns per head and 128 positions
+    of the longest (measured, H100)."""
+    return 16 + width // 256
 
 
 def attention_mask(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> Tensor:
@@ -4297,10 +4303,10 @@ def attention_mask(q: Tensor, k: Tensor, band: int, document: Tensor | None) -> 
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, band: int = 0, document: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, band=0, document: Tensor | None = None, longest=0
 ) -> Tensor:
     """Causal attention of the last n of T positions, as plain products: q (B, n, H, E), k and v
-    (B, T, K, E)."""
+    (B, T, K, E). No document is longer than `longest`, unless it is 0."""
     grouped = q.unflatten(2, (k.size(2), -1))  # (B, n, K, H/K, E)
     scores = torch.einsum("bnkge,btke->bkgnt", grouped, k).float() * q.size(-1) ** -0.5
     hidden = ~attention_mask(q, k, band, document)[:, None]
@@ -4344,12 +4350,10 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
 def check_documents(begins: ndarray, width: int, attention: str, limit: int = 0):
     """Raise UserError if a row of `width` positions could hold more documents than `attention` has
     room for, given where they begin in the stream, (S,) in order."""
-    if attention != "fa3":
-        return
     most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-    room = width // DOCUMENT_POSITIONS - (width // limit if limit else 0)
+    room = most_documents(width) - (width // limit if limit else 0)
     require(
-        most <= room,
+        attention != "fa3" or most <= room,
         f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "
         f"takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
     )
@@ -4362,10 +4366,9 @@ def cu_seqlens(document: Tensor) -> Tensor:
     batch, time = document.shape
     positions = torch.arange(batch * time, device=document.device)
     begins = document != F.pad(document[:, :-1], (1, 0), value=-1)
-    number = begins.flatten().cumsum(0) - 1
-    room = batch * (1 + time // DOCUMENT_POSITIONS)
+    room = batch * (1 + most_documents(time))
     bounds = torch.full((room + 1,), batch * time, device=document.device)
-    return bounds.scatter_reduce(0, number, positions, "amin").int()
+    return bounds.scatter_reduce(0, begins.flatten().cumsum(0) - 1, positions, "amin").int()
 
 
 def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
@@ -4399,7 +4402,7 @@ def load_attention(name: str) -> Callable:
     for kernel in KERNELS[1:]:
         getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(kernel == name)
 
-    def attend(q, k, v, band=0, document=None):
+    def attend(q, k, v, band=0, document=None, longest=0):
         if band and q.size(1) == k.size(1):
             return banded_attention(attend, q, k, v, band, document)
         on_cpu = q.device.type == "cpu"
@@ -4437,17 +4440,18 @@ def load_fa3() -> Callable:
         fa3 = get_kernel("kernels-community/flash-attn3", version=1)
         fa3 = getattr(fa3, "flash_attn_interface", fa3)  # some builds export only this module
 
-    def attend(q, k, v, band=0, document=None):
+    def attend(q, k, v, band=0, document=None, longest=0):
         options = {
             "causal": True,
-            "window_size": (band - 1, 0) if band else (-1, -1),
+            "window_size": (band - 1, 0),  # -1: no limit
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         if document is None:
             out = fa3.flash_attn_func(q, k, v, **options)
         else:
             rows = (t.flatten(0, 1) for t in (q, k, v))
-            bounds, length = cu_seqlens(document), q.size(1)
+            # A backward starts a block for each 128 positions up to `length` of each document.
+            bounds, length = cu_seqlens(document), min(longest or inf, q.size(1))
             out = fa3.flash_attn_varlen_func(*rows, bounds, bounds, length, length, **options)
         # Older builds return (out, log-sum-exp).
         out = out[0] if isinstance(out, tuple) else out
@@ -4572,8 +4576,7 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
         "on a GPU it needs COMPUTE_DTYPE=bfloat16",
     )
     fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
-    plain = partial(plain_mlp, slope=hp.mlp_slope)
-    compare_kernel(fused, plain, mlp_inputs(TRIAL, hp, runtime))
+    compare_kernel(fused, partial(plain_mlp, slope=hp.mlp_slope), mlp_inputs(TRIAL, hp, runtime))
     return fused
 
 
@@ -4584,8 +4587,7 @@ def mlp_inputs(batch: tuple[int, int], hp: Hyperparameters, runtime: Runtime) ->
         torch.randn(shape, device=runtime.device, dtype=runtime.dtype)
         for shape in ((*batch, d), (m, d), (d, m))
     )
-    scale = torch.randn(*batch, 1, device=runtime.device).abs() + 0.5
-    return [x, scale, up, down]
+    return [x, torch.randn(*batch, 1, device=runtime.device).abs() + 0.5, up, down]
 
 
 # ---- Main ----------------------------------------------------------------------------------------
@@ -4635,10 +4637,11 @@ def about_torch(error: RuntimeError) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
-        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # torch has set it
+        # torch has set this variable.
         return (
             f"torch.compile failed ({error_message(error.inner_exception)}): if a killed run left "
-            f"half a file in {folder} or TRITON_CACHE_DIR, delete that folder; COMPILE=0 does without"
+            f"half a file in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')} or TRITON_CACHE_DIR, delete "
+            "that folder; COMPILE=0 does without"
         )
     raise error
 

@@ -437,7 +437,7 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     hp, runtime = (run := run_of(val=True, MICRO_BATCH_TOKENS=96)).hp, run.runtime
     shapes, real = [], train_gpt.reference_attention
 
-    def attend(q, k, v, band=0, document=None):
+    def attend(q, k, v, band=0, document=None, longest=0):
         shapes.append((tuple(q.shape), tuple(k.shape)))
         return real(q, k, v, band, document)
 

@@ -171,7 +171,13 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
 
 @pytest.mark.parametrize(
     "attention, starts, limit, refused",
-    [("fa3", 2, 0, 0), ("fa3", 3, 0, 2), ("flash", 3, 0, 0), ("fa3", 2, 64, 1), ("fa3", 1, 64, 0)],
+    [
+        ("fa3", 16, 0, 0),
+        ("fa3", 17, 0, 16),
+        ("flash", 17, 0, 0),
+        ("fa3", 16, 64, 15),
+        ("fa3", 15, 64, 0),
+    ],
 )
 def test_documents_are_counted_for_flash_attention_3(
     one_rank, tmp_path, data, attention, starts, limit, refused

@@ -248,14 +248,13 @@ def test_a_window_reads_nothing_behind_its_targets(setting, stride):
 
 
 def test_documents_are_counted_in_the_sequences_of_sgd_too(setting):
-    knobs = dict(EVAL_MODE="sliding", EVAL_SEQ_LEN=128, TTT_CHUNK_TOKENS=32, TTT_ENABLED=1)
+    knobs = dict(EVAL_MODE="sliding", EVAL_SEQ_LEN=512, TTT_CHUNK_TOKENS=128, TTT_ENABLED=1)
     hp, runtime, val, _ = banded(setting, **knobs, DOC_ATTENTION=1)
-    # Three in 128 positions are as many as fit, two in 32 are not
-    val.documents = np.array([0, 100, 101])
+    val.documents = np.append(0, 100 + np.arange(16))  # 18 fit into 512 positions, 16 into 128
     fa3 = dataclasses.replace(runtime, attention="fa3")
-    with user_error("2 documents begin within 32 positions"):
-        evaluator(None, val, hp, fa3, 128)
-    evaluator(None, val, dataclasses.replace(hp, ttt_chunk_tokens=128), fa3, 128)
+    with user_error("17 documents begin within 128 positions"):
+        evaluator(None, val, hp, fa3, 512)
+    evaluator(None, val, dataclasses.replace(hp, ttt_chunk_tokens=512), fa3, 512)
 
 
 @pytest.mark.parametrize("number", [1, 450])
@@ -303,6 +302,7 @@ def fa3(hopper, monkeypatch):
         return train_gpt.reference_attention(q, k, v, before + 1), None
 
     def varlen(q, k, v, queries, keys, longest_q, longest_k, **options):
+        attend.longest = longest_k
         assert queries.dtype == keys.dtype == torch.int32 and len(queries) == len(keys)
         assert queries[-1] == len(q) and keys[-1] == len(k)
         y = torch.full_like(q, math.nan)
@@ -315,17 +315,21 @@ def fa3(hopper, monkeypatch):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func, module.flash_attn_varlen_func = fixed, varlen
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    return train_gpt.load_attention("fa3")
+    attend = train_gpt.load_attention("fa3")
+    return attend
 
 
 @pytest.mark.parametrize("band", [0, 7])
 @pytest.mark.parametrize("document", [None, DOCUMENTS])
 def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypatch):
-    """It repeats its gradients if asked to. More documents than it has lengths for are an error."""
+    """It repeats its gradients if asked to. More documents than it has lengths for are an error. It
+    is told how long a document can be, as a backward pays for more."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: band == 7)
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.reference_attention(q, k, v, band, document)
-    torch.testing.assert_close(fa3(q, k, v, band, document), expected)
+    for limit, longest in ((0, 88), (64, 64), (99, 88)):
+        torch.testing.assert_close(fa3(q, k, v, band, document, limit), expected)
+        assert document is None or fa3.longest == longest
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         fa3(q, k, k, band, torch.arange(88).expand(2, 88))
 

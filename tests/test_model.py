@@ -406,9 +406,10 @@ def test_training_cuts_long_documents_and_evaluation_does_not(run_of, monkeypatc
     assert train_gpt.number_documents(ids).tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 2, 3]]
     assert train_gpt.number_documents(ids, 2).tolist() == [[1, 1, 2, 3, 3, 4, 4, 5, 6, 7]]
     run, seen = run_of(val=True, DOC_ATTENTION=1, DOC_LEN=8, GPTQ_BATCHES=1), []
-    real = train_gpt.number_documents
+    real, attend = train_gpt.number_documents, run.model.attend
     noted = lambda ids, limit: seen.append(limit) or real(ids, limit)  # noqa: E731
     monkeypatch.setattr(train_gpt, "number_documents", noted)
+    run.model.attend = lambda *given: seen.append(given[-1]) or attend(*given)  # the longest
     run.train_step(0, next(iter(train_gpt.phases(run.hp))))
     run.calibrate(range(1))
     assert set(seen) == {8} and len(seen) > 1

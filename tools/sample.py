@@ -79,7 +79,9 @@ class Reader:
         first = max(0, self.kept[0][0].size(1) - OVERLAP)
         return self.model(seen[:, first:])[0, -1].cpu()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None, longest: int
+    ) -> Tensor:
         """Attention of the last tokens to all, in place of a kernel. A forward calls it once per
         call of a layer, in order."""
         length = self.documents.size(1)

@@ -228,8 +228,8 @@ def keys_in_document(time: int, limit: int = 0) -> int:
 
 def provide_flash_attention(seen: dict[int, int]) -> None:
     """Let `import flash_attn_interface` find the operator. `seen` has the keys that a position sees
-    on average within its document, by the length of a sequence. Like the real one it takes views of
-    contiguous rows."""
+    on average within its document, by the length of the longest. Documents that are missing cost
+    nothing here. Like the real one it takes views of contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
 
     def flash_attn_func(q, k, v, causal, window_size=(-1, -1), deterministic=False):
@@ -609,8 +609,11 @@ def main() -> None:
     }
     if hasattr(script, "band_block"):
         lengths.add(sum(script.band_block(hp)))
-    cut = {hp.train_seq_len: getattr(hp, "doc_len", 0)}  # not in the previous version
-    seen = {length: keys_in_document(length, cut.get(length, 0)) for length in lengths}
+    seen = {length: keys_in_document(length) for length in lengths}
+    limit = getattr(hp, "doc_len", 0)  # not in the previous version
+    if limit and options["work"] in ("step", "gptq"):
+        # The longest document; older versions give the length of the sequence.
+        seen[limit] = seen[hp.train_seq_len] = keys_in_document(hp.train_seq_len, limit)
     if options["work"] == "ttt_lora":  # each window is a part of one document
         tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
         windows = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
