@@ -1820,8 +1820,8 @@ class Evaluator:
         self.window = sum(band_block(hp)) if self.config.band else hp.eval_seq_len
         self.rows = eval_rows(hp, self.runtime, self.window)
         if hp.doc_attention:  # the second width is that of SGD's sequences
-            for width in (self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)):
-                check_documents(self.val.documents, width, self.runtime.attention)
+            widths = self.window, min(hp.eval_seq_len, hp.ttt_chunk_tokens)
+            check_documents(self.val.documents, widths, self.runtime.attention)
         self.nats = torch.full((self.val.targets + 1,), math.nan, device=device)
         self.count = torch.tensor(0, device=device)  # int64
         self.started = self.reported = perf_counter()
@@ -2503,8 +2503,9 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         rule_of_banks, rule_of_tables = RULES[hp.rounding]
         rule = rule_of_banks if kinds[0].bank else rule_of_tables
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
-        names = tuple(kind.name for kind in kinds)
-        quantisers[names] = Quantiser(rows, hessian, cost, states, rule)
+        quantisers[tuple(kind.name for kind in kinds)] = Quantiser(
+            rows, hessian, cost, states, rule
+        )
     return quantisers
 
 
@@ -3114,8 +3115,9 @@ class TrainingLoader:
         count = hp.train_seq_len + 1
         rows = [self.stream.read(self.start(first + i), count) for i in range(self.rows)]
         for tokens in rows if hp.doc_attention else ():
-            begins, shortest = np.flatnonzero(tokens == BOS), hp.train_seq_len // hp.short_seq_parts
-            check_documents(begins, shortest, self.runtime.attention, hp.doc_len)
+            widths = hp.train_seq_len // hp.short_seq_parts, hp.train_seq_len
+            begins = np.flatnonzero(tokens == BOS)
+            check_documents(begins, widths, self.runtime.attention, hp.doc_len)
         return torch.from_numpy(np.stack(rows))
 
     def start(self, number: int) -> int:
@@ -4327,8 +4329,7 @@ def banded_attention(
     def of_chunks(t, before, padding=0.0):
         """Each chunk of t (B, T, ...) and the positions before it, (B * chunks, before + chunk,
         ...)."""
-        sides = (0, 0) * (t.dim() - 2) + (before, -time % chunk)
-        padded = F.pad(t, sides, value=padding)
+        padded = F.pad(t, (0, 0) * (t.dim() - 2) + (before, -time % chunk), value=padding)
         return padded.unfold(1, before + chunk, chunk).movedim(-1, 2).flatten(0, 1)
 
     q, k, v = of_chunks(q, 0), of_chunks(k, band), of_chunks(v, band)
@@ -4347,16 +4348,17 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
     return begins.cumsum(1)
 
 
-def check_documents(begins: ndarray, width: int, attention: str, limit: int = 0):
-    """Raise UserError if a row of `width` positions could hold more documents than `attention` has
-    room for, given where they begin in the stream, (S,) in order."""
-    most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-    room = most_documents(width) - (width // limit if limit else 0)
-    require(
-        attention != "fa3" or most <= room,
-        f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION=fa3 "
-        f"takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
-    )
+def check_documents(begins: ndarray, widths: tuple, attention: str, limit: int = 0):
+    """Raise UserError if a row of one of these widths could hold more documents than `attention`
+    has room for, given where they begin in the stream, (S,) in order."""
+    for width in widths:
+        most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
+        room = most_documents(width) - (width // limit if limit else 0)
+        require(
+            attention != "fa3" or most <= room,
+            f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION="
+            f"fa3 takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
+        )
 
 
 def cu_seqlens(document: Tensor) -> Tensor:

@@ -176,7 +176,8 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
         ("fa3", 17, 0, 16),
         ("flash", 17, 0, 0),
         ("fa3", 16, 64, 15),
-        ("fa3", 15, 64, 0),
+        ("fa3", 15, 64, 14),  # in 128 positions, which are cut twice
+        ("fa3", 14, 64, 0),
     ],
 )
 def test_documents_are_counted_for_flash_attention_3(
@@ -191,7 +192,7 @@ def test_documents_are_counted_for_flash_attention_3(
     sizes = {"TRAIN_SEQ_LEN": 128, "SHORT_SEQ_PARTS": 2, "EVAL_SEQ_LEN": 64, "DOC_LEN": limit}
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
     runtime = dataclasses.replace(runtime, attention=attention)
-    sentence = f"{starts} documents begin within 64 positions, but .* takes {refused}"
+    sentence = f"{starts} documents begin within (64|128) positions, but .* takes {refused}:"
     outcome = user_error(sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
@@ -199,8 +200,11 @@ def test_documents_are_counted_for_flash_attention_3(
             loader.batch(step)
     with outcome if not limit else contextlib.nullcontext():  # evaluations do not cut documents
         evaluator(None, read_validation(hp, runtime.device), hp, runtime, 64)
-    # Those that begin anywhere in a row
-    train_gpt.check_documents(np.array([0, 10, 64]), 64, "fa3")
+    # Those that begin anywhere in a row; a row of two short sequences has less room than they have
+    begins = np.sort(np.append(np.arange(0, 256, 16), np.arange(1, 256, 64)))
+    train_gpt.check_documents(begins, (64, 128), "fa3")
+    with user_error("20 documents begin within 256 positions, .* takes 17"):
+        train_gpt.check_documents(begins, (64, 128, 256), "fa3")
 
 
 TOKENS = np.arange(4, 300)
