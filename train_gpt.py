@@ -662,10 +662,11 @@ class LayerCall(NamedTuple):
 
     def linear(self, x: Tensor, *names: str) -> Tensor:
         """x (B, T, in) -> (B, T, out) by these matrices, concatenated."""
-        if self.hook:
-            self.hook(names[0], self.layer, x)
         matrices = [self.matrix(name) for name in names]
-        return F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
+        y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
+        if self.hook:
+            self.hook(names, self.layer, x, y)
+        return y
 
     def adapt(self, y: Tensor, x: Tensor, target: str) -> Tensor:
         """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
@@ -832,7 +833,7 @@ class GPT(nn.Module):
 
         `refused` (V, V): after token a, token b is a million times less likely if refused[a, b].
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
-        `hook(matrix, layer, input)` runs before each product of a matrix, in eager mode only."""
+        `hook(matrices, layer, input, output)` runs after each product, in eager mode only."""
         hp = self.hp
         config = config or ForwardConfig(hp.layer_order())
         factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
@@ -2221,7 +2222,7 @@ def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
-# ---- Quantisation: weights -> integer codes and one step per row ---------------------------------
+# ---- Quantisation: weights -> integer codes, one step per row or matrix --------------------------
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
 SEGMENT = 64  # rows of a column that share a path through the trellis; paths run side by side
 
@@ -2269,7 +2270,8 @@ class Calibration:
     inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row and the tokens, where g
     is the gradient of one token's loss and N counts all weights of the model. So NAME.cost times a
     squared error is what the model would lose, in nats per token, if all of its weights had this
-    error and were as sensitive as that row."""
+    error and were as sensitive as that row. NAME.output (L, out, out) of a matrix of `BANKS`: the
+    sum of g g^T |x|^2, where g is the gradient of a token's output."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -2281,6 +2283,8 @@ class Calibration:
             if kind and kind.hessian == name:  # not k and v, which share that of q
                 # (L or 1, in, in)
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
+            if kind and kind.bank and not RULES[model.hp.rounding][0].fixed:
+                self.sums[f"{name}.output"] = torch.zeros_like(view[..., 0]).float().diag_embed()
 
     def add(self, batch: Tensor):
         """Observe a micro-batch (B, T + 1).
@@ -2297,13 +2301,29 @@ class Calibration:
                 if kind:
                     self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(-1)
 
-    @torch.no_grad()
-    def __call__(self, name: str, layer: int, x: Tensor):
+    def __call__(self, names: tuple[str, ...], layer: int, x: Tensor, y: Tensor):
+        x = x.detach()
         # The MLP normalises after its first product, so x is not normalised yet.
-        rows = (rms_norm(x) if name == "up" else x).flatten(0, -2).float()
+        self.add_products(names[0], layer, rms_norm(x) if names[0] == "up" else x)
+        kinds = [kind for kind in MATRICES if kind.name in names]
+        norm = mean_square(x).sqrt()
+
+        def add_outputs(grad):
+            sizes = [kind.shape(self.model.hp)[0] for kind in kinds]
+            for kind, part in zip(kinds, (norm * grad).split(sizes, -1), strict=True):
+                if kind.gain:  # is in the matrix, but not in the bank
+                    part = part * self.parameters[kind.gain][layer].detach()
+                self.add_products(f"{kind.name}.output", layer, part)
+
+        if f"{names[0]}.output" in self.sums:
+            y.register_hook(add_outputs)
+
+    def add_products(self, name: str, layer: int, x: Tensor):
+        rows = x.flatten(0, -2).float()
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
-        # For tensor cores: products of bf16 numbers stay exact, and sums are fp32.
+        # For tensor cores: inputs are bf16, so their products stay exact. Outputs times norms are
+        # cut to 11 bits. Sums are fp32.
         matmul.fp32_precision = "tf32"
         try:
             self.sums[name][layer].addmm_(rows.mT, rows)
@@ -2330,31 +2350,94 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.linalg.cholesky(inverse, upper=True).float()
 
 
+def row_feedback(output: Tensor) -> tuple[Tensor, Tensor]:
+    """(A (B, L, rows, length) for B segments of rows, weights (L, out)) of second moments G (L, out,
+    out), as in YAQA (arXiv:2505.22988). Errors D of rows cost tr(G D H D^T). That is the sum of
+    weight_r E_r H E_r^T over rows, where E is D plus the segment's A^T times the D of later ones.
+    Products of two rows of one segment are left out."""
+    out = output.size(1)
+    length = min(SEGMENT, out)
+    extra = -out % length
+    lower = F.pad(torch.linalg.cholesky(output.double()), (0, extra, 0, extra))
+    lower.diagonal(0, 1, 2)[:, out:] = 1
+    columns = lower.unflatten(2, (-1, length)).permute(2, 0, 1, 3)  # (B, L, rows, length)
+    own = columns.unflatten(2, (-1, length)).diagonal(0, 0, 2).movedim(-1, 0)
+    feedback = (columns @ own.inverse()).float()
+    feedback.unflatten(2, (-1, length)).diagonal(0, 0, 2).zero_()  # it was the identity
+    return feedback, own.square().sum(3).transpose(0, 1).flatten(1)[:, :out].float()
+
+
 def gptq(
     weights: Tensor,
     order: Tensor,
     factor: Tensor,
     steps: Tensor,
     to_integers: Callable,
+    feedback: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
-    """Integers (L, out, in) that, times the steps (L, out, 1), preserve Wx rather than the fp32
-    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column (L, out, 1).
+    """Integers (L, out, in) that, times the steps (L, out or 1, 1), preserve Wx rather than the fp32
+    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column (B, L,
+    length, 1) of the B segments of rows, one without feedback.
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
-    ones compensate each error along the inverse Hessian."""
-    remaining = torch.take_along_dim(weights, order[:, None], 2)  # columns from `first` on
-    integers = []
-    for first in range(0, weights.size(-1), block):
-        part = factor[:, first : first + block, first:]
-        inner, outer = remaining[:, :, :block].clone(), remaining[:, :, block:]
-        errors = []
-        for i, column in enumerate(inner.split(1, dim=2)):
-            integers.append(to_integers(column))
-            errors.append((column - integers[-1] * steps) / part[:, i, i, None, None])
-            inner[:, :, i + 1 :].baddbmm_(errors[-1], part[:, i : i + 1, i + 1 : block], alpha=-1)
-        remaining = outer.baddbmm_(torch.cat(errors, 2), part[:, :, block:], alpha=-1)
-    return torch.take_along_dim(torch.cat(integers, 2), order.argsort()[:, None], 2)
+    ones compensate each error along the inverse Hessian. With the A of `row_feedback` a segment also
+    compensates the errors of later segments in the same column. It rounds a column one turn after
+    the next segment, so all segments take in + B - 1 turns instead of in * B."""
+    rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
+    segments = rows[None] if feedback is None else to_segments(rows).movedim(0, 2)
+    # (B, L, length, in + 2 * last). In turn t segment b rounds column t + b, so the last segment is
+    # first, and puts the errors in its place.
+    last = len(segments) - 1
+    left, turns = F.pad(segments, (last, last)), width + last
+    factor = F.pad(factor / factor.diagonal(0, 1, 2)[..., None], 4 * (last,))
+    integers = torch.zeros_like(left)
+    for first in range(0, turns, block):
+        stop, errors = min(first + block, turns), []
+        for turn in range(first, stop):
+            now = slice(turn, turn + last + 1)
+            column = left[..., now].diagonal(0, 0, 3).movedim(-1, 0)[..., None]
+            aim = column
+            if feedback is not None:
+                seen = left[..., now].permute(3, 1, 0, 2).flatten(2)  # (B, L, rows)
+                aim = column + (seen[..., None, :] @ feedback).mT
+            found = to_integers(aim)
+            integers[..., now].diagonal(0, 0, 3).copy_(found[..., 0].movedim(0, -1))
+            errors.append(column - found * steps)
+            near = slice(turn + 1, stop + last)
+            effect = factor[:, now, near].transpose(0, 1)[:, :, None]
+            left[..., near].flatten(0, 1).baddbmm_(
+                errors[-1].flatten(0, 1), effect.flatten(0, 1), alpha=-1
+            )
+            column.copy_(errors[-1])
+        effect = [factor[:, first + b : stop + b, stop + last :] for b in range(last + 1)]
+        left[..., stop + last :].flatten(0, 1).baddbmm_(
+            torch.cat(errors, 3).flatten(0, 1), torch.cat(effect), alpha=-1
+        )
+    integers = integers[..., last:turns].transpose(0, 1).flatten(1, 2)[:, : weights.size(1)]
+    return torch.take_along_dim(integers, order.argsort()[:, None], 2)
+
+
+def rotated(x: Tensor, back: bool = False) -> Tensor:
+    """P x Q^T of matrices x (..., m, n), with orthogonal P and Q by their sizes, or P^T x Q. Each is
+    random signs and Hadamard's matrix, as in QuIP# (arXiv:2402.04396), for the first 2^k elements,
+    then for the last. Its sums have a fixed order, so every machine rounds alike."""
+    for _ in range(2):
+        x = x.mT.clone(memory_format=torch.contiguous_format)
+        power = 1 << (x.size(-2).bit_length() - 1)
+        for first in sorted({0, x.size(-2) - power}, reverse=back):
+            signs = np.random.RandomState(first).choice([-1, 1], (power, 1))
+            signs = torch.from_numpy(signs).to(x) * power**-0.5
+            part, width = x[..., first : first + power, :], power
+            if not back:
+                part.mul_(signs)
+            while width := width // 2:
+                a, b = part.unflatten(-2, (-1, 2, width)).unbind(-3)
+                a.add_(b)
+                b.mul_(-2).add_(a)  # a + b - 2 b
+            if back:
+                part.mul_(signs)
+    return x
 
 
 def next_state(state, odd, states: int):
@@ -2413,7 +2496,7 @@ def trellis_bits(codes: Tensor, states: int) -> Tensor:
 
 @dataclasses.dataclass
 class Quantiser:
-    """Rounds rows to codes, integers of at most 12 bits, times the step of the row.
+    """Rounds weights to codes, integers of at most 12 bits, times the step of a row or matrix.
 
     Multiples of a step have a mean squared error of step^2 / 12, and twice the step saves one bit
     per weight. So at given bytes the total loss is lowest when each weight adds the same `loss`:
@@ -2423,16 +2506,26 @@ class Quantiser:
     Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. A state
     allows every second one: twice the code, plus the lowest bit of the state. A code takes
     as many bits as before, and the choice of the path makes the squared error a fifth smaller
-    (1 dB): step^2 / 15."""
+    (1 dB): step^2 / 15.
+
+    With `output`, matrices are `rotated`. Their rows and columns are then alike, so a matrix has one
+    step, and errors are fed back between rows too."""
 
     rows: Tensor  # (N, out, in)
     hessian: Tensor  # (N, in, in) of their inputs, in any unit
     cost: Tensor | None  # (N, out) of a squared error of 1; None: 1 / mean square of the row
     states: int  # of the trellis; 0: none
     rule: Rule
+    output: Tensor | None = None  # (N, out, out): G of `row_feedback`, whose diagonal is `cost`
 
     def __post_init__(self):
-        self.deviation = (self.rows.square().mean(-1, keepdim=True) + 1e-30).sqrt()
+        self.shared, self.feedback = 2, None  # the dimensions that share a step
+        if self.output is not None:
+            self.shared = 1, 2
+            parts = map(rotated, (self.rows, self.hessian, self.output))
+            self.rows, self.hessian, self.output = parts
+            self.feedback, self.cost = row_feedback(self.output)  # the weights take its place
+        self.deviation = (self.rows.square().mean(self.shared, keepdim=True) + 1e-30).sqrt()
         # (N, out, 1)
         self.costs = self.deviation**-2.0 if self.cost is None else self.cost[..., None]
         self.damped = damped(self.hessian, self.rule.damping)
@@ -2441,27 +2534,29 @@ class Quantiser:
         # diagonal, not by its entry of the Hessian's diagonal, which has mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         self.pivot = pivots.mean(-1)[:, None, None]
-        self.largest = self.rows.abs().amax(-1, keepdim=True)
+        self.largest = self.rows.abs().amax(self.shared, keepdim=True)
 
     def steps(self, loss: float) -> Tensor:
-        """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
+        """(N, out or 1, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
             return self.rule.default_steps(self.rows)
-        wanted = ((15 if self.states else 12) * loss / (self.costs * self.pivot)).sqrt()
+        costs = self.costs.mean(self.shared, keepdim=True) * self.pivot
+        wanted = ((15 if self.states else 12) * loss / costs).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
         # `round_steps` moves it by up to a sixteenth: 1875. The upper bound: odd states have no
         # code for 0, so wide steps cost much.
-        return round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 20)
+        steps = wanted.clamp(self.largest / 1875, 2 * self.deviation)
+        return round_steps(steps, 20 if self.output is None else 16)
 
     def expected_bytes(self, loss: float) -> float:
         """The bytes of all codes by the entropy of Gaussian rows in these steps. The 1 keeps it
         positive."""
         ratio = self.deviation / self.steps(loss)
         bits = (1 + 2 * math.pi * math.e * ratio.square()).log2() / 2
-        return float(bits.sum()) * self.rows.size(2) / 8
+        return float(bits.mean()) * self.rows.numel() / 8
 
     def round(self, loss: float) -> tuple[Tensor, ...]:
-        """Codes (N, out, in) int16, steps (N, out, 1), and what the weights of each matrix are
+        """Codes (N, out, in) int16, steps (N, out or 1, 1), and what the weights of each matrix are
         expected to cost together, (N,): the product of their errors and the Kronecker factors of
         the Fisher matrix, damped."""
         steps = self.steps(loss)
@@ -2471,15 +2566,31 @@ class Quantiser:
 
         def to_integers(column):
             if not self.states:
-                return to_codes(column, steps, self.rule.limit)
-            targets = to_segments((column / unit).clamp(-4000, 4000))  # codes have 12 bits
+                return to_codes(column, unit, self.rule.limit)
+            targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)  # codes have 12 bits
+            targets = to_segments(targets)
             path = viterbi(targets.flatten(1), weights, self.states)
-            return path.view_as(targets).transpose(0, 2).flatten(1, 2)[:, : column.size(1)]
+            path = path.view_as(targets).transpose(0, 2).flatten(1, 2)
+            return path[:, : column.size(2)].view_as(column)
 
-        integers = gptq(self.rows, *self.factor, unit, to_integers)
+        integers = gptq(self.rows, *self.factor, unit, to_integers, self.feedback)
         errors = self.rows - integers * unit
-        expected = (self.costs * errors * (errors @ self.damped)).sum((1, 2))
+        costs = self.costs * errors if self.output is None else self.output @ errors
+        expected = (costs * (errors @ self.damped)).sum((1, 2))
         return (integers / parts).floor().short(), steps, expected
+
+
+def costs_of_errors(squares: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`Quantiser.cost` and `.output` by the sums of `Calibration`: NAME.cost, NAME.output."""
+    # Rows that the calibration has hardly seen are not free of cost, nor is a matrix without use.
+    cost = squares + 0.05 * squares.mean(1, keepdim=True) + 1e-30
+    if output is None:
+        return cost, None
+    # The squares have products of different tokens too, so they give the scale.
+    scale = (squares / output.diagonal(0, 1, 2).clamp(min=1e-30)).sqrt()[..., None]
+    output = scale * output * scale.mT
+    output.diagonal(0, 1, 2).copy_(cost)
+    return cost, output
 
 
 Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that each one rounds
@@ -2488,30 +2599,36 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
     """The quantisers of all matrices, in file order. Each rank makes all of them. `calibration` has
     the sums of `Calibration`, or is {}. Kinds of one bank and shape, such as k and v, are rounded
-    together, as a GPU takes no longer for both."""
+    together, as a GPU takes no longer for both, and rotated if the codes are expected to be smaller."""
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
         kinds, views = zip(*group, strict=True)
-        rows, cost = torch.cat(views), None
+        rows = torch.cat(views)
         eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (L, in, in)
         hessian = torch.cat([calibration.get(kind.hessian, eye) for kind in kinds])
+        cost, output = (
+            torch.cat([calibration[f"{kind.name}.{part}"] for kind in kinds])
+            if f"{kinds[0].name}.{part}" in calibration
+            else None
+            for part in ("cost", "output")
+        )
         if calibration:
-            cost = torch.cat([calibration[f"{kind.name}.cost"] for kind in kinds])
-            # Rows that the calibration has hardly seen are not free of cost.
-            cost = cost + 0.05 * cost.mean(1, keepdim=True)
+            cost, output = costs_of_errors(cost, output)
         rule_of_banks, rule_of_tables = RULES[hp.rounding]
         rule = rule_of_banks if kinds[0].bank else rule_of_tables
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
-        quantisers[tuple(kind.name for kind in kinds)] = Quantiser(
-            rows, hessian, cost, states, rule
-        )
+        forms = [Quantiser(rows, hessian, cost, states, rule)]
+        if output is not None:
+            forms.append(Quantiser(rows, hessian, cost, states, rule, output))
+        names = tuple(kind.name for kind in kinds)
+        quantisers[names] = min(forms, key=lambda form: form.expected_bytes(FINEST))
     return quantisers
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.npz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 14
+ARTIFACT_VERSION = 15
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2545,9 +2662,9 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
 
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
-) -> dict[str, tuple[bytes, Tensor, float]]:
-    """Collective. By name (coded codes, steps, what rounding is expected to cost). The quantisers
-    are dealt to the ranks."""
+) -> dict[str, tuple[bytes, Tensor, float, bool]]:
+    """Collective. By name (coded codes, steps, what rounding is expected to cost, whether it is
+    rotated). The quantisers are dealt to the ranks."""
     encode, _ = CODERS[hp.compressor]
     coded = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
@@ -2555,7 +2672,8 @@ def round_matrices(
         parts = codes, steps.to(quantiser.rule.step_type), cost
         by_kind = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each in turn
         for name, codes_of, steps_of, cost_of in zip(names, *by_kind, strict=True):
-            coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum())
+            is_rotated = quantiser.output is not None
+            coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum()), is_rotated
     return dict(collections.ChainMap(*comm.gather(coded)))
 
 
@@ -2570,11 +2688,13 @@ def pack_artifact(
     """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, nats per token
     after a calibration. The same arguments give the same bytes on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
-    streams, plain, expected, count = [], [], {}, count_numbers(weights.values())
+    streams, plain, expected, turned = [], [], {}, []
+    count = count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
         values = tensor.half()
         if kind:
-            stream, values, cost = rounded[name]
+            stream, values, cost, is_rotated = rounded[name]
+            turned += [name] * is_rotated
             expected[name] = cost / count  # as `Calibration` counts each weight as all of them
             streams.append(stream)
         require(
@@ -2591,6 +2711,7 @@ def pack_artifact(
         },
         "rounding": hp.rounding,
         "trellis_states": first.states,
+        "rotated": turned,
         "expected_loss": {} if first.cost is None else expected,
         "coder": hp.compressor,
         **metadata,
@@ -2659,7 +2780,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
     header = todays_names(json.loads(text))
     require(
-        header["version"] == ARTIFACT_VERSION,
+        header["version"] in (14, ARTIFACT_VERSION),
         f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
@@ -2687,17 +2808,20 @@ def load_artifact(blob: bytes) -> Tensors:
     header, hp, streams, values = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
     weights = {name: torch.zeros(like.shape) for name, like in meta_parameters(hp).items()}
-    views = list(artifact_tensors(weights))
-    counts = [(view[..., 0] if kind else view).numel() for kind, _, view in views]
+    turned, parts = header.get("rotated", ()), []  # version 14 has none
+    for kind, name, view in artifact_tensors(weights):
+        like = view[..., :1] if kind else view
+        parts.append((kind, name, view, like[:, :1] if name in turned else like))
+    counts = [like.numel() for *_, like in parts]
     plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
-    for (kind, name, view), part in zip(views, plain.split(counts), strict=True):
+    for (kind, name, view, like), part in zip(parts, plain.split(counts), strict=True):
         if kind:
-            codes = torch.from_numpy(decode(streams[name], tuple(view.shape)))
+            rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
-                codes = codes + trellis_bits(codes, hp.trellis_states) / 2
+                rows = rows + trellis_bits(rows, hp.trellis_states) / 2
             # Both rules of a pair have the same type.
-            steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
-            view.copy_(codes * steps.float())
+            rows = rows * part.view(RULES[hp.rounding][0].step_type).view_as(like).float()
+            view.copy_(rotated(rows, back=True) if name in turned else rows)
         else:
             view.copy_(part.view(torch.float16).view_as(view))
         require(view.isfinite().all(), f"{name} has values that are not finite")

@@ -21,10 +21,11 @@ So the part that is linear in the errors, which has either sign, cancels. `kl` i
 the model of w + D from that of w on the same tokens, in nats per token: it has less noise.
 
 With --papers the matrices of the layers alone are rounded, and tables (embeddings, heads) stay as they
-are, in the ways that PAPERS lists, built from their papers. All of them have our damping of the
-Hessian and our coder. Bytes are those of the codes, and 2 for each step. Models of train_gpt.py can
-then be named too (--models 4x128 11x96 2135), which are trained by it: 4 layers of 128 and 11 of 96
-like the demonstration's, and 11 of 96 with the parts of configs/2135.env.
+are, in the ways that PAPERS lists, built from their papers, and "as exported" by train_gpt.py and
+tools/quantise.py. All of them have our damping of the Hessian and our coder. Bytes are those of the
+codes, and 2 for each step. Models of train_gpt.py can then be named too (--models 4x128 11x96 2135),
+which are trained by it: 4 layers of 128 and 11 of 96 like the demonstration's, and 11 of 96 with the
+parts of configs/2135.env.
 
 The last line is JSON.
 """
@@ -231,12 +232,16 @@ def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subj
     return Subject(name, make, model, logits, nats, batches, calibration, held_out)
 
 
-def layers_of(subject: Subject) -> Layers:
-    """Of a model of `transformers`, of nn.Linear or of train_gpt.py."""
+def layers_of(subject: Subject, exported: bool = False) -> Layers:
+    """Of a model of `transformers`, of nn.Linear or of train_gpt.py; exported: with the quantisers of
+    an export, which may be rotated."""
     model = subject.model
     if isinstance(model, train_gpt.GPT):
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-        made = train_gpt.make_quantisers(weights, model.hp, subject.calibration)
+        sums = subject.calibration
+        if not exported:
+            sums = {name: total for name, total in sums.items() if not name.endswith(".output")}
+        made = train_gpt.make_quantisers(weights, model.hp, sums)
         layers = range(model.hp.num_layers)
         groups = [
             ([f"{kind} {i}" for kind in kinds for i in layers], q) for kinds, q in made.items()
@@ -249,7 +254,8 @@ def layers_of(subject: Subject) -> Layers:
         shown = views(weights)
         return Layers([(names, one) for names, one in groups if names[0] in shown], views)
     matrices = quantise.matrices_of(model)
-    groups, make = quantise.make_groups(model, subject.calibration, 0)
+    calibration = subject.calibration if exported else subject.calibration._replace(outputs={})
+    groups, make = quantise.make_groups(model, calibration, 8)
     made = [(names, make(names)) for names in groups if not matrices[names[0]].lookup]
     made = [(names, one) for names, one in made if one.rows.size(1) != VOCAB]  # heads
     shown = {name: matrices[name] for names, _ in made for name in names}
@@ -502,7 +508,8 @@ class Kronecker:
         steps = self.steps(level).expand(-1, self.rows.size(1), 1)
         unit, weights = steps / self.choices, self.weights[..., None] * steps.square()
 
-        def to_integers(column):
+        def to_integers(columns):
+            (column,) = columns  # (N, R, 1)
             errors, found = torch.zeros_like(column), []
             for first in range(0, column.size(1), self.block):
                 part = slice(first, first + self.block)
@@ -516,7 +523,7 @@ class Kronecker:
                 else:
                     found.append(targets.round())
                 errors[:, part] = column[:, part] - found[-1] * unit[:, part]
-            return torch.cat(found, dim=1)
+            return torch.cat(found, dim=1)[None]
 
         integers = train_gpt.gptq(self.turned, self.order, self.factor, unit, to_integers)
         back = self.left.mT @ (integers * unit * self.scale) @ self.right
@@ -524,6 +531,29 @@ class Kronecker:
             back = gained(self.rows, back, self.hessian)
         cost = weights.sum(dim=(1, 2)) * self.pivots.sum(dim=1) / self.divisor
         return (integers / self.choices).floor(), back, cost
+
+
+@dataclasses.dataclass
+class Exported:
+    """A quantiser of an export in the place of a `Kronecker`."""
+
+    quantiser: train_gpt.Quantiser
+    weights: int  # as how many its costs count each weight
+
+    def __post_init__(self):
+        self.rows, self.spread = self.quantiser.rows, self.quantiser.deviation
+        self.steps = self.quantiser.steps
+
+    def count_steps(self) -> int:
+        return self.steps(1.0).numel()
+
+    def round(self, level: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Like Kronecker's."""
+        codes, steps, cost = self.quantiser.round(level)
+        back = (codes + train_gpt.trellis_bits(codes, self.quantiser.states) / 2) * steps
+        if self.quantiser.output is not None:
+            back = train_gpt.rotated(back, back=True)
+        return codes, back, cost / self.weights
 
 
 def output_factors(subject: Subject, views: Callable) -> dict[str, Tensor]:
@@ -542,7 +572,17 @@ def output_factors(subject: Subject, views: Callable) -> dict[str, Tensor]:
     return {name: total / (2 * count) for name, total in sums.items()}
 
 
-def level_of(bits: float, rounders: list[Kronecker]) -> float:
+def counted(subject: Subject) -> int:
+    """The weights by whose number the costs of a calibration are multiplied: all, or all that
+    tools/quantise.py rounds."""
+    parameters = subject.model.parameters()
+    if not isinstance(subject.model, train_gpt.GPT):
+        matrices, squares = quantise.matrices_of(subject.model), subject.calibration.squares
+        parameters = [one.parameter for name, one in matrices.items() if squares[name].any()]
+    return train_gpt.count_numbers(parameters)
+
+
+def level_of(bits: float, rounders: list[Kronecker | Exported]) -> float:
     """With which the codes of all matrices have about this many bits per weight, if the weights are
     Gaussian."""
     count = sum(one.rows.numel() for one in rounders)
@@ -572,18 +612,28 @@ def compare_papers(subject: Subject) -> list[dict]:
     """Print and return a row for each way and size, then print `kl` at equal bits, on the first
     32,768 tokens."""
     subject = subject._replace(held_out=subject.held_out[:4])
-    groups, views = layers_of(subject)
+    plain, views = layers_of(subject)
     outputs, weights = output_factors(subject, views), dict(subject.model.named_parameters())
-    count, rows = sum(one.rows.numel() for _, one in groups), []
-    for way, form in PAPERS.items():
-        rounders = [
-            Kronecker(one.rows, one.damped, torch.stack([outputs[name] for name in names]), form)
-            for names, one in groups
-        ]
+    count, rows = sum(one.rows.numel() for _, one in plain), []
+    ways = [*PAPERS, "as exported"]
+    for way in ways:
+        if way in PAPERS:
+            groups = plain
+            rounders = [
+                Kronecker(
+                    one.rows, one.damped, torch.stack([outputs[n] for n in names]), PAPERS[way]
+                )
+                for names, one in groups
+            ]
+            shares = [(*one.distance(), one.rows[0].numel() / count) for one in rounders]
+            away = [sum(float(share[i].sum()) * share[2] for share in shares) for i in (0, 1)]
+            print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
+        else:
+            groups = layers_of(subject, exported=True).groups
+            rounders = [Exported(one, counted(subject)) for _, one in groups]
+            turned = [name for names, one in groups if one.output is not None for name in names]
+            print(f"{way}: {len(turned)} of {len(outputs)} matrices are rotated", flush=True)
         side = 16 * sum(one.count_steps() for one in rounders) / count
-        shares = [(*one.distance(), one.rows[0].numel() / count) for one in rounders]
-        away = [sum(float(share[i].sum()) * share[2] for share in shares) for i in (0, 1)]
-        print("{}: {:.2f} dB by columns, {:.2f} by rows".format(way, *away), flush=True)
         for aim in AIMS:
             rounded = {name: weight.detach().clone() for name, weight in weights.items()}
             places, level = views(rounded), level_of(aim - side, rounders)
@@ -604,7 +654,7 @@ def compare_papers(subject: Subject) -> list[dict]:
             )
     for measure in ("bits", "codes"):
         print(f"kl at {SHOWN} {measure} per weight")
-        for way in PAPERS:
+        for way in ways:
             points = [(row[measure], row["kl"]) for row in rows if row["way"] == way]
             print(f"{way:22}" + "".join(f"{kl:10.6f}" for kl in at_bits(points)), flush=True)
     return rows

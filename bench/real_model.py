@@ -85,8 +85,11 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
         header, arrays = quantise.open_file(path.name, len(file))
     tensors = quantise.read(model, header, arrays)
     matrices = quantise.matrices_of(model)
-    sizes = {name: 2.0 * len(matrices[name].rows(tensors[name])) for name in expected}
-    for group, size in zip(header["groups"], header["code_bytes"], strict=True):
+    sizes = {}
+    groups = zip(header["groups"], header["rotated"], header["code_bytes"], strict=True)
+    for group, rotated, size in groups:
+        steps = 1 if rotated else len(matrices[group[0]].rows(tensors[group[0]]))
+        sizes |= dict.fromkeys(group, 2.0 * steps)
         sizes[group[0]] += size
     return Rounded({name: tensors[name] for name in expected}, sizes, expected)
 

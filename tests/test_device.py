@@ -59,13 +59,19 @@ def test_training(elsewhere, changes):
         run.optimizer.scatter(name, tensor, torch.zeros(whole.shape, device=META))
 
 
-def test_export(elsewhere):
-    """Up to the codes. The coder runs on the CPU."""
+@pytest.mark.parametrize("rotated", [False, True])
+def test_export(elsewhere, rotated, monkeypatch):
+    """Up to the codes, in a form that needs no values. The coder runs on the CPU."""
     run = elsewhere(NUM_LAYERS=1, XSA_LAST_N=1)
     calibration, _ = run.calibrate(range(1))
+    monkeypatch.setattr(
+        train_gpt.Quantiser, "expected_bytes", lambda one, _: (one.output is None) == rotated
+    )
     quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
     assert all(on_device(*one.round(1e-9)) for one in quantisers.values())
     assert len(sum(quantisers, ())) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
+    names = [name for name, one in quantisers.items() if one.output is not None]
+    assert sum(names, ()) == tuple(kind.name for kind in train_gpt.MATRICES) * rotated
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:

@@ -104,7 +104,7 @@ def test_gptq_is_the_greedy_solution(block):
     steps = weights.abs().amax(dim=-1, keepdim=True) / 10
     damped = train_gpt.damped(hessian, 0.01)
     encode = lambda column: train_gpt.to_codes(column, steps, 8)  # noqa: E731
-    found = train_gpt.gptq(weights, *train_gpt.inverse_factor(damped), steps, encode, block)
+    found = train_gpt.gptq(weights, *train_gpt.inverse_factor(damped), steps, encode, block=block)
     assert found.abs().max() == 8
     for layer in range(2):
         h, w = hessian[layer].double(), weights[layer].double()
@@ -128,6 +128,79 @@ def test_gptq_without_activations_is_rounding():
         factor = train_gpt.inverse_factor(train_gpt.damped(hessian, 0.01))
         codes = train_gpt.gptq(weights, *factor, steps, lambda column: (column / steps).round())
         assert torch.equal(codes, (weights / steps).round())
+
+
+def covariance(width, seed) -> torch.Tensor:
+    """A second moment (width, width) of correlated numbers, with mean 1 on its diagonal."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=draw) / width**0.5 + torch.eye(width)
+    x = torch.randn(4 * width, width, generator=draw) @ mix
+    return train_gpt.damped((x.T @ x)[None], 0.05)[0]
+
+
+@pytest.mark.parametrize("block", [4, 128])
+def test_feedback_between_rows_is_the_greedy_solution(block):
+    """In float64: 130 rows are three segments. They are rounded from the last one to the first, a
+    column each, and the open ones compensate the errors of the others in that column optimally."""
+    rows = torch.randn(2, 130, 12, generator=torch.Generator().manual_seed(1))
+    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (12, 130))
+    steps = torch.tensor([0.3, 0.2])[:, None, None]
+    factor = train_gpt.inverse_factor(hessian)
+    feedback, weights = train_gpt.row_feedback(output)
+
+    def to_integers(column):
+        assert column.shape == (3, 2, 64, 1)
+        return (column / steps).round()
+
+    found = train_gpt.gptq(rows, *factor, steps, to_integers, feedback, block)
+    assert found.shape == rows.shape
+    for layer in range(2):
+        h, g, w = hessian[layer].double(), output[layer].double(), rows[layer].double()
+        todo = h.diagonal().argsort(descending=True).tolist()
+        while todo:
+            column, *rest = todo
+            error = torch.zeros(130, 1).double()
+            for first in (128, 64, 0):
+                later = slice(min(first + 64, 130), 130)
+                own = slice(first, later.start)
+                # The least (d, e)^T G (d, e) over the open d has d = -G[open, open]^-1 G[open, later] e
+                pull = torch.linalg.solve(g[: own.stop, : own.stop], g[: own.stop, later])
+                target = w[own, column] + (pull @ error[later])[own, 0]
+                code = (target / steps[layer, 0]).round()
+                assert torch.equal(found[layer, own, column].double(), code)
+                error[own, 0] = w[own, column] - code * steps[layer, 0]
+            w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
+            todo = rest
+        # A row weighs what its error costs when the rows of earlier segments are free.
+        for first in (0, 64, 128):
+            own = slice(first, min(first + 64, 130))
+            inverse = torch.linalg.inv(g[: own.stop, : own.stop])[own, own]
+            expected = torch.linalg.inv(inverse).diagonal().float()
+            torch.testing.assert_close(weights[layer, own], expected, rtol=1e-4, atol=1e-5)
+
+
+def orthogonal(size) -> torch.Tensor:
+    """By hand: signs and Hadamard's matrix for the first 2^k elements, then for the last."""
+    power, matrix, hadamard = 2 ** int(math.log2(size)), np.eye(size), np.ones((1, 1))
+    while len(hadamard) < power:
+        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    for first in sorted({0, size - power}):
+        part, own = np.eye(size), slice(first, first + power)
+        signs = np.random.RandomState(first).choice([-1, 1], power)
+        part[own, own] = hadamard * signs / power**0.5
+        matrix = part @ matrix
+    return torch.from_numpy(matrix)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 96, 128])
+def test_rotations(size):
+    """Artifacts need them forever: their weights are rotated back when they are loaded."""
+    rows, left, right = torch.randn(3, size, 24).double(), orthogonal(size), orthogonal(24)
+    before, turned = rows.clone(), train_gpt.rotated(rows)
+    torch.testing.assert_close(turned, left @ rows @ right.T)
+    torch.testing.assert_close(train_gpt.rotated(turned, back=True), rows)
+    assert torch.equal(rows, before)
+    assert size < 7 or left.abs().max() <= 2 / 2 ** (int(math.log2(size)) / 2), "all are mixed"
 
 
 # The trellis. Of 8 states, by hand from the parity checks 13 and 4 (octal) in observer form: the
@@ -206,7 +279,7 @@ def test_hessians_are_of_what_each_matrix_reads(monkeypatch, run_of):
     sums, _ = run.calibrate(range(1))
     with torch.no_grad():
         matrices = run.model.matrices()
-    hessians = {name: total for name, total in sums.items() if not name.endswith(".cost")}
+    hessians = {name: total for name, total in sums.items() if "." not in name}
     kinds = [kind for kind in (*train_gpt.MATRICES, *train_gpt.TABLES) if kind.hessian]
     assert {kind.name for kind in kinds} == set(matrices)
     assert {kind.hessian for kind in kinds} == set(hessians)
@@ -248,11 +321,94 @@ def test_squares_are_of_the_gradients_of_each_token(run_of, monkeypatch):
         torch.testing.assert_close(calibration.sums[name], squares)
 
 
-def quantiser(rows, cost=None, hessian=None, states=8, kind=train_gpt.MATRICES[0]):
+def test_outputs_are_of_the_gradients_of_each_token(monkeypatch, run_of):
+    """NAME.output, by the gradients of the bank's own products: a gain is no part of its matrix."""
+    run = run_of(NUM_LAYERS=2)
+    model = noise(run.model, seed=3, size=0.05)
+    with torch.no_grad():
+        model.attn_scale.mul_(torch.tensor([-1.0, 2.0]).repeat(model.hp.model_dim // 2))
+    real, products = train_gpt.F.linear, []
+
+    def linear(x, w, *bias):
+        y = real(x, w, *bias)
+        y.register_hook(lambda grad: products.append((x.detach(), w.detach(), grad)))
+        return y
+
+    monkeypatch.setattr(train_gpt.F, "linear", linear)
+    sums, _ = run.calibrate(range(1))
+    matrices = model.matrices()
+    for kind in train_gpt.MATRICES:
+        for layer, matrix in enumerate(matrices[kind.name]):
+            expected = 0
+            for x, joint, grad in products:
+                if holds(joint, matrix):
+                    starts = range(len(joint) - len(matrix) + 1)
+                    first = next(i for i in starts if torch.equal(joint[i], matrix[0]))
+                    grad = grad[..., first : first + len(matrix)]
+                    gain = getattr(model, kind.gain)[layer].detach() if kind.gain else 1
+                    g = (x.square().mean(-1, keepdim=True).sqrt() * grad * gain).flatten(0, 1)
+                    expected = expected + g.T @ g
+            found = sums[f"{kind.name}.output"][layer]
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(found.max()))
+    tables = {kind.name for kind in train_gpt.TABLES}
+    assert not tables & {name.removesuffix(".output") for name in sums if "output" in name}
+
+
+def test_by_the_rules_of_399_no_outputs_are_collected(hyperparameters):
+    sums = train_gpt.Calibration(made(hyperparameters(ROUNDING="399")), 16).sums
+    assert sums and not [name for name in sums if "output" in name]
+
+
+def quantiser(rows, cost=None, hessian=None, states=8, kind=train_gpt.MATRICES[0], output=None):
     """Of matrices of this kind."""
     hessian = torch.eye(rows.size(2)).expand(len(rows), -1, -1) if hessian is None else hessian
     rule = train_gpt.RULES["sensitivity"][not kind.bank]
-    return train_gpt.Quantiser(rows, hessian, cost, states, rule)
+    return train_gpt.Quantiser(rows, hessian, cost, states, rule, output)
+
+
+@pytest.mark.parametrize("states", [0, 8])
+def test_rotated_matrices_cost_what_is_expected_and_less(states):
+    """The product of errors and factors, after the codes are rotated back; at the same bits less than
+    without rotation. A matrix has one step."""
+    rows = torch.randn(2, 130, 48, generator=torch.Generator().manual_seed(1))
+    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (48, 130))
+    cost = output.diagonal(0, 1, 2)
+    found = {}
+    for form, given in ("plain", None), ("rotated", output):
+        one = quantiser(rows, cost, hessian, states, output=given)
+        codes, steps, expected = one.round(0.002)
+        back = (walked(codes) / 2 if states else codes) * steps
+        if given is not None:
+            assert steps.shape == (2, 1, 1) and codes.shape == rows.shape
+            back = train_gpt.rotated(back, back=True)
+        errors = rows - back
+        real = (output @ errors * (errors @ train_gpt.damped(hessian, 0.1))).sum((1, 2))
+        if given is not None:
+            torch.testing.assert_close(expected, real, rtol=1e-3, atol=0)
+            # The mean of the weights times that of the pivots, as a prediction
+            assert float(real.sum()) == pytest.approx(0.002 * rows.numel(), rel=0.05)
+        bits = 8 * len(train_gpt.encode_ans(codes.numpy())) / codes.numel()
+        found[form] = float(real.sum()) * 4**bits, one.expected_bytes(0.002)
+    assert found["rotated"][0] < 0.9 * found["plain"][0], found
+    assert found["rotated"][1] < found["plain"][1], found
+
+
+def test_costs_of_errors():
+    """The sums of single tokens give the correlations of rows, the squares their scale; a row that
+    calibration has hardly seen has 5 % of the mean cost."""
+    squares = torch.tensor([[4.0, 1.0, 0.0]])
+    sums = torch.tensor([[[18.0, -3.0, 0.0], [-3.0, 2.0, 0.0], [0.0, 0.0, 0.0]]])
+    cost, output = train_gpt.costs_of_errors(squares, sums)
+    floor = 0.05 * 5 / 3
+    torch.testing.assert_close(cost, squares + floor)
+    expected = torch.tensor([[4.0 + floor, -1, 0], [-1, 1 + floor, 0], [0, 0, floor]])
+    torch.testing.assert_close(output[0], expected)
+    assert train_gpt.costs_of_errors(squares, None)[1] is None and sums[0, 0, 0] == 18
+    # A matrix that no token has used, such as q while "out" is still zero, can be factored too.
+    _, unused = train_gpt.costs_of_errors(0 * squares, 0 * sums)
+    rows = torch.randn(1, 3, 4)
+    codes, steps, _ = quantiser(rows, 0 * squares, output=unused).round(1e-4)
+    assert (steps / rows.square().mean().sqrt() - 2).abs() < 0.01 and codes.abs().max() < 3
 
 
 @pytest.mark.parametrize("states, divisor", [(0, 12), (8, 15)])
@@ -626,6 +782,15 @@ def test_a_knob_younger_than_the_artifact_has_its_default(model, packed):
     train_gpt.load_artifact(blob)
 
 
+def test_an_artifact_of_version_14_is_read(packed):
+    def change(header):
+        header["version"] = 14
+        assert header.pop("rotated") == []
+
+    older, newer = map(train_gpt.load_artifact, (rewritten(packed, change), packed))
+    assert all(torch.equal(older[name], tensor) for name, tensor in newer.items())
+
+
 def test_an_artifact_with_older_names_of_knobs_is_read(model, packed):
     def change(header):
         header["row_range"] = {"sensitivity": "sdclip"}[header.pop("rounding")]
@@ -668,6 +833,8 @@ CHANGES = {
     "states without a trellis": ("TRELLIS_STATES=5 is not one of", setter(5, "trellis_states")),
     "a truth for states": ("TRELLIS_STATES='True' is not", setter(True, "trellis_states")),
     "no coder": ("its coder is unknown", setter("pickle", "coder")),
+    "rotated, with steps of rows": ("a packed part is cut or exceeds", setter(["q"], "rotated")),
+    "a number as rotated": ("TypeError", setter(1, "rotated")),
     "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
     "an unknown range": ("ROUNDING='wide' is not one of", setter("wide", "rounding")),
     "a huge model": ("", setter(1 << 50, "model", "model_dim")),
@@ -801,7 +968,19 @@ def test_target_is_met(knobs, gptq, hyperparameters):
             seeds = enumerate(matrices[name], 3 * seed)
             inputs = [correlated(matrix.size(1), 99, each) for each, matrix in seeds]
             calibration[name] = torch.stack([x.T @ x for x in inputs])
-    quantisers = train_gpt.make_quantisers(weights, hp, calibration).values()
+        for seed, kind in enumerate(train_gpt.MATRICES):
+            size = kind.shape(hp)[0]
+            each = covariance(size, seed)
+            if kind.out == "kv":  # independent rows of unequal cost need steps of their own
+                each = torch.eye(size)
+                calibration[f"{kind.name}.cost"] *= torch.logspace(-3, 3, size)
+            calibration[f"{kind.name}.output"] = each.repeat(hp.num_layers, 1, 1)
+    quantisers = train_gpt.make_quantisers(weights, hp, calibration)
+    rotated = [
+        name for names, one in quantisers.items() if one.output is not None for name in names
+    ]
+    assert rotated == (["q", "out", "up", "down"] if gptq else [])
+    quantisers = quantisers.values()
     # Matrices of one shape go together.
     groups = [(len(one.rows), one.rule.damping) for one in quantisers]
     assert groups[:4] == [(6, 0.1), (6, 0.1), (3, 0.1), (3, 0.1)] and groups[4] == (1, 1.0)
@@ -809,18 +988,22 @@ def test_target_is_met(knobs, gptq, hyperparameters):
     together = (parts for group in rounded for parts in zip(*group, strict=True))
     for kind, name, view in train_gpt.artifact_tensors(weights):
         if kind:
-            cost = calibration.get(f"{name}.cost")
-            if gptq:  # rows that were hardly seen are not free of cost
-                cost = cost + 0.05 * cost.mean(dim=1, keepdim=True)
-            alone = quantiser(view, cost, calibration.get(kind.hessian), kind=kind).round(0.01)
+            cost = output = None
+            if gptq:
+                output = calibration[f"{name}.output"] if name in rotated else None
+                cost, output = train_gpt.costs_of_errors(calibration[f"{name}.cost"], output)
+            hessian = calibration.get(kind.hessian)
+            alone = quantiser(view, cost, hessian, kind=kind, output=output).round(0.01)
             for parts in zip(*alone, strict=True):
                 torch.testing.assert_close(next(together), parts)
     free = len(exported(weights, hp, calibration))
     for enough in (math.inf, free):
         blob = fitted(weights, hp, calibration, enough, lines.append)
         assert len(blob) == free and not lines
+        header = train_gpt.open_artifact(blob)[0]
+        assert header["rotated"] == rotated
         if gptq:
-            expected = train_gpt.open_artifact(blob)[0]["expected_loss"].values()
+            expected = header["expected_loss"].values()
             assert sum(expected) == pytest.approx(train_gpt.FINEST, rel=0.5)
     for max_bytes in (free - 1, free * 3 // 4):
         blob = fitted(weights, hp, calibration, max_bytes, lines.append)

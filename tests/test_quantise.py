@@ -1,5 +1,6 @@
 """tools/quantise.py rounds any torch model, predicts the loss of it, and reads its file back."""
 
+import copy
 import functools
 import io
 import itertools
@@ -262,6 +263,107 @@ def test_an_input_that_is_read_twice_counts_twice_and_no_row_is_free_of_cost():
     torch.testing.assert_close(table.costs[0, :, 0], cost + 0.05 * cost.mean())
 
 
+class Twice(nn.Module):
+    """Reads one matrix with a bias twice, changes what it makes in place, and has a head with 8 times
+    as many outputs."""
+
+    def __init__(self, conv1d: bool):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(6, 48)
+        self.once = Conv1D(6, 4) if conv1d else nn.Linear(4, 6)
+        self.unused = nn.Linear(4, 6)
+
+    def forward(self, ids, keep):
+        x, total = self.embed(ids), 0
+        for one in (x, 2 * x):
+            weight = self.once.weight
+            weight = weight if isinstance(self.once, Conv1D) else weight.mT
+            y = one @ weight + self.once.bias if keep else self.once(one)
+            if keep:
+                y.register_hook(lambda grad, one=one: keep((one.detach(), grad)))
+            total = total + F.relu(y, inplace=not keep)
+        return self.head(total)
+
+
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_outputs_are_of_the_gradients_of_each_token(conv1d):
+    """Sums of g g^T |x|^2 of products that are used, also if an activation takes their place."""
+    torch.manual_seed(0)
+    model, rows = Twice(conv1d), torch.arange(16).view(2, 8) % 8
+
+    def loss(model, rows, keep=None):
+        return F.cross_entropy(model(rows[:, :-1], keep).mT, rows[:, 1:], reduction="none")
+
+    found = quantise.calibrate(model, [rows], loss)
+    assert list(found.outputs) == ["once.weight"]
+    seen, draw = [], torch.Generator().manual_seed(0)
+    nats = loss(model, rows, seen.append)
+    (nats * torch.randn(nats.shape, generator=draw)).sum().backward()
+    expected = 0
+    for x, grad in seen:
+        g = (x.norm(dim=-1, keepdim=True) * grad).flatten(0, 1)
+        expected = expected + g.T @ g
+    assert len(seen) == 2 and expected[0, 1] != 0
+    torch.testing.assert_close(found.outputs["once.weight"], expected)
+
+
+@pytest.fixture(scope="module")
+def two_products():
+    """A model and a calibration by which one of its products is rotated: its rows are alike and
+    correlated. Those of the other one differ in cost."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 80, bias=False), nn.Linear(80, 40, bias=False))
+    mix = torch.randn(80, 80) / 80**0.5 + torch.eye(80)
+    calibration = quantise.Calibration(
+        {("0.weight",): torch.eye(40), ("1.weight",): torch.eye(80)},
+        {"0.weight": torch.ones(80), "1.weight": torch.logspace(-3, 3, 40)},
+        1,
+        {"0.weight": mix @ mix.T, "1.weight": torch.eye(40)},
+    )
+    return model, calibration
+
+
+def test_a_rotated_matrix_is_read_back(two_products, tmp_path):
+    """By the weights, whose errors are those of the header, and less in the rotated one."""
+    model, calibration = two_products
+    groups, make = quantise.make_groups(model, calibration, 8)
+    assert groups == [["0.weight"], ["1.weight"]]
+    first, second = map(make, groups)
+    assert first.output is not None and second.output is None
+    steps = first.steps(0.01)
+    assert torch.equal(steps, steps.bfloat16().float()), "as a file stores them"
+    few = quantise.emptied(make(["0.weight"]))
+    assert few.expected_bytes(0.01) == first.expected_bytes(0.01)
+    held = [one for one in vars(few).values() if torch.is_tensor(one) and not one.is_meta]
+    assert sum(one.numel() for one in held) < 3 * 80, "no matrix"
+    found = {}
+    for form, one in ("rotated", calibration), ("plain", calibration._replace(outputs={})):
+        file, predicted = quantise.quantise(model, one, 3400)
+        twin = rounded(model, file, tmp_path / "a.npz", lambda: copy.deepcopy(model))
+        header, _ = quantise.open_file(tmp_path / "a.npz", 3400)
+        assert header["rotated"] == [form == "rotated", False] and header["version"] == 3
+        errors = (model[0].weight - twin[0].weight).detach()
+        _, output = train_gpt.costs_of_errors(
+            calibration.squares["0.weight"][None], calibration.outputs["0.weight"][None]
+        )
+        found[form] = float((output[0] @ errors * errors).sum()) / 2  # nats, as is the prediction
+        if form == "rotated":
+            assert predicted["0.weight"] == pytest.approx(found[form], rel=1e-3)
+    assert found["rotated"] < 0.95 * found["plain"]
+
+
+def test_a_file_of_version_2_is_read(packed, trained, tmp_path):
+    def change(header):
+        header["version"] = 2
+        assert not any(header.pop("rotated"))
+
+    new, old = (
+        rounded(trained, file, tmp_path / "a.npz", lambda: Model(seed=1)).state_dict()
+        for file in (packed, rewritten(packed, change))
+    )
+    assert all(torch.equal(old[name], tensor) for name, tensor in new.items())
+
+
 class Attention(nn.Module):
     """Weights that are used without a call of their module: the projection of
     nn.MultiheadAttention, and an embedding as a head."""
@@ -412,7 +514,8 @@ def test_only_the_group_that_is_rounded_takes_memory(trained, calibration, packe
     monkeypatch.setattr(quantise, "Quantiser", Quantiser)
     monkeypatch.setattr(train_gpt, "encode_ans", encoded)
     assert quantise.quantise(trained, calibration, 5000)[0] == packed
-    assert len(coded) > 2 and len(made) == 2 + len(coded)
+    tried = 2 * len(calibration.outputs)  # the forms of each matrix
+    assert tried and len(coded) > 2 and len(made) == tried + 2 + len(coded)
 
 
 def test_progress_is_a_line_each_half_minute_if_nobody_watches(capsys, monkeypatch):
@@ -447,7 +550,7 @@ def part_deflated(blob: bytes) -> bytes:
 
 # fmt: off
 HEADERS = {
-    "another version": ("its version is 1, not 2", lambda header: header.update(version=1)),
+    "another version": ("its version is 1, not 2 or 3", lambda header: header.update(version=1)),
     "no shapes": ("", lambda header: header.update(shapes=5)),
     "a group twice": ("contradicts itself", lambda header: header["groups"].append(header["groups"][0])),
     "a matrix twice": ("contradicts itself", lambda header: header["groups"][0].append(header["groups"][0][0])),
@@ -459,6 +562,9 @@ HEADERS = {
     "negative length": ("contradicts", lambda header: header.update(code_bytes=[5 + sum(header["code_bytes"]), -5])),
     "codes left over": ("contradicts", lambda header: header.update(code_bytes=[n - 1 for n in header["code_bytes"]])),
     "length as text": ("", lambda header: header["code_bytes"].append("5")),
+    "a number for a form": ("contradicts itself", lambda header: header.update(rotated=[*map(int, header["rotated"])])),
+    "a form less": ("contradicts itself", lambda header: header["rotated"].pop()),
+    "rotated, with steps of rows": ("exceeds", lambda header: header.update(rotated=[True] * len(header["groups"]))),
     "five states": ("contradicts itself", lambda header: header.update(trellis_states=5)),
     "no type": ("AttributeError", lambda header: header["exact"].update(count="load")),
     "a huge type": ("", lambda header: header["exact"].update({"norm.weight": "complex128"})),
@@ -756,6 +862,25 @@ def test_our_way_is_the_quantiser(problem):
     assert torch.equal(ours.round(0.01)[0], codes.float())
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+def test_what_is_exported_costs_what_it_says(problem, rotated):
+    rows, hessian, output = problem
+    mean = output.diagonal(0, 1, 2).mean(dim=1)[:, None, None]
+    output = output + 0.05 * mean * torch.eye(96)
+    cost = output.diagonal(0, 1, 2)
+    given = output if rotated else None
+    quantiser = train_gpt.Quantiser(rows, hessian, cost, 8, train_gpt.Rule(0.0), given)
+    one = quantisers.Exported(quantiser, 10)
+    assert one.count_steps() == (2 if rotated else 2 * 96)
+    _, back, found = one.round(0.01)
+    if rotated:
+        assert float(found.sum()) * 10 == pytest.approx(cost_of(problem, back), rel=1e-3)
+    else:
+        errors = rows - back
+        expected = (cost[..., None] * errors * (errors @ hessian)).sum()
+        assert float(found.sum()) * 10 == pytest.approx(float(expected), rel=1e-3)
+
+
 @pytest.fixture
 def subject():
     def make():
@@ -817,10 +942,12 @@ def test_the_table_of_libraries(subject, monkeypatch):
 def test_the_table_of_papers(subject, capsys, monkeypatch):
     monkeypatch.setattr(quantisers, "AIMS", (3.0, 5.0))
     rows = quantisers.compare_papers(subject)
-    assert [row["way"] for row in rows] == [way for way in quantisers.PAPERS for _ in range(2)]
+    ways = [*quantisers.PAPERS, "as exported"]
+    assert [row["way"] for row in rows] == [way for way in ways for _ in range(2)]
     for row in rows:
         assert 0 < row["kl"] < 1 and row["codes"] < row["bits"]
     text = capsys.readouterr().out
+    assert re.search(r"as exported: [01] of 1 matrices are rotated", text)
     assert "kl at (2.5, 3.0, 3.5, 4.0) bits per weight" in text
     points = [(5.0, 1 / 16), (2.5, 2.0), (3.0, 1.0)]
     expected = [2, 1, 0.5, 0.25]
@@ -879,7 +1006,8 @@ def test_ways_of_papers_on_a_model_of_the_script(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quantisers, "AIMS", (2.5, 5.5))
     monkeypatch.setattr(quantisers, "PAPERS", {"ours": quantisers.PAPERS["ours"]})
     before = {name: weight.detach().clone() for name, weight in weights.items()}
-    coarse, fine = quantisers.compare_papers(subject)
+    coarse, fine, *exported = quantisers.compare_papers(subject)
+    assert [one["way"] for one in exported] == 2 * ["as exported"]
     assert 8 < coarse["kl"] / fine["kl"] < 500  # 3 bits: a factor of 64
     assert coarse["bits"] < fine["bits"] - 2
     assert all(weight.equal(before[name]) for name, weight in weights.items())

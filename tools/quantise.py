@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = 2
+VERSION = 3
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -67,6 +67,8 @@ class Calibration(NamedTuple):
     hessians: dict[Names, Tensor]  # x^T x (in, in) of the inputs x that these matrices read
     squares: dict[str, Tensor]  # (out,): mean over a row of the squared gradients of a token's loss
     tokens: int
+    # Sums of g g^T |x|^2 (out, out), g the gradient of an output, of matrices that may be rotated
+    outputs: dict[str, Tensor]
 
     def hessian(self, name: str, width: int) -> Tensor:
         """(in, in) of a matrix. Without products, as in a lookup, each column counts equally."""
@@ -114,13 +116,28 @@ class Uses:
 
     def __init__(self, names: Mapping[nn.Parameter, str]):
         self.names = names
+        self.outputs: dict[str, Tensor] = {}  # of all forwards: `Calibration.outputs`
         self.inputs: dict[int, tuple[Tensor, list[str]]] = {}  # with who reads them
         self.looked_up: dict[str, list[Tensor]] = defaultdict(list)  # rows of tables
 
-    def product(self, x: Tensor, weight: nn.Parameter) -> None:
-        self.inputs.setdefault(id(x), (x, []))[1].append(self.names[weight])
+    def product(self, x: Tensor, weight: nn.Parameter, y: Tensor) -> None:
+        name = self.names[weight]
+        self.inputs.setdefault(id(x), (x, []))[1].append(name)
+        out, width = y.size(-1), x.size(-1)
+        if not y.requires_grad or out >= 8 * width or out**2 > 8 * GROUP:
+            return  # a head, or a sum that takes 512 MB and more
+        if name not in self.outputs:
+            self.outputs[name] = torch.zeros(out, out, dtype=torch.float32, device=y.device)
+        total, norm = self.outputs[name], x.detach().float().norm(dim=-1).view(-1, 1)
 
-    def lookup(self, ids: Tensor, weight: nn.Parameter) -> None:
+        def add(grad: Tensor) -> None:
+            rows = norm * grad.float().reshape(-1, out)
+            total.addmm_(rows.mT, rows)
+
+        # A view loses its hooks when it is changed in place, as by nn.ReLU(inplace=True).
+        (y if y._base is None else y._base).register_hook(add)
+
+    def lookup(self, ids: Tensor, weight: nn.Parameter, rows: Tensor) -> None:
         self.looked_up[self.names[weight]].append(ids.flatten())
 
     def clear(self) -> None:
@@ -180,7 +197,8 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
         any(total.any() for total in squares.values()),
         "the loss does not depend on the model: compute it with the model that loss() gets",
     )
-    return Calibration(hessians, dict(squares), tokens)
+    outputs = {n: total for n, total in uses.outputs.items() if not matrices[n].lookup}
+    return Calibration(hessians, dict(squares), tokens, outputs)
 
 
 @contextlib.contextmanager
@@ -195,17 +213,18 @@ def observed(model: nn.Module, parameters: Iterable[nn.Parameter], uses: Uses) -
 
     def watched(function, observe):
         def call(input, weight, *rest, **options):
+            output = function(input, weight, *rest, **options)
             if weight in wanted:
-                observe(input, weight)
-            return function(input, weight, *rest, **options)
+                observe(input, weight, output)
+            return output
 
         return call
 
-    def before_conv1d(module, arguments, keywords):
-        uses.product((*arguments, *keywords.values())[0], module.weight)
+    def after_conv1d(module, arguments, keywords, output):
+        uses.product((*arguments, *keywords.values())[0], module.weight, output)
 
     handles = [
-        module.register_forward_pre_hook(before_conv1d, with_kwargs=True)
+        module.register_forward_hook(after_conv1d, with_kwargs=True)
         for module in modules
         if is_conv1d(module) and module.weight in wanted
     ]
@@ -248,10 +267,10 @@ def quantise(
 ) -> tuple[bytes, dict[str, float]]:
     """(the file of at most `max_bytes` with the least loss; by tensor the nats per token that its
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
-    longer. `progress` wraps the list of groups in each of a few passes, as tqdm does. The model does
+    longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm. The model does
     not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
-    groups, make = make_groups(model, calibration, states)
+    groups, make = make_groups(model, calibration, states, progress)
     quantisers = [emptied(make(group)) for group in progress(groups)]
     pack_all = functools.partial(pack, model, groups, make, states, progress=progress)
     file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None, train_gpt.Comm())
@@ -271,45 +290,52 @@ def quantise(
 
 
 def make_groups(
-    model: nn.Module, calibration: Calibration, states: int
+    model: nn.Module, calibration: Calibration, states: int, progress: Callable = list
 ) -> tuple[list[list[str]], Callable]:
-    """Names of matrices that are rounded together, those of one shape, which calibration has used;
-    and what makes the quantiser of such a group. It takes several times the memory of the group's
-    weights, so each pass makes it anew."""
+    """Names of matrices that are rounded together, those of one shape and form, which calibration
+    has used; and what makes the quantiser of such a group. It takes several times the memory of the
+    group's weights, so each pass makes it anew."""
     matrices, by_shape, groups = matrices_of(model), defaultdict(list), []
     require(matrices.keys() == calibration.squares.keys(), "the calibration is of another model")
-    for name, matrix in matrices.items():
-        if calibration.squares[name].any():
-            shape = matrix.rows(matrix.parameter).shape
-            by_shape[shape, matrix.lookup].append(name)
-    for (shape, _), names in by_shape.items():
-        most = max(1, GROUP // max(math.prod(shape), shape[1] ** 2))
-        groups += [names[first : first + most] for first in range(0, len(names), most)]
-    count = sum(matrices[name].parameter.numel() for group in groups for name in group)
+    used = [name for name in matrices if calibration.squares[name].any()]
+    count, rotated = sum(matrices[name].parameter.numel() for name in used), set()
 
     def make(group: list[str]) -> Quantiser:
         rows = torch.stack([matrices[name].rows(matrices[name].parameter) for name in group])
         require(rows.isfinite().all(), f"weights are not finite in one of {' '.join(group)}")
-        cost = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
-        quantiser = Quantiser(
-            rows.detach().float(),
-            torch.stack([calibration.hessian(name, rows.size(2)) for name in group]),
-            # Rows that the calibration has hardly seen are not free of cost.
-            cost + 0.05 * cost.mean(dim=1, keepdim=True),
-            states,
-            # A lookup reads each column alike.
-            Rule(1.0 if matrices[group[0]].lookup else 0.1),
-        )
+        squares = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
+        outputs = [calibration.outputs[name] for name in group if name in rotated]
+        outputs = torch.stack(outputs) if outputs else None
+        cost, output = train_gpt.costs_of_errors(squares, outputs)
+        hessian = torch.stack([calibration.hessian(name, rows.size(2)) for name in group])
+        # A lookup reads each column alike.
+        rule = Rule(1.0 if matrices[group[0]].lookup else 0.1)
+        quantiser = Quantiser(rows.detach().float(), hessian, cost, states, rule, output)
         del quantiser.hessian  # only `damped` is read again
         return quantiser
 
+    for name in progress(used):
+        if name in calibration.outputs:  # rotated if the codes are expected to be smaller
+            plain = make([name]).expected_bytes(train_gpt.FINEST)
+            rotated.add(name)
+            if make([name]).expected_bytes(train_gpt.FINEST) >= plain:
+                rotated.remove(name)
+        matrix = matrices[name]
+        shape = matrix.rows(matrix.parameter).shape
+        by_shape[shape, matrix.lookup, name in rotated].append(name)
+    for (shape, _, turned), names in by_shape.items():
+        widest = max(shape) if turned else shape[1]
+        most = max(1, GROUP // max(math.prod(shape), widest**2))
+        groups += [names[first : first + most] for first in range(0, len(names), most)]
     return groups, make
 
 
 def emptied(quantiser: Quantiser) -> Quantiser:
     """Without what it needs for more than `expected_bytes`."""
     quantiser.rows = quantiser.rows.to("meta")
-    del quantiser.damped, quantiser.factor
+    if quantiser.output is not None:
+        quantiser.output = quantiser.output.to("meta")
+    del quantiser.damped, quantiser.factor, quantiser.feedback
     return quantiser
 
 
@@ -328,11 +354,11 @@ def to_bytes(tensors: Iterable[Tensor]) -> bytes:
     return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)
 
 
-def round_group(quantiser: Quantiser, loss: float) -> tuple[np.ndarray, Tensor, Tensor]:
-    """Codes (N, out, in), steps (N, out, 1) and costs (N,) of N matrices. Its memory is free again
-    when they are coded."""
+def round_group(quantiser: Quantiser, loss: float) -> tuple[np.ndarray, Tensor, Tensor, bool]:
+    """Codes (N, out, in), steps (N, out or 1, 1) and costs (N,) of N matrices, and whether they are
+    rotated. Its memory is free again when they are coded."""
     codes, steps, costs = quantiser.round(loss)
-    return codes.cpu().numpy(), steps.bfloat16(), costs
+    return codes.cpu().numpy(), steps.bfloat16(), costs, quantiser.output is not None
 
 
 def pack(
@@ -346,9 +372,10 @@ def pack(
     """The file, with codes that cost `loss` together."""
     tensors = tensors_of(model)
     count = sum(tensors[name].numel() for group in groups for name in group)
-    streams, words, predicted = [], [], {}
+    streams, words, rotated, predicted = [], [], [], {}
     for group in progress(groups):
-        codes, steps, costs = round_group(make(group), loss)
+        codes, steps, costs, turned = round_group(make(group), loss)
+        rotated.append(turned)
         streams.append(train_gpt.encode_ans(codes))
         words.append(steps)
         predicted |= dict(zip(group, (costs / count).tolist(), strict=True))
@@ -360,6 +387,7 @@ def pack(
         "trellis_states": states if groups else 0,
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "groups": groups,
+        "rotated": rotated,
         "code_bytes": [len(stream) for stream in streams],
         "exact": {name: str(tensor.dtype).split(".")[1] for name, tensor in exact.items()},
         "expected_loss": predicted,
@@ -414,7 +442,9 @@ def open_file(path: str | Path, most: int) -> tuple[dict, dict[str, bytes]]:
         require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
         arrays = {name: archive[name].tobytes() for name in ARRAYS}
     header = json.loads(arrays["header"])
-    require(header["version"] == VERSION, f"its version is {header['version']}, not {VERSION}")
+    require(
+        header["version"] in (2, VERSION), f"its version is {header['version']}, not 2 or {VERSION}"
+    )
     return header, arrays
 
 
@@ -432,6 +462,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     than it does. Raises an error if the file is invalid."""
     tensors = tensors_of(model)
     groups, sizes, states = header["groups"], header["code_bytes"], header["trellis_states"]
+    rotated = header.get("rotated", [False] * len(groups))  # version 2 has none
     exact = {name: getattr(torch, dtype) for name, dtype in header["exact"].items()}
     half = tensors.keys() - exact.keys() - {name for group in groups for name in group}
     half = [name for name in header["shapes"] if name in half]
@@ -441,24 +472,30 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     consistent = (
         sorted(listed) == sorted(tensors)
         and all(one.shape == group[0].shape for group in rows for one in group)
-        and len(sizes) == len(groups)
+        and len(sizes) == len(groups) == len(rotated)
+        and all(type(one) is bool for one in rotated)
         and min(sizes, default=0) >= 0
         and sum(sizes) == len(arrays["codes"])
         and states in (0, *train_gpt.PARITY)
     )
     require(consistent, "its header contradicts itself")
-    kinds = [(torch.bfloat16, (len(group), group[0].size(0), 1)) for group in rows]
+    kinds = [
+        (torch.bfloat16, (len(group), 1 if one else group[0].size(0), 1))
+        for group, one in zip(rows, rotated, strict=True)
+    ]
     kinds += [(torch.float16, tensors[name].shape) for name in half]
     most = sum(2 * math.prod(shape) for _, shape in kinds)
     words = train_gpt.from_planes(train_gpt.lzma_unpack(arrays["values"], most))
     words = from_bytes(words.tobytes(), kinds)
     found, stream = {}, io.BytesIO(arrays["codes"])
-    for names, group, size in zip(groups, rows, sizes, strict=True):
+    for names, group, size, one in zip(groups, rows, sizes, rotated, strict=True):
         shape = (len(group), *group[0].shape)
         codes = torch.from_numpy(train_gpt.decode_ans(stream.read(size), shape))
         if states:
             codes = codes + train_gpt.trellis_bits(codes, states) / 2
-        for name, matrix in zip(names, codes * next(words).float(), strict=True):
+        turned = codes * next(words).float()
+        turned = train_gpt.rotated(turned, back=True) if one else turned
+        for name, matrix in zip(names, turned, strict=True):
             found[name] = matrices[name].rows(matrix)
     found |= dict(zip(half, words, strict=True))
     for name, tensor in found.items():
