@@ -22,7 +22,7 @@ import quantise
 import quantisers
 import real_model
 import train_gpt
-from conftest import ROOT, run, user_error, write_shard
+from conftest import ROOT, made, run, user_error, write_shard
 from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
 
 PIECES, WIDTH = 60, 24
@@ -860,6 +860,14 @@ def test_our_way_is_the_quantiser(problem):
     codes, steps, _ = quantiser.round(0.01)
     assert torch.equal(ours.steps(0.01), steps)
     assert torch.equal(ours.round(0.01)[0], codes.float())
+
+
+def test_costs_count_the_weights_that_are_rounded(subject, hyperparameters):
+    """By tools/quantise.py, and all of a model of the script."""
+    assert quantisers.counted(subject) == PIECES * 16 + 16 * 32 + 32 * quantisers.VOCAB
+    model = made(hyperparameters())
+    every = sum(one.numel() for one in model.parameters())
+    assert quantisers.counted(subject._replace(model=model)) == every
 
 
 @pytest.mark.parametrize("rotated", [False, True])

@@ -267,8 +267,8 @@ def quantise(
 ) -> tuple[bytes, dict[str, float]]:
     """(the file of at most `max_bytes` with the least loss; by tensor the nats per token that its
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
-    longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm. The model does
-    not change. Raises UserError."""
+    longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm
+    does. The model does not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     groups, make = make_groups(model, calibration, states, progress)
     quantisers = [emptied(make(group)) for group in progress(groups)]
