@@ -2224,7 +2224,9 @@ def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
 
 # ---- Quantisation: weights -> integer codes, one step per row or matrix --------------------------
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
-SEGMENT = 64  # rows of a column that share a path through the trellis; paths run side by side
+# Rows of a column that share a path through the trellis; paths run side by side. In rotated matrices
+# errors are fed back between segments, which makes up for the shorter paths.
+SEGMENT, ROTATED_SEGMENT = 64, 32
 
 
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
@@ -2356,7 +2358,7 @@ def row_feedback(output: Tensor) -> tuple[Tensor, Tensor]:
     weight_r E_r H E_r^T over rows, where E is D plus the segment's A^T times the D of later ones.
     Products of two rows of one segment are left out."""
     out = output.size(1)
-    length = min(SEGMENT, out)
+    length = min(ROTATED_SEGMENT, out)
     extra = -out % length
     lower = F.pad(torch.linalg.cholesky(output.double()), (0, extra, 0, extra))
     lower.diagonal(0, 1, 2)[:, out:] = 1
@@ -2385,7 +2387,7 @@ def gptq(
     compensates the errors of later segments in the same column. It rounds a column one turn after
     the next segment, so all segments take in + B - 1 turns instead of in * B."""
     rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
-    segments = rows[None] if feedback is None else to_segments(rows).movedim(0, 2)
+    segments = rows[None] if feedback is None else to_segments(rows, feedback.size(3)).movedim(0, 2)
     # (B, L, length, in + 2 * last). In turn t segment b rounds column t + b, so the last segment is
     # first, and puts the errors in its place.
     last = len(segments) - 1
@@ -2477,16 +2479,17 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
 
 
-def to_segments(columns: Tensor) -> Tensor:
-    """Columns (L, out, n) as (place, segments, L, n), the last segment filled up with zeros."""
-    length = min(SEGMENT, columns.size(1))
+def to_segments(columns: Tensor, length: int) -> Tensor:
+    """Columns (L, out, n) as (place, segments, L, n): segments of this length, or one if there are
+    fewer rows, the last one filled up with zeros."""
+    length = min(length, columns.size(1))
     padded = F.pad(columns, (0, 0, 0, -columns.size(1) % length))
     return padded.unflatten(1, (-1, length)).transpose(0, 2)
 
 
-def trellis_bits(codes: Tensor, states: int) -> Tensor:
+def trellis_bits(codes: Tensor, states: int, segment: int) -> Tensor:
     """The lowest bit of the trellis' state before each code (L, out, n)."""
-    odd = to_segments(codes) & 1
+    odd = to_segments(codes, segment) & 1
     state, bits = 0 * odd[0], []
     for row in odd:
         bits.append(state & 1)
@@ -2519,9 +2522,10 @@ class Quantiser:
     output: Tensor | None = None  # (N, out, out): G of `row_feedback`, whose diagonal is `cost`
 
     def __post_init__(self):
-        self.shared, self.feedback = 2, None  # the dimensions that share a step
+        # Of a step: the dimensions that share it.
+        self.shared, self.segment, self.feedback = 2, SEGMENT, None
         if self.output is not None:
-            self.shared = 1, 2
+            self.shared, self.segment = (1, 2), ROTATED_SEGMENT
             parts = map(rotated, (self.rows, self.hessian, self.output))
             self.rows, self.hessian, self.output = parts
             self.feedback, self.cost = row_feedback(self.output)  # the weights take its place
@@ -2562,13 +2566,13 @@ class Quantiser:
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
-        weights = to_segments(self.costs * steps.square()).flatten(1)
+        weights = to_segments(self.costs * steps.square(), self.segment).flatten(1)
 
         def to_integers(column):
             if not self.states:
                 return to_codes(column, unit, self.rule.limit)
             targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)  # codes have 12 bits
-            targets = to_segments(targets)
+            targets = to_segments(targets, self.segment)
             path = viterbi(targets.flatten(1), weights, self.states)
             path = path.view_as(targets).transpose(0, 2).flatten(1, 2)
             return path[:, : column.size(2)].view_as(column)
@@ -2628,7 +2632,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.npz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 15
+ARTIFACT_VERSION = 16
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2780,7 +2784,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
     header = todays_names(json.loads(text))
     require(
-        header["version"] in (14, ARTIFACT_VERSION),
+        header["version"] in range(14, ARTIFACT_VERSION + 1),
         f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
@@ -2818,7 +2822,9 @@ def load_artifact(blob: bytes) -> Tensors:
         if kind:
             rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
-                rows = rows + trellis_bits(rows, hp.trellis_states) / 2
+                short = name in turned and header["version"] > 15
+                segment = ROTATED_SEGMENT if short else SEGMENT
+                rows = rows + trellis_bits(rows, hp.trellis_states, segment) / 2
             # Both rules of a pair have the same type.
             rows = rows * part.view(RULES[hp.rounding][0].step_type).view_as(like).float()
             view.copy_(rotated(rows, back=True) if name in turned else rows)

@@ -516,7 +516,8 @@ class Kronecker:
                 fed = self.triangle[:, part, :first] @ errors[:, :first]
                 targets = ((column[:, part] + fed) / unit[:, part]).clamp(-4000, 4000)
                 if self.form.states:
-                    parts = train_gpt.to_segments(targets), train_gpt.to_segments(weights[:, part])
+                    both = targets, weights[:, part]
+                    parts = [train_gpt.to_segments(p, train_gpt.SEGMENT) for p in both]
                     path = train_gpt.viterbi(*(p.flatten(1) for p in parts), self.form.states)
                     path = path.view_as(parts[0]).transpose(0, 2).flatten(1, 2)
                     found.append(path[:, : targets.size(1)])
@@ -550,7 +551,8 @@ class Exported:
     def round(self, level: float) -> tuple[Tensor, Tensor, Tensor]:
         """Like Kronecker's."""
         codes, steps, cost = self.quantiser.round(level)
-        back = (codes + train_gpt.trellis_bits(codes, self.quantiser.states) / 2) * steps
+        q = self.quantiser
+        back = (codes + train_gpt.trellis_bits(codes, q.states, q.segment) / 2) * steps
         if self.quantiser.output is not None:
             back = train_gpt.rotated(back, back=True)
         return codes, back, cost / self.weights

@@ -140,16 +140,16 @@ def covariance(width, seed) -> torch.Tensor:
 
 @pytest.mark.parametrize("block", [4, 128])
 def test_feedback_between_rows_is_the_greedy_solution(block):
-    """In float64: 130 rows are three segments. They are rounded from the last one to the first, a
+    """In float64: 70 rows are three segments. They are rounded from the last one to the first, a
     column each, and the open ones compensate the errors of the others in that column optimally."""
-    rows = torch.randn(2, 130, 12, generator=torch.Generator().manual_seed(1))
-    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (12, 130))
+    rows = torch.randn(2, 70, 12, generator=torch.Generator().manual_seed(1))
+    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (12, 70))
     steps = torch.tensor([0.3, 0.2])[:, None, None]
     factor = train_gpt.inverse_factor(hessian)
     feedback, weights = train_gpt.row_feedback(output)
 
     def to_integers(column):
-        assert column.shape == (3, 2, 64, 1)
+        assert column.shape == (3, 2, 32, 1)
         return (column / steps).round()
 
     found = train_gpt.gptq(rows, *factor, steps, to_integers, feedback, block)
@@ -159,9 +159,9 @@ def test_feedback_between_rows_is_the_greedy_solution(block):
         todo = h.diagonal().argsort(descending=True).tolist()
         while todo:
             column, *rest = todo
-            error = torch.zeros(130, 1).double()
-            for first in (128, 64, 0):
-                later = slice(min(first + 64, 130), 130)
+            error = torch.zeros(70, 1).double()
+            for first in (64, 32, 0):
+                later = slice(min(first + 32, 70), 70)
                 own = slice(first, later.start)
                 # The least (d, e)^T G (d, e) over the open d has d = -G[open, open]^-1 G[open, later] e
                 pull = torch.linalg.solve(g[: own.stop, : own.stop], g[: own.stop, later])
@@ -172,8 +172,8 @@ def test_feedback_between_rows_is_the_greedy_solution(block):
             w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
             todo = rest
         # A row weighs what its error costs when the rows of earlier segments are free.
-        for first in (0, 64, 128):
-            own = slice(first, min(first + 64, 130))
+        for first in (0, 32, 64):
+            own = slice(first, min(first + 32, 70))
             inverse = torch.linalg.inv(g[: own.stop, : own.stop])[own, own]
             expected = torch.linalg.inv(inverse).diagonal().float()
             torch.testing.assert_close(weights[layer, own], expected, rtol=1e-4, atol=1e-5)
@@ -208,11 +208,11 @@ def test_rotations(size):
 NEXT = [(0, 2), (5, 7), (1, 3), (4, 6), (2, 0), (7, 5), (3, 1), (6, 4)]
 
 
-def walked(codes: torch.Tensor) -> torch.Tensor:
-    """The integers (L, out, n) of codes by 8 states, by hand: each 64 rows begin in state 0."""
+def walked(codes: torch.Tensor, segment=64) -> torch.Tensor:
+    """The integers (L, out, n) of codes by 8 states, by hand: each segment begins in state 0."""
     integers, table = [], torch.tensor(NEXT)
     for row, code in enumerate(codes.long().unbind(1)):
-        if row % 64 == 0:
+        if row % segment == 0:
             state = torch.zeros_like(code)
         integers.append(2 * code + state % 2)
         state = table[state, code % 2]
@@ -225,7 +225,7 @@ def test_trellis_decoder_repeats_the_encoder(states):
     targets = 9 * torch.randn(64, 50, generator=generator)
     integers = train_gpt.viterbi(targets, torch.rand(64, 50, generator=generator), states)
     codes = (integers / 2).floor()
-    bits = train_gpt.trellis_bits(codes.to(torch.int16)[None], states)[0]
+    bits = train_gpt.trellis_bits(codes.to(torch.int16)[None], states, 64)[0]
     assert torch.equal(2 * codes + bits, integers)
     if states == 8:
         assert torch.equal(walked(codes[None]).float(), integers[None])
@@ -244,8 +244,8 @@ def test_gain_of_the_trellis():
 
 def test_short_columns_are_not_filled_up_to_whole_segments():
     """A forged file could have millions of columns of eight rows."""
-    assert train_gpt.to_segments(torch.zeros(9, 8, 5)).shape == (8, 1, 9, 5)
-    assert train_gpt.to_segments(torch.zeros(9, 65, 5)).shape == (64, 2, 9, 5)
+    for rows, length, expected in (8, 64, (8, 1)), (65, 64, (64, 2)), (65, 32, (32, 3)):
+        assert train_gpt.to_segments(torch.zeros(9, rows, 5), length).shape == (*expected, 9, 5)
 
 
 def test_trellis_finds_the_best_of_all_paths():
@@ -377,7 +377,8 @@ def test_rotated_matrices_cost_what_is_expected_and_less(states):
     for form, given in ("plain", None), ("rotated", output):
         one = quantiser(rows, cost, hessian, states, output=given)
         codes, steps, expected = one.round(0.002)
-        back = (walked(codes) / 2 if states else codes) * steps
+        integers = walked(codes, 64 if given is None else 32)
+        back = (integers / 2 if states else codes) * steps
         if given is not None:
             assert steps.shape == (2, 1, 1) and codes.shape == rows.shape
             back = train_gpt.rotated(back, back=True)
@@ -789,6 +790,24 @@ def test_an_artifact_of_version_14_is_read(packed):
 
     older, newer = map(train_gpt.load_artifact, (rewritten(packed, change), packed))
     assert all(torch.equal(older[name], tensor) for name, tensor in newer.items())
+
+
+def test_rotated_matrices_of_version_15_have_longer_segments(run_of, monkeypatch):
+    run = run_of(MODEL_DIM=48, NUM_HEADS=2, NUM_KV_HEADS=1, NUM_LAYERS=1, XSA_LAST_N=1)
+    calibration, _ = run.calibrate(range(1))
+    weights = weights_of(noise(run.model))
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt.Quantiser, "expected_bytes", lambda one, _: one.output is None)
+        patch.setattr(train_gpt, "ROTATED_SEGMENT", 64)
+        blob = exported(weights, run.hp, calibration, loss=0.01)
+        expected = train_gpt.load_artifact(blob)
+    header = train_gpt.open_artifact(blob)[0]
+    assert header["rotated"] == [kind.name for kind in train_gpt.MATRICES]
+    read = train_gpt.load_artifact(rewritten(blob, lambda header: header.update(version=15)))
+    assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
+    today = train_gpt.load_artifact(blob)
+    assert not torch.equal(today["mlp_bank"], expected["mlp_bank"])
+    assert torch.equal(today["tok_emb"], expected["tok_emb"])
 
 
 def test_an_artifact_with_older_names_of_knobs_is_read(model, packed):

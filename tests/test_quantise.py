@@ -341,7 +341,7 @@ def test_a_rotated_matrix_is_read_back(two_products, tmp_path):
         file, predicted = quantise.quantise(model, one, 3400)
         twin = rounded(model, file, tmp_path / "a.npz", lambda: copy.deepcopy(model))
         header, _ = quantise.open_file(tmp_path / "a.npz", 3400)
-        assert header["rotated"] == [form == "rotated", False] and header["version"] == 3
+        assert header["rotated"] == [form == "rotated", False] and header["version"] == 4
         errors = (model[0].weight - twin[0].weight).detach()
         _, output = train_gpt.costs_of_errors(
             calibration.squares["0.weight"][None], calibration.outputs["0.weight"][None]
@@ -362,6 +362,23 @@ def test_a_file_of_version_2_is_read(packed, trained, tmp_path):
         for file in (packed, rewritten(packed, change))
     )
     assert all(torch.equal(old[name], tensor) for name, tensor in new.items())
+
+
+def test_rotated_matrices_of_version_3_have_longer_segments(two_products, tmp_path, monkeypatch):
+    model, calibration = two_products
+
+    def read(file):
+        twin = rounded(model, file, tmp_path / "a.npz", lambda: copy.deepcopy(model))
+        return [layer.weight for layer in twin]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_gpt, "ROTATED_SEGMENT", 64)
+        file, _ = quantise.quantise(model, calibration, 3400)
+        expected = read(file)
+    turned, plain = read(rewritten(file, lambda header: header.update(version=3)))
+    assert torch.equal(turned, expected[0]) and torch.equal(plain, expected[1])
+    turned, plain = read(file)
+    assert not torch.equal(turned, expected[0]) and torch.equal(plain, expected[1])
 
 
 class Attention(nn.Module):
@@ -550,7 +567,7 @@ def part_deflated(blob: bytes) -> bytes:
 
 # fmt: off
 HEADERS = {
-    "another version": ("its version is 1, not 2 or 3", lambda header: header.update(version=1)),
+    "another version": ("its version is 1, not 2 to 4", lambda header: header.update(version=1)),
     "no shapes": ("", lambda header: header.update(shapes=5)),
     "a group twice": ("contradicts itself", lambda header: header["groups"].append(header["groups"][0])),
     "a matrix twice": ("contradicts itself", lambda header: header["groups"][0].append(header["groups"][0][0])),

@@ -43,7 +43,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VERSION = 3
+VERSION = 4
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -443,7 +443,7 @@ def open_file(path: str | Path, most: int) -> tuple[dict, dict[str, bytes]]:
         arrays = {name: archive[name].tobytes() for name in ARRAYS}
     header = json.loads(arrays["header"])
     require(
-        header["version"] in (2, VERSION), f"its version is {header['version']}, not 2 or {VERSION}"
+        2 <= header["version"] <= VERSION, f"its version is {header['version']}, not 2 to {VERSION}"
     )
     return header, arrays
 
@@ -492,7 +492,9 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
         shape = (len(group), *group[0].shape)
         codes = torch.from_numpy(train_gpt.decode_ans(stream.read(size), shape))
         if states:
-            codes = codes + train_gpt.trellis_bits(codes, states) / 2
+            short = one and header["version"] > 3
+            segment = train_gpt.ROTATED_SEGMENT if short else train_gpt.SEGMENT
+            codes = codes + train_gpt.trellis_bits(codes, states, segment) / 2
         turned = codes * next(words).float()
         turned = train_gpt.rotated(turned, back=True) if one else turned
         for name, matrix in zip(names, turned, strict=True):
