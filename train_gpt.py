@@ -2273,7 +2273,7 @@ class Calibration:
     is the gradient of one token's loss and N counts all weights of the model. So NAME.cost times a
     squared error is what the model would lose, in nats per token, if all of its weights had this
     error and were as sensitive as that row. NAME.output (L, out, out) of a matrix of `BANKS`: the
-    sum of g g^T |x|^2, where g is the gradient of a token's output."""
+    sum of g g^T times the mean of x^2, where g is the gradient of a token's output."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -2353,10 +2353,10 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_feedback(output: Tensor) -> tuple[Tensor, Tensor]:
-    """(A (B, L, rows, length) for B segments of rows, weights (L, out)) of second moments G (L, out,
-    out), as in YAQA (arXiv:2505.22988). Errors D of rows cost tr(G D H D^T). That is the sum of
-    weight_r E_r H E_r^T over rows, where E is D plus the segment's A^T times the D of later ones.
-    Products of two rows of one segment are left out."""
+    """(A (B, L, rows, length) for B segments of rows, weights of rows (L, out)) of second moments G
+    (L, out, out), as in YAQA (arXiv:2505.22988). `rows` is B * length, at least out. Errors D of
+    rows cost tr(G D H D^T). That is the sum of weight_r E_r H E_r^T over rows, where E is D plus the
+    segment's A^T times the D of later ones. Products of two rows of one segment are left out."""
     out = output.size(1)
     length = min(ROTATED_SEGMENT, out)
     extra = -out % length
@@ -2379,8 +2379,8 @@ def gptq(
     block: int = 128,
 ) -> Tensor:
     """Integers (L, out, in) that, times the steps (L, out or 1, 1), preserve Wx rather than the fp32
-    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column (B, L,
-    length, 1) of the B segments of rows, one without feedback.
+    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column of each of B
+    segments of rows, (B, L, length, 1). Without feedback B is 1; with it a matrix has one step.
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
     ones compensate each error along the inverse Hessian. With the A of `row_feedback` a segment also
@@ -2388,8 +2388,8 @@ def gptq(
     the next segment, so all segments take in + B - 1 turns instead of in * B."""
     rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
     segments = rows[None] if feedback is None else to_segments(rows, feedback.size(3)).movedim(0, 2)
-    # (B, L, length, in + 2 * last). In turn t segment b rounds column t + b, so the last segment is
-    # first, and puts the errors in its place.
+    # `left` (B, L, length, in + 2 * last) has `last` columns of zeros on both sides. In turn t
+    # segment b rounds column t + b of it, so the last segment is first. Errors replace the column.
     last = len(segments) - 1
     left, turns = F.pad(segments, (last, last)), width + last
     factor = F.pad(factor / factor.diagonal(0, 1, 2)[..., None], 4 * (last,))
@@ -2401,7 +2401,8 @@ def gptq(
             column = left[..., now].diagonal(0, 0, 3).movedim(-1, 0)[..., None]
             aim = column
             if feedback is not None:
-                seen = left[..., now].permute(3, 1, 0, 2).flatten(2)  # (B, L, rows)
+                # (B, L, rows): the column of each, in all segments. A is 0 for earlier ones.
+                seen = left[..., now].permute(3, 1, 0, 2).flatten(2)
                 aim = column + (seen[..., None, :] @ feedback).mT
             found = to_integers(aim)
             integers[..., now].diagonal(0, 0, 3).copy_(found[..., 0].movedim(0, -1))
@@ -2466,7 +2467,9 @@ def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
     integers = 4 * ((targets - rest) / 4).round() + rest  # (rows, 4, paths)
     costs = weights[:, None] * (targets - integers).square()
     total = torch.where(number > 0, inf, 0.0)  # of the best path to each state (states, 1 or paths)
-    taken, path = [], []  # whether the second edge into each state is the better one; edges
+    # Of each row whether the second edge into each state is the better one; from the last row on,
+    # the edges of the path.
+    taken, path = [], []
     # On a GPU the time is that of starting kernels: seven per row of targets.
     for cost in costs.index_select(1, remainder):
         first, second = total.index_select(0, previous).add(cost).split(states)
@@ -2522,7 +2525,7 @@ class Quantiser:
     output: Tensor | None = None  # (N, out, out): G of `row_feedback`, whose diagonal is `cost`
 
     def __post_init__(self):
-        # Of a step: the dimensions that share it.
+        # `shared`: the dimensions that have one step
         self.shared, self.segment, self.feedback = 2, SEGMENT, None
         if self.output is not None:
             self.shared, self.segment = (1, 2), ROTATED_SEGMENT
@@ -2561,8 +2564,8 @@ class Quantiser:
 
     def round(self, loss: float) -> tuple[Tensor, ...]:
         """Codes (N, out, in) int16, steps (N, out or 1, 1), and what the weights of each matrix are
-        expected to cost together, (N,): the product of their errors and the Kronecker factors of
-        the Fisher matrix, damped."""
+        expected to cost together, (N,): tr(G D H D^T) of their errors D, with a damped H, and the
+        costs of rows as G without `output`. Divided by the number of weights, it is in nats."""
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
@@ -2571,7 +2574,8 @@ class Quantiser:
         def to_integers(column):
             if not self.states:
                 return to_codes(column, unit, self.rule.limit)
-            targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)  # codes have 12 bits
+            # In half steps: a code of 12 bits is at most 2,047.
+            targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)
             targets = to_segments(targets, self.segment)
             path = viterbi(targets.flatten(1), weights, self.states)
             path = path.view_as(targets).transpose(0, 2).flatten(1, 2)
@@ -2590,7 +2594,7 @@ def costs_of_errors(squares: Tensor, output: Tensor | None) -> tuple[Tensor, Ten
     cost = squares + 0.05 * squares.mean(1, keepdim=True) + 1e-30
     if output is None:
         return cost, None
-    # The squares have products of different tokens too, so they give the scale.
+    # The gradients of weights have products of different tokens too, so they give the scale.
     scale = (squares / output.diagonal(0, 1, 2).clamp(min=1e-30)).sqrt()[..., None]
     output = scale * output * scale.mT
     output.diagonal(0, 1, 2).copy_(cost)
@@ -2822,7 +2826,7 @@ def load_artifact(blob: bytes) -> Tensors:
         if kind:
             rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
-                short = name in turned and header["version"] > 15
+                short = name in turned and header["version"] > 15  # in 15 all were long
                 segment = ROTATED_SEGMENT if short else SEGMENT
                 rows = rows + trellis_bits(rows, hp.trellis_states, segment) / 2
             # Both rules of a pair have the same type.
