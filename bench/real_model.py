@@ -20,7 +20,7 @@ has rounded weights; they are read as they are and rounded again in each way:
 Each is judged twice: with all matrices rounded, and with the tables (embedding, head) left as they
 are. Bits are those of the rounded matrices: codes, 16 for each scale, zero and step. `lost` is in
 nats per token, `kl` the divergence from the model of the file, `expected` our prediction. All of it
-takes 3.5 GB, and hours on one core; --ways and --bits do a part. The last line is JSON.
+takes 4.4 GB, and hours on one core; --ways and --bits do a part. The last line is JSON.
 """
 
 import argparse
