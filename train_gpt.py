@@ -2789,7 +2789,7 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     header = todays_names(json.loads(text))
     require(
         header["version"] in range(14, ARTIFACT_VERSION + 1),
-        f"its format has version {header['version']}, not {ARTIFACT_VERSION}: "
+        f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
     # A knob that is younger than the file has its default.

@@ -567,7 +567,9 @@ def part_deflated(blob: bytes) -> bytes:
 
 # fmt: off
 HEADERS = {
-    "another version": ("its version is 1, not 2 to 4", lambda header: header.update(version=1)),
+    "an older version": ("its version is 1, not 2 to 4", lambda header: header.update(version=1)),
+    "a newer version": ("its version is 5, not 2 to 4", lambda header: header.update(version=5)),
+    "a version as text": ("its version is '4', not 2 to 4", lambda header: header.update(version="4")),
     "no shapes": ("", lambda header: header.update(shapes=5)),
     "a group twice": ("contradicts itself", lambda header: header["groups"].append(header["groups"][0])),
     "a matrix twice": ("contradicts itself", lambda header: header["groups"][0].append(header["groups"][0][0])),

@@ -443,7 +443,8 @@ def open_file(path: str | Path, most: int) -> tuple[dict, dict[str, bytes]]:
         arrays = {name: archive[name].tobytes() for name in ARRAYS}
     header = json.loads(arrays["header"])
     require(
-        2 <= header["version"] <= VERSION, f"its version is {header['version']}, not 2 to {VERSION}"
+        header["version"] in range(2, VERSION + 1),
+        f"its version is {header['version']!r}, not 2 to {VERSION}",
     )
     return header, arrays
 
