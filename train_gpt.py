@@ -653,8 +653,8 @@ class LayerCall(NamedTuple):
     matrices: PerLayer  # (out, in)
     factors: PerLayer  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
     hook: Callable | None
-    # What a position sees: `ForwardConfig.band`; documents (B, T), numbered, of which it sees its
-    # own; `ForwardConfig.doc_len`
+    # What attention is given: `ForwardConfig.band`, the number of each position's document (B, T) or
+    # None, `ForwardConfig.doc_len`
     seen: tuple
 
     def matrix(self, name: str) -> Tensor:
@@ -2424,7 +2424,7 @@ def gptq(
 def rotated(x: Tensor, back: bool = False) -> Tensor:
     """P x Q^T of matrices x (..., m, n), with orthogonal P and Q by their sizes, or P^T x Q. Each is
     random signs and Hadamard's matrix, as in QuIP# (arXiv:2402.04396), for the first 2^k elements,
-    then for the last. Its sums have a fixed order, so every machine rounds alike."""
+    then for the last 2^k. Sums have a fixed order: all machines get the same numbers."""
     for _ in range(2):
         x = x.mT.clone(memory_format=torch.contiguous_format)
         power = 1 << (x.size(-2).bit_length() - 1)
@@ -2514,8 +2514,8 @@ class Quantiser:
     as many bits as before, and the choice of the path makes the squared error a fifth smaller
     (1 dB): step^2 / 15.
 
-    With `output`, matrices are `rotated`. Their rows and columns are then alike, so a matrix has one
-    step, and errors are fed back between rows too."""
+    With `output`, matrices are `rotated`. That makes their rows alike, so a matrix has one step.
+    Errors are then fed back between rows, too."""
 
     rows: Tensor  # (N, out, in)
     hessian: Tensor  # (N, in, in) of their inputs, in any unit
@@ -2564,8 +2564,8 @@ class Quantiser:
 
     def round(self, loss: float) -> tuple[Tensor, ...]:
         """Codes (N, out, in) int16, steps (N, out or 1, 1), and what the weights of each matrix are
-        expected to cost together, (N,): tr(G D H D^T) of their errors D, with a damped H, and the
-        costs of rows as G without `output`. Divided by the number of weights, it is in nats."""
+        expected to cost together, (N,): tr(G D H D^T) of their errors D, where H is damped. Without
+        `output` G is diagonal: the costs of rows. The unit is that of `cost`."""
         steps = self.steps(loss)
         parts = 2 if self.states else 1
         unit = steps / parts
