@@ -182,7 +182,7 @@ next_steps() {
         if [ -n "${!name:-}" ]; then score+="$name=$(printf %q "${!name}") "; fi
     done
     launcher=$python
-    if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --nproc_per_node=$NPROC"; fi
+    if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=$NPROC"; fi
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         echo "    $data$python tools/sample.py $artifact --prompt 'The '"
         echo "    ${data}${score}EVAL_ONLY=$artifact $launcher train_gpt.py"
@@ -208,7 +208,7 @@ record_settings() {  # of the record run on GPUs
 
 record() {  # on GPUs
     record_settings
-    train "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py
+    train "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" train_gpt.py
     next_steps
 }
 

@@ -5,7 +5,7 @@ compressed weights fit in 16,000,000 bytes and which trains in 600 seconds on 8 
 trains a transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon
 (arXiv:2511.07464), and scores its entropy-coded artifact.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py    # the record run: all knobs at defaults
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py  # all defaults
     python train_gpt.py                                      # the same mathematics, one GPU or CPU
     python train_gpt.py --help                               # every knob, an environment variable
 
@@ -2906,7 +2906,8 @@ def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
         value = getattr(hp, field.name)
         if field.metadata["role"] == "score" and value != field.default:
             words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
-    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    launch = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
+    launcher = launch if ranks > 1 else "python"
     return " ".join((*words, launcher, sys.argv[0]))
 
 

@@ -377,7 +377,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
     result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    words = f"['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py']"
+    words = (
+        f"['--standalone', '--local-addr=127.0.0.1', '--nproc_per_node={nproc}', 'train_gpt.py']"
+    )
     launched = result.stdout.partition("\nnext:\n")[0]
     assert launched == f"launched {words} frac {fraction}\n"
 
@@ -497,7 +499,7 @@ def test_the_end_repeats_the_score_of_the_run(complete):
     knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
     (complete.repository / "tools" / "demo_settings.py").write_text("print('RUN_ID=demo')")
     *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
-    *settings, python, m, launcher, alone, ranks, script = shlex.split(evaluate)
+    *settings, python, m, launcher, alone, address, ranks, script = shlex.split(evaluate)
     assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.npz"}
     assert (launcher, ranks, script) == (
         "torch.distributed.run",

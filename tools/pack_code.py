@@ -2,7 +2,7 @@
 """Pack the training script into a self-extracting file.
 
     python tools/pack_code.py -o packed.py
-    torchrun --standalone --nproc_per_node=8 packed.py
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 packed.py
 
 The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py
 and submit it under that name; its size is the code size. It holds the compressed source, sets the
