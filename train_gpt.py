@@ -355,6 +355,7 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
 
 
 RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}
+RENAMED["DEMO_SECONDS"] = "MAX_WALLCLOCK_SECONDS"
 
 
 def todays_names(knobs: dict) -> dict:
@@ -475,7 +476,8 @@ def importing(requirements: str):
         yield
     except ImportError as error:
         install = f"`pip install -r {requirements}`"
-        print_error(f"{error}: run `source .venv/bin/activate` if there is a .venv, or {install}")
+        activate = "`source .venv/bin/activate` if there is a .venv"
+        print_error(f"{error}: run `./run.sh setup`, then {activate}; or {install}")
         sys.exit(1)
     except KeyboardInterrupt:
         print_error("interrupted by Ctrl-C")

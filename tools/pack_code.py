@@ -208,10 +208,15 @@ def main() -> None:
         default="train_gpt.packed.py",
         help="default: %(default)s",
     )
+    refuses = "fail if the script is not today's train_gpt.py; write nothing"
+    parser.add_argument("--check", action="store_true", help=refuses)
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()
         source = readable_source(code)
+        if arguments.check:
+            again = "run `python tools/pack_code.py -o packed.py`"
+            return require(is_current(source), f"it is not today's train_gpt.py: {again}")
         packed = pack(source if arguments.comments else without_comments(source))
     except OSError as error:
         sys.exit(f"error: cannot read {arguments.script}: {error.strerror}")
