@@ -276,14 +276,13 @@ def choose_size(environ: Mapping[str, str], cores: int) -> tuple[str, str]:
             raise UserError(
                 f"DEMO_SIZE={wanted} is not one of {', '.join(SIZES)}: unset it or set one of them"
             )
-        return wanted, f"the demonstration's model is {wanted}, as DEMO_SIZE says"
+        return wanted, f"using the {wanted} model, as DEMO_SIZE says"
     dtype = train_gpt.choose_dtype(environ.get("COMPUTE_DTYPE", "auto"), torch.device("cpu"))
     speed = forked([lambda: product_speed(dtype, cores)])
     name = "large" if speed >= ENOUGH else "small"
-    found = f"matrix products run at {speed / 1e9:.0f} GFLOP/s in {str(dtype)[6:]}, and {ENOUGH / 1e9:.0f} are enough"
-    return (
-        name,
-        f"the demonstration's model is {name}: {found} for the large one; DEMO_SIZE fixes the choice",
+    found = f"{speed / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}, the large one wants"
+    return name, (
+        f"using the {name} model: this CPU makes {found} {ENOUGH / 1e9:,.0f} (DEMO_SIZE overrides)"
     )
 
 
