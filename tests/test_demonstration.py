@@ -181,7 +181,7 @@ def test_the_model_fits_the_machine(speed, name, monkeypatch):
     monkeypatch.setattr(demo_settings, "forked", lambda calls: speed)
     chosen, sentence = demo_settings.choose_size({}, 2)
     assert chosen == name
-    assert f"is {name}: matrix products run at {speed / 1e9:.0f} GFLOP/s" in sentence
+    assert f"using the {name} model: this CPU makes {speed / 1e9:,.0f} GFLOP/s in " in sentence
     assert demo_settings.choose_size({"DEMO_SIZE": "large"}, 2)[0] == "large"
     with user_error("DEMO_SIZE=huge is not one of small, large"):
         demo_settings.choose_size({"DEMO_SIZE": "huge"}, 2)
