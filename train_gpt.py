@@ -3831,8 +3831,8 @@ class Log(AbstractContextManager):
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
-            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
-            ".npz; docs/formats.md says how to lengthen a finished run",
+            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl, .npz and "
+            f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):

@@ -346,7 +346,9 @@ def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
         return sentence(faulty("none", 0, knobs | changes, tmp_path, status=1))
 
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
-    assert "RUN_ID=r is used by an earlier run" in refused()
+    said = refused()
+    assert "RUN_ID=r is used by an earlier run" in said
+    assert "or delete logs/r.txt, .jsonl, .npz and checkpoints/r; " in said, "to begin again"
     unfinished(tmp_path)
     again = refused(RESUME="")
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
