@@ -4,33 +4,35 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-./run.sh             set up and train: the record run on all GPUs, or a demonstration of a few minutes on a CPU
-./run.sh check       set up and check this machine for such a run: one minute, and a verdict
-./run.sh test [...]  set up and run the tests (more arguments go to pytest)
-./run.sh setup       set up only and print the interpreter
+./run.sh             set up and train: the record run on all GPUs, or a demo of a few minutes on a CPU
+./run.sh check       set up and benchmark this machine for the run with the same knobs
+./run.sh test [...]  set up and run the tests; extra arguments go to pytest
+./run.sh setup       install what tests and tools need, too, and print the interpreter
 
 Knobs are environment variables (python train_gpt.py --help lists them) and override the settings of this script:
-DEVICE=cpu ./run.sh  the demonstration, even if there are GPUs
-NPROC=2 ./run.sh     number of processes (default: the number of GPUs; on a CPU measured, with OMP_NUM_THREADS; a
-                     run or sweep that is continued keeps both, as other numbers change the rounding)
+DEVICE=cpu           the demo, even if there are GPUs
+NPROC=2              number of processes (default: the number of GPUs; on a CPU the fastest, with OMP_NUM_THREADS;
+                     a run or sweep that is continued keeps both, because other numbers change the rounding)
 DATA_PATH=folder     your own shards; a manifest.json there names tokenizer and vocabulary (data/README.md)
-DEMO_SECONDS=30      training seconds of the demonstration (default: 150 or 230, by its model)
-DEMO_SIZE=small      its model, small or large (default: by the speed of this machine; continued runs keep it)
-SEEDS="1337 42" ./run.sh                                 one run per seed, and a table; can be interrupted and resumed
-GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04" ./run.sh   every combination of these values with every seed
+SCRIPT=packed.py     the packed script instead of train_gpt.py (python tools/pack_code.py -o packed.py)
+DEMO_SIZE=small      model of the demo, small or large (default: by the speed of the CPU)
+MAX_WALLCLOCK_SECONDS=30                        limit of the training (the demo: 150 or 230, by its model)
+SEEDS="1337 42 2025"                            a run per seed, and a table; can be interrupted and resumed
+GRID="MATRIX_LR=0.02,0.025 MUON_WD=0.03,0.04"   every combination of these values with every seed
 TEXT
 }
 
 caller=$(pwd -P)
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-given=""  # the user's data, as words of a command
-for name in DATA_PATH TOKENIZER_PATH VOCAB_SIZE; do
+given=""  # the user's data and script, as words of a command
+for name in DATA_PATH TOKENIZER_PATH SCRIPT VOCAB_SIZE; do
     if [ -z "${!name:-}" ]; then continue; fi
     if [ "$name" != VOCAB_SIZE ] && [ "$caller" != "$PWD" ] && [[ "${!name}" != /* ]]; then
         export "$name=$caller/${!name}"
     fi
     given+="$name=$(printf %q "${!name}") "
 done
+script="${SCRIPT:-train_gpt.py}"
 
 # Ctrl-C ends a run with a sentence of its own, and everything else with this one.
 interrupted() {
@@ -182,13 +184,13 @@ next_steps() {
         if [ -n "${!name:-}" ]; then score+="$name=$(printf %q "${!name}") "; fi
     done
     launcher=$python
-    if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --nproc_per_node=$NPROC"; fi
+    if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=$NPROC"; fi
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         echo "    $data$python tools/sample.py $artifact --prompt 'The '"
-        echo "    ${data}${score}EVAL_ONLY=$artifact $launcher train_gpt.py"
+        echo "    ${data}${score}EVAL_ONLY=$artifact $launcher $(printf %q "$script")"
         echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
     else
-        echo "    $python tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"
+        echo "    \$(./run.sh setup) tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"  # it needs scipy
     fi
 }
 
@@ -208,7 +210,7 @@ record_settings() {  # of the record run on GPUs
 
 record() {  # on GPUs
     record_settings
-    train "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py
+    train "$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node="$NPROC" "$script"
     next_steps
 }
 
@@ -229,7 +231,7 @@ demonstration_settings() {  # on a CPU: a model of 1 or 4 million parameters, on
 demonstration() {  # on a CPU
     local prompt=""
     demonstration_settings
-    train "$PYTHON" tools/launch.py "$PYTHON" train_gpt.py
+    train "$PYTHON" tools/launch.py "$PYTHON" "$script"
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
         if "$PYTHON" -c "import matplotlib" 2>/dev/null; then
             quietly "$PYTHON" tools/plot.py "logs/$RUN_ID.txt" -o "logs/$RUN_ID.png"
@@ -258,9 +260,10 @@ check() {  # of the machine
 case "${1:-}" in
     "" | check)
         set_up requirements.txt
+        if [ -n "${SCRIPT:-}" ]; then "$PYTHON" tools/pack_code.py --check "$SCRIPT"; fi
         count_gpus
         # train_gpt.py refuses names that are nearly one of these, and leaves what comes next to next_steps.
-        export RUN_SH="NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"
+        export RUN_SH="NPROC SEEDS GRID SCRIPT DEMO_SIZE"
         if [ "${1:-}" = check ]; then check; elif [ "$gpus" -gt 0 ]; then record; else demonstration; fi
         ;;
     test)

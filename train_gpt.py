@@ -5,7 +5,7 @@ compressed weights fit in 16,000,000 bytes and which trains in 600 seconds on 8 
 trains a transformer whose matrices are stored in three 3-D "parameter banks", with Parallel Muon
 (arXiv:2511.07464), and scores its entropy-coded artifact.
 
-    torchrun --standalone --nproc_per_node=8 train_gpt.py    # the record run: all knobs at defaults
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 train_gpt.py  # all defaults
     python train_gpt.py                                      # the same mathematics, one GPU or CPU
     python train_gpt.py --help                               # every knob, an environment variable
 
@@ -355,6 +355,7 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
 
 
 RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}
+RENAMED["DEMO_SECONDS"] = "MAX_WALLCLOCK_SECONDS"
 
 
 def todays_names(knobs: dict) -> dict:
@@ -475,7 +476,8 @@ def importing(requirements: str):
         yield
     except ImportError as error:
         install = f"`pip install -r {requirements}`"
-        print_error(f"{error}: run `source .venv/bin/activate` if there is a .venv, or {install}")
+        activate = "`source .venv/bin/activate` if there is a .venv"
+        print_error(f"{error}: run `./run.sh setup`, then {activate}; or {install}")
         sys.exit(1)
     except KeyboardInterrupt:
         print_error("interrupted by Ctrl-C")
@@ -2906,7 +2908,8 @@ def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
         value = getattr(hp, field.name)
         if field.metadata["role"] == "score" and value != field.default:
             words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
-    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
+    launch = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
+    launcher = launch if ranks > 1 else "python"
     return " ".join((*words, launcher, sys.argv[0]))
 
 
@@ -3828,8 +3831,8 @@ class Log(AbstractContextManager):
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
-            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
-            ".npz; docs/formats.md says how to lengthen a finished run",
+            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl, .npz and "
+            f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):

@@ -3,7 +3,7 @@
 
     OMP_WAIT_POLICY=PASSIVE python bench/optimizer.py
     NUM_LAYERS=4 MODEL_DIM=256 python bench/optimizer.py --rounds 5
-    torchrun --standalone --nproc_per_node=2 bench/optimizer.py
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=2 bench/optimizer.py
 
   ours                ParallelMuon.step without Adam: three banks, fp32 weights and momentum
   ours, MuonEq-R      the same with normalised rows, the default

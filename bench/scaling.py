@@ -348,6 +348,7 @@ def run_ranks(ranks: int, shard_ranks: int, rounds: int) -> dict[str, float]:
         "-m",
         "torch.distributed.run",
         "--standalone",
+        "--local-addr=127.0.0.1",
         f"--nproc_per_node={ranks}",
     ]
     environment = {

@@ -232,7 +232,8 @@ def start(arguments: list, environment: dict, cwd: Path, ranks=1, fresh=False, *
     base = {name: value for name, value in os.environ.items() if name in passed}
     launcher = [sys.executable if fresh else warm_python.python()]
     if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        launcher += [f"--nproc_per_node={ranks}"]
     return subprocess.Popen(
         [*launcher, *map(str, arguments)],
         env={**base, **warm_python.FIXED, **environment},

@@ -29,3 +29,15 @@ def test_links_lead_somewhere(path):
         assert other.exists(), f"{target} leads nowhere"
         if anchor:
             assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target}: no heading"
+
+
+def test_a_rendezvous_on_one_machine_needs_no_dns():
+    """torchrun --standalone waits for ever for a hostname that does not resolve."""
+    folders = [*FOLDERS, *(ROOT / name for name in ("configs", "data", "tests"))]
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
+    commands = [line for line in lines if re.search(r"--standalone\b.*--nproc_per[_]node", line)]
+    assert len(commands) > 10
+    assert [
+        c for c in commands if not re.search(r"--standalone\W+--local-addr=127.0.0.1\W", c)
+    ] == []

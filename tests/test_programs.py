@@ -254,7 +254,8 @@ def test_words_are_utf8_in_every_locale(monkeypatch):
 
 
 INSTALL = (
-    "run `source .venv/bin/activate` if there is a .venv, or `pip install -r requirements{}.txt`"
+    "run `./run.sh setup`, then `source .venv/bin/activate` if there is a .venv; or "
+    "`pip install -r requirements{}.txt`"
 )
 
 

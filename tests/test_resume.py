@@ -269,7 +269,7 @@ def test_nodes_that_share_no_folder_resume(undisturbed, knobs, tmp_path):
 
 def test_a_launcher_brings_a_run_back_by_itself(knobs, tmp_path):
     """One of two ranks is killed. torchrun --max-restarts starts both again."""
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=1"
+    launcher = "-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=2 --max-restarts=1"
     environment = {**knobs, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     result = run([*launcher.split(), FAULTS, "kill", 7, 1], environment, tmp_path)
     assert (tmp_path / "killed").exists() and "resumed: step:6 " in result.stdout
@@ -346,7 +346,9 @@ def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
         return sentence(faulty("none", 0, knobs | changes, tmp_path, status=1))
 
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
-    assert "RUN_ID=r is used by an earlier run" in refused()
+    said = refused()
+    assert "RUN_ID=r is used by an earlier run" in said
+    assert "or delete logs/r.txt, .jsonl, .npz and checkpoints/r; " in said, "to begin again"
     unfinished(tmp_path)
     again = refused(RESUME="")
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again

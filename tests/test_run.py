@@ -190,7 +190,9 @@ def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monke
     assert again == train_gpt.Hyperparameters(**changed)
     # Each rank hands on what its own documents taught.
     many = train_gpt.evaluation_command(hp, Path("x"), 4)
-    assert many.endswith(" torchrun --standalone --nproc_per_node=4 train_gpt.py")
+    assert many.endswith(
+        " torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=4 train_gpt.py"
+    )
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):

@@ -63,7 +63,7 @@ class cuda:
     device_count = lambda: int(os.environ.get("GPUS", 0))
 """
 LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.getenv('WARMDOWN_FRAC'))"
-OWN = "NPROC SEEDS GRID DEMO_SECONDS DEMO_SIZE"  # of run.sh, not knobs
+OWN = "NPROC SEEDS GRID SCRIPT DEMO_SIZE"  # of run.sh, not knobs
 SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
 
 
@@ -377,7 +377,9 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
     result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    words = f"['--standalone', '--nproc_per_node={nproc}', 'train_gpt.py']"
+    words = (
+        f"['--standalone', '--local-addr=127.0.0.1', '--nproc_per_node={nproc}', 'train_gpt.py']"
+    )
     launched = result.stdout.partition("\nnext:\n")[0]
     assert launched == f"launched {words} frac {fraction}\n"
 
@@ -389,10 +391,33 @@ def test_a_sweep_starts_its_runs_with_the_launcher(complete):
     words = "['--', 'python3', 'tools/launch.py', 'python3', 'train_gpt.py']"
     assert f"launched {words}" in result.stdout
     assert "report" not in result.stdout and result.returncode == 0
-    assert "\nnext:\n    python3 tools/compare.py launched ['--patterns']" in result.stdout
+    # which installs scipy, too
+    compare = "    $(./run.sh setup) tools/compare.py launched ['--patterns']"
+    assert f"\nnext:\n{compare}" in result.stdout
     for grid, fraction in (("SEED=1\nWARMDOWN_ITERS=9,10", None), ("MY_WARMDOWN_ITERS=1", 0.41)):
         first, *_ = complete.run(GPUS="4", USABLE="1", GRID=grid).stdout.splitlines()
         assert first.endswith(f"frac {fraction}")
+
+
+def test_a_packed_script_runs_in_place_of_the_plain_one(complete):
+    """In a run, a sweep and on GPUs, if it is of today's train_gpt.py; the check asks, too."""
+    (complete.repository / "packed.py").write_text("print('ran packed.py')")
+    (complete.repository / "tools" / "sweep.py").write_text(LAUNCHER)
+    packer = complete.repository / "tools" / "pack_code.py"
+    packer.write_text("import sys; print('ran', sys.argv[1:])")
+    verified, gpus = "ran ['--check', 'packed.py']\n", {"GPUS": "8", "USABLE": "1"}
+    found = complete.run(SCRIPT="packed.py").stdout
+    assert found.startswith(verified) and TRAINING.replace("train_gpt", "packed") in found
+    score, seeds = found.splitlines()[-2:]
+    assert score.endswith(" python3 packed.py") and seeds.startswith("    SCRIPT=packed.py SEEDS=")
+    for more in (gpus, {"SEEDS": "1 2"}, {"SEEDS": "1 2", **gpus}):
+        found = complete.run(SCRIPT="packed.py", **more).stdout
+        assert found.startswith(verified) and "'packed.py'] frac" in found
+        assert "train_gpt.py" not in found
+    packer.write_text("import sys; sys.exit('error: old')")
+    for words in ([], ["check"]):
+        refused = complete.run(*words, SCRIPT="packed.py", **gpus)
+        assert (refused.returncode, refused.stdout, refused.stderr) == (1, "", "error: old\n")
 
 
 def test_the_check_has_the_settings_of_the_run(complete):
@@ -497,7 +522,7 @@ def test_the_end_repeats_the_score_of_the_run(complete):
     knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
     (complete.repository / "tools" / "demo_settings.py").write_text("print('RUN_ID=demo')")
     *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
-    *settings, python, m, launcher, alone, ranks, script = shlex.split(evaluate)
+    *settings, python, m, launcher, alone, address, ranks, script = shlex.split(evaluate)
     assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.npz"}
     assert (launcher, ranks, script) == (
         "torch.distributed.run",

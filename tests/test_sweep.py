@@ -69,7 +69,8 @@ def test_sweep_does_not_repeat_what_is_done(copied, sweep_knobs):
 def test_sweep_refuses_a_log_of_another_experiment(copied, sweep_knobs):
     knobs = {**sweep_knobs, "SEEDS": "1", "GRID": "MATRIX_LR=0.025"}
     result = run(SWEEP, {**knobs, "ITERATIONS": "10"}, copied, status=1)
-    assert "set another RUN_ID or" in result.stderr
+    files = " ".join(f"logs/{logs_of(copied)[0].stem}{end}" for end in (".txt", ".jsonl"))
+    assert f"set another RUN_ID, or move its files away: {files}\n" in result.stderr
     assert "another configuration (ITERATIONS=12, now 10)" in result.stderr
     changed = logs_of(copied)[0]
     changed.write_text("# changed\n" + changed.read_text())
@@ -103,10 +104,14 @@ def test_a_run_over_a_limit_is_not_done(limit, copied, sweep_knobs, monkeypatch,
         text = re.sub(r"(?m)^. (MAX_WALLCLOCK_SECONDS)=.*", r"* \1=600.0", log.read_text())
         log.write_text(re.sub(r"(?m)^(calibration: .*train_time):\d+ms", r"\1:600001ms", text))
     capsys.readouterr()
+    checkpoints = copied / "checkpoints" / log.stem
+    checkpoints.mkdir(parents=True)
     assert sweep.sweep(["false"]) == 1, "it was started again"
     said = capsys.readouterr().out
     assert f"failed: {log.stem}: error: " in said and part in said and "no run finished" in said
-    assert f"delete its log, {log.relative_to(copied)} and .jsonl" in said
+    # Its checkpoint is of the end of the training, so the repeated run would only score it again.
+    files = f"logs/{log.stem}.txt logs/{log.stem}.jsonl checkpoints/{log.stem}"
+    assert f"To repeat the run: rm -r {files}\n" in said
 
 
 def test_a_sweep_with_checkpoints_goes_on(sweep_knobs, tmp_path):
@@ -119,6 +124,21 @@ def test_a_sweep_with_checkpoints_goes_on(sweep_knobs, tmp_path):
     run(SWEEP, knobs, tmp_path)
     assert re.search(r"(?m)^resumed: step:12 ", log.read_text())
     assert "is done already" in run(SWEEP, {**knobs, "CHECKPOINT_EVERY": ""}, tmp_path).stdout
+
+
+def test_a_sweep_without_checkpoints_does_not_resume_old_ones(sweep_knobs, tmp_path, monkeypatch):
+    """They are of an earlier sweep, perhaps of another train_gpt.py. RESUME asks for them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep.os, "environ", {**sweep_knobs, "SEEDS": "1"})
+    folder = tmp_path / "checkpoints" / "t_seed1"
+    folder.mkdir(parents=True)
+    assert sweep.sweep(["true"]) == 1, "it wrote no log"
+    (folder / "step_00000005.npz").touch()
+    with user_error("^checkpoints/t_seed1 holds an earlier run: rm -r checkpoints/t_seed1, or set"):
+        sweep.sweep(["false"])
+    for name, value in (("RESUME", "auto"), ("CHECKPOINT_EVERY", "5")):
+        monkeypatch.setattr(sweep.os, "environ", {**sweep_knobs, "SEEDS": "1", name: value})
+        assert sweep.sweep(["true"]) == 1
 
 
 def test_values_of_a_list_are_not_taken_apart():

@@ -13,7 +13,7 @@ import torch
 import inspect_artifact
 import pack_code
 import train_gpt
-from conftest import ROOT, exported, made, run, user_error, weights_of
+from conftest import ROOT, assert_mistake, exported, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
 LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
@@ -30,6 +30,17 @@ def packed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stripped():
     return pack_code.without_comments(SOURCE)
+
+
+def test_a_packed_script_of_other_source_is_refused(packed, tmp_path):
+    """It would train what train_gpt.py was."""
+    command = [ROOT / "tools" / "pack_code.py", "--check"]
+    assert run([*command, packed], {}, tmp_path).stdout == ""
+    old = tmp_path / "old.py"
+    old.write_bytes(pack_code.pack(b"x = 1"))
+    part = "old.py: it is not today's train_gpt.py: run `python tools/pack_code.py -o packed.py`"
+    assert_mistake([*command, old], tmp_path, part)
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def figures(log: bytes) -> list[str]:

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Check a machine before an expensive run: a minute of measurements on all ranks, and a verdict.
 
-    ./run.sh check                                                # all GPUs, or the CPU
-    torchrun --standalone --nproc_per_node=8 tools/check_machine.py   # the same; or on several nodes
+    ./run.sh check                                    # all GPUs, or the CPU
+    env $(grep -v '^#' configs/one_gpu.env) ./run.sh check      # for the run of that file
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 tools/check_machine.py
 
 The knobs are those of the run. It reads the data, measures products, copies, collectives and
 kernels at the run's sizes, and does real training steps and an evaluation batch, as a run would. It

@@ -70,13 +70,13 @@ SHAPE = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_SEQ_LEN", "TRAIN_BATCH_TOKENS")  # te
 ENOUGH = 1.1e13
 
 
-def positive(environ: Mapping[str, str], name: str, kind: Callable, example: str):
+def positive(environ: Mapping[str, str], name: str) -> int | None:
     """The number of a variable, or None if it is not set. Raises UserError."""
     text = environ.get(name)
     try:
-        return program.positive(text, kind) if text else None
+        return program.positive(text, int) if text else None
     except argparse.ArgumentTypeError as error:
-        raise UserError(f"{name}={error}: set for example {name}={example}, or unset it") from error
+        raise UserError(f"{name}={error}: set for example {name}=2, or unset it") from error
 
 
 # ---- Knobs ---------------------------------------------------------------------------------------
@@ -116,9 +116,6 @@ def knobs(environ: Mapping[str, str], size: str, logs: Path = Path("logs")) -> d
     """What the environment does not set, for this size. Raises UserError if a run with it could not
     start."""
     chosen = {"RUN_ID": run_id(environ, logs), **data_knobs(environ), **SIZES[size], **SHORT_RUN}
-    seconds = positive(environ, "DEMO_SECONDS", float, "60")
-    if seconds:
-        chosen["MAX_WALLCLOCK_SECONDS"] = seconds
     if not environ.get("WARMDOWN_ITERS") and not re.search(
         r"\bWARMDOWN_ITERS=", environ.get("GRID", "")
     ):
@@ -279,21 +276,20 @@ def choose_size(environ: Mapping[str, str], cores: int) -> tuple[str, str]:
             raise UserError(
                 f"DEMO_SIZE={wanted} is not one of {', '.join(SIZES)}: unset it or set one of them"
             )
-        return wanted, f"the demonstration's model is {wanted}, as DEMO_SIZE says"
+        return wanted, f"using the {wanted} model, as DEMO_SIZE says"
     dtype = train_gpt.choose_dtype(environ.get("COMPUTE_DTYPE", "auto"), torch.device("cpu"))
     speed = forked([lambda: product_speed(dtype, cores)])
     name = "large" if speed >= ENOUGH else "small"
-    found = f"matrix products run at {speed / 1e9:.0f} GFLOP/s in {str(dtype)[6:]}, and {ENOUGH / 1e9:.0f} are enough"
-    return (
-        name,
-        f"the demonstration's model is {name}: {found} for the large one; DEMO_SIZE fixes the choice",
+    found = f"{speed / 1e9:,.0f} GFLOP/s in {str(dtype)[6:]}, the large one wants"
+    return name, (
+        f"using the {name} model: this CPU makes {found} {ENOUGH / 1e9:,.0f} (DEMO_SIZE overrides)"
     )
 
 
 def choose_ranks(environ: Mapping[str, str], cores: int) -> tuple[dict[str, str], str]:
     """(NPROC and OMP_NUM_THREADS, sentence). Raises UserError."""
     hp = Hyperparameters.from_env(dict(environ))
-    fixed = [positive(environ, name, int, "2") for name in ("NPROC", "OMP_NUM_THREADS")]
+    fixed = [positive(environ, name) for name in ("NPROC", "OMP_NUM_THREADS")]
     pairs = candidates(cores, hp.train_batch_tokens // hp.train_seq_len, *fixed)
     sentence = f"{cores} cores"
     if len(pairs) > 1:

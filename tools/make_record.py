@@ -158,7 +158,8 @@ def launch(run: Run) -> str:
     if threads := re.search(r", (\d+) threads", run.device or ""):
         changed["OMP_NUM_THREADS"] = threads[1]
     words = [f"{name}={shlex.quote(switches.get(value, value))}" for name, value in changed.items()]
-    start = "python" if run.ranks == 1 else f"torchrun --standalone --nproc_per_node={run.ranks}"
+    many = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={run.ranks}"
+    start = "python" if run.ranks == 1 else many
     lines = [""]
     for word in [*words, "SEED=$SEED", f"{start} train_gpt.py"]:
         if lines[-1] and len(lines[-1]) + len(word) > 100:

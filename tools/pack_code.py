@@ -2,7 +2,7 @@
 """Pack the training script into a self-extracting file.
 
     python tools/pack_code.py -o packed.py
-    torchrun --standalone --nproc_per_node=8 packed.py
+    torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=8 packed.py
 
 The challenge counts the bytes of the script that runs. Run the packed file instead of train_gpt.py
 and submit it under that name; its size is the code size. It holds the compressed source, sets the
@@ -208,10 +208,15 @@ def main() -> None:
         default="train_gpt.packed.py",
         help="default: %(default)s",
     )
+    refuses = "fail if the script is not today's train_gpt.py; write nothing"
+    parser.add_argument("--check", action="store_true", help=refuses)
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()
         source = readable_source(code)
+        if arguments.check:
+            again = "run `python tools/pack_code.py -o packed.py`"
+            return require(is_current(source), f"it is not today's train_gpt.py: {again}")
         packed = pack(source if arguments.comments else without_comments(source))
     except OSError as error:
         sys.exit(f"error: cannot read {arguments.script}: {error.strerror}")

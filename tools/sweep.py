@@ -8,8 +8,9 @@ results.
 has its own log, logs/<RUN_ID>_MATRIX_LR=0.02_MUON_WD=0.03_seed1337.txt, with its artifact beside
 it. The values of TTT_LORA_TARGETS, which is a list itself, are separated by |. A finished run is
 not repeated, so an interrupted sweep continues where it stopped; with CHECKPOINT_EVERY also within
-a run. Failed runs are reported and retried next time. A finished run over the limits of time or
-size is reported as failed until its log is deleted.
+a run; without it, a run that has checkpoints of an earlier sweep is refused. Failed runs are
+reported and retried next time. A finished run over the limits of time or size is reported as failed
+until its files are deleted. A packed script runs with -- python packed.py.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import program
 import pack_code
 import train_gpt
 from lib import runs
-from train_gpt import Hyperparameters, UserError
+from train_gpt import Hyperparameters, UserError, require
 
 LOGS = Path("logs")
 RUNNING: set[subprocess.Popen] = set()
@@ -79,6 +80,24 @@ def plan(environ: dict[str, str]) -> list[dict[str, str]]:
     return planned
 
 
+def traces(run_id: str) -> str:
+    """What a repeated run would find of its predecessor, as words of a command."""
+    paths = LOGS / f"{run_id}.txt", LOGS / f"{run_id}.jsonl", train_gpt.CHECKPOINTS / run_id
+    return shlex.join(str(path) for path in paths if path.exists())
+
+
+def refuse_old_checkpoints(run_id: str) -> None:
+    """Raise UserError if the run would resume checkpoints that this sweep does not write."""
+    folder = train_gpt.CHECKPOINTS / run_id
+    require(
+        os.environ.get("CHECKPOINT_EVERY")
+        or os.environ.get("RESUME")
+        or not any(folder.glob(train_gpt.CHECKPOINT_FILES)),
+        f"{folder} holds an earlier run: rm -r {shlex.quote(str(folder))}, or set RESUME=auto to "
+        "continue it",
+    )
+
+
 class Invalid(UserError):
     """A finished run that is over a limit."""
 
@@ -105,13 +124,12 @@ def finished(environ: dict[str, str], run_id: str) -> runs.Run | None:
     if unlike:
         raise UserError(
             f"{path} is a finished run of another configuration ({'; '.join(unlike[:4])}): "
-            "set another RUN_ID or move that log away"
+            f"set another RUN_ID, or move its files away: {traces(run_id)}"
         )
     try:  # as the script does after its scores
         train_gpt.check_limits(run.total_bytes or 0, run.train_seconds or 0.0, hp)
     except UserError as error:
-        files = f"{shlex.quote(str(path))} and .jsonl"
-        raise Invalid(f"error: {error}. To repeat the run, delete its log, {files}") from error
+        raise Invalid(f"error: {error}. To repeat the run: rm -r {traces(run_id)}") from error
     return run
 
 
@@ -201,6 +219,8 @@ def sweep(command: list[str]) -> int:
         settle(variables)
         if variables["RUN_ID"] in done:
             print(f"== {number} of {len(planned)}: {variables['RUN_ID']} is done already")
+        elif variables["RUN_ID"] not in failed:
+            refuse_old_checkpoints(variables["RUN_ID"])
     status = 0
     try:
         for number, variables in enumerate(planned, start=1):
