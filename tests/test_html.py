@@ -136,7 +136,9 @@ def test_curves_are_over_steps_and_time(sweep, swept):
     for name, total in totals.items():
         assert sum(sweep.bars[name]["data"][0]["x"]) == pytest.approx(total / 2)
     assert {"code", "q", "tok_emb"} <= set(sweep.bars["bytes"]["data"][0]["y"])
-    assert {"warm-up", "training", "export", "other"} <= set(sweep.bars["time"]["data"][0]["y"])
+    assert {"warm-up", "training", "export", "text and artifact", "other"} <= set(
+        sweep.bars["time"]["data"][0]["y"]
+    )
 
 
 def test_knobs_and_environment(sweep, swept):

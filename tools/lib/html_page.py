@@ -398,6 +398,7 @@ def seconds_of(run: Run) -> dict[str, float]:
         "calibration": walls["calibration"],
         "export": walls["artifact"],
     }
+    parts["text and artifact"] = run.prepare_seconds or 0.0
     for name, score in run.scores.items():
         parts[f"score: {name.removeprefix('final_').removeprefix('int6_')}"] = score.seconds or 0.0
     if "finished" in events and not run.resumed:
