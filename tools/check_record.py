@@ -17,7 +17,6 @@ contain is reported as such.
 
 import argparse
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -568,11 +567,7 @@ def probes(folder: Folder) -> Iterator[Verdict]:
             "n/a", rule, "the probes do not fit: its evaluation is not built like this project's"
         )
         return
-    specification = importlib.util.spec_from_loader("submitted", loader=None)
-    module = importlib.util.module_from_spec(specification)
-    module.__file__ = str(folder.path / "train_gpt.py")
-    sys.modules["submitted"] = module  # dataclasses look up their module
-    exec(compile(folder.source, module.__file__, "exec"), module.__dict__)
+    module = legality.load(folder.source, folder.path / "train_gpt.py")
     if not legality.fits(module):
         yield Verdict(
             "n/a", rule, "the probes do not fit: they are for a later version of the script"
