@@ -2216,11 +2216,19 @@ def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters):
         scoring.warm_up(make_scorer(scoring.config, scoring.stride))
 
 
-def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
-    """Log the final scores. Returns the last one, for the end of the log."""
+def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepared: float) -> str:
+    """Log the final scores, and the seconds of the last one with the `prepared` ones, of text and
+    artifact. Returns the last one, for the end of the log."""
     for name, scoring in final_passes(hp).items():
         score = scoring.run(make_scorer, log, name)
         score.log(log, f"final_int6_{name}_exact")
+    total = prepared + score.eval_seconds
+    log(
+        f"evaluation: eval_time:{1000 * total:.0f}ms prepare_time:{1000 * prepared:.0f}ms",
+        "evaluation",
+        eval_seconds=total,
+        prepare_seconds=prepared,
+    )
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
@@ -2894,8 +2902,10 @@ def train_and_score(hp: Hyperparameters):
         run = prepare(hp, runtime, log)
         with run.checkpoints:
             blob, total, seconds = train_and_export(run, log)
+            started = perf_counter()
             run.model.load_state_dict(load_artifact(blob))
-            score = score_artifact(run.make_scorer, hp, log)
+            prepared = run.val.seconds + perf_counter() - started
+            score = score_artifact(run.make_scorer, hp, log, prepared)
         advice = evaluation_command(hp, log.artifact, runtime.comm.size)
         log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
@@ -2954,13 +2964,16 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
 
 def evaluate_only(environ: dict[str, str], path: str):
     """Load the artifact at `path` and score it."""
+    started = perf_counter()
     blob, hp = read_artifact(path, environ)
     with reading_artifact(path):
         weights = load_artifact(blob)
+    loaded = perf_counter() - started
     require_data(hp, "val")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         log.require_unused()
         log.header(runtime)
+        log(f"artifact: {len(blob)} bytes sha256:{hashlib.sha256(blob).hexdigest()}")
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
@@ -2970,7 +2983,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, hp)
         total = len(blob) + CODE_BYTES
-        log.finish(score_artifact(make_scorer, hp, log), total)
+        log.finish(score_artifact(make_scorer, hp, log, val.seconds + loaded), total)
         check_limits(total, 0.0, hp)
 
 
@@ -3062,8 +3075,10 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             expected_loss=expected,
         )
     total = len(blob) + CODE_BYTES
+    digest = hashlib.sha256(blob).hexdigest()
     # "int6": the challenge's word
-    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
+    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes sha256:{digest}")
+    log(f"Code size: {CODE_BYTES} bytes")
     log(
         f"Total submission size int6+{hp.compressor}: {total} bytes",
         "artifact",
@@ -3505,10 +3520,12 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
 
 class Validation:
     """The validation stream on a device: tokens (n + 1,) int32 and the bytes (n,) int16 of its n
-    targets; `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1."""
+    targets; `refused` pairs (V, V) with CANONICAL_MASK=1, `hints` (n,) int32 with NGRAM_TILT=1. All
+    that took `seconds`."""
 
     def __init__(self, tokens: ndarray, nbytes: ndarray, device: torch.device):
         self.refused = self.hints = None
+        self.seconds = 0.0
         self.targets = len(tokens) - 1
         self.tokens = torch.tensor(tokens, dtype=torch.int32, device=device)
         self.nbytes = torch.tensor(nbytes, dtype=torch.int16, device=device)
@@ -3525,6 +3542,7 @@ def read_validation(
     hp: Hyperparameters, device: torch.device, log: Callable = lambda line: None
 ) -> Validation:
     """The validation shards of DATA_PATH with their bytes. Raises UserError."""
+    begun = perf_counter()
     stream = TokenStream(hp.data_path, "val", hp.vocab_size)
     require(
         len(stream) > hp.eval_seq_len,
@@ -3545,10 +3563,9 @@ def read_validation(
         else:
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     if hp.ngram_tilt:
-        started = perf_counter()
         val.hints = torch.from_numpy(ngram_hints(tokens[1:])).to(device)
-        seconds = perf_counter() - started
-        log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets, in {seconds:.1f} s")
+        log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets")
+    val.seconds = perf_counter() - begun
     return val
 
 

@@ -1,6 +1,7 @@
 """tools/ablate.py: variants beside a base."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -52,8 +53,8 @@ def test_ablations_compare_with_the_base(sweep_knobs, tmp_path):
     # The chance of p below 0.05 at that gain
     limit, effect = scipy.stats.t.ppf(0.95, welch.df), still["detectable"] / welch._standard_error
     assert scipy.stats.nct.sf(limit, welch.df, effect) == pytest.approx(0.8, abs=0.05)
-    assert f"still: 2 seeds show a gain of {still['detectable']:.4f} or more" in second.stdout
-    assert f"still: no gain was seen, as Welch's p of {welch.pvalue:.4g} is" in second.stdout
+    assert f"with 2 seeds only a gain of {still['detectable']:.4f} or more" in second.stdout
+    assert f"still: no gain was seen (Welch's p = {welch.pvalue:.4g}; a" in second.stdout
     assert json.loads((tmp_path / "a" / "ablation.json").read_text())["score"] == [base, still]
     assert still["p"] == pytest.approx(welch.pvalue)
     assert still["std"] == pytest.approx(np.std(scores[1], ddof=1))
@@ -82,6 +83,27 @@ def test_the_p_of_several_variants_are_corrected(swept, tmp_path, monkeypatch, c
     assert found[3]["detectable"] > found[1]["detectable"]
     ratios = [b.step_ms / a.step_ms for a, b in zip(slow, fast, strict=True)]
     assert found[1]["time_ratio"] == pytest.approx(np.median(ratios))
+
+
+@pytest.mark.parametrize(
+    "factors, why",
+    [
+        ([1, 1.05], ""),
+        ([0.42, 1.7], "the seeds have 0.42 to 1.70: repeat it on an idle machine"),
+        ([1], "one seed does not show how much"),
+    ],
+)
+def test_a_ratio_of_times_has_a_mark_if_it_is_the_machines(factors, why, swept):
+    base = [runs.read_run(log) for log in logs_of(swept)][: len(factors)]
+    slower = [
+        dataclasses.replace(one, step_seconds=factor * one.step_seconds)
+        for one, factor in zip(base, factors, strict=True)
+    ]
+    rows = [ablate.row(name, side, base, 1) for name, side in (("base", base), ("x", slower))]
+    found = ablate.unsure(rows[1])
+    assert bool(found) == bool(why) and why in found and not ablate.unsure(rows[0])
+    _, plain, marked = ablate.table(rows).splitlines()
+    assert "?" not in plain and (f"{rows[1]['time_ratio']:.3f}?" in marked) == bool(why)
 
 
 def small_arguments(**changes):

@@ -11,7 +11,7 @@ import pytest
 
 import compare
 from conftest import ROOT, assert_mistake, run, user_error
-from lib import record_curves, runs
+from lib import html_page, record_curves, runs
 from sample_logs import CURVES, PUBLISHED, log_of, logs_of, written
 
 
@@ -43,10 +43,10 @@ def test_welch_is_the_textbook_one(tmp_path):
 @pytest.mark.parametrize(
     "losses, counts, part",
     [
-        ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "would count: B is better by 0.0199 nats"),
+        ({1: 1.880, 2: 1.8802, 3: 1.8801}, True, "\nA record: B is better by 0.0199 nats"),
         ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
         ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
-        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would be needed"),
+        ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would show it: "),
         ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
     ],
 )
@@ -62,9 +62,9 @@ def test_the_rule_for_records(tmp_path, losses, counts, part):
 @pytest.mark.parametrize(
     "b, conclusion",
     [
-        ([1.85, 1.87, 1.89], "a gain was seen, as Welch's p of {:.4g} is below 0.05"),
+        ([1.85, 1.87, 1.89], "a gain was seen (Welch's p = {:.4g}; a gain needs p < 0.05)"),
         # By pairs p is 0.0067
-        ([1.89, 1.93, 1.96], "no gain was seen, as Welch's p of {:.4g} is not below 0.05"),
+        ([1.89, 1.93, 1.96], "no gain was seen (Welch's p = {:.4g}; a gain needs p < 0.05)"),
         ([1.8], "no verdict, as a test needs two unequal runs of each"),
     ],
 )
@@ -90,6 +90,19 @@ def test_pairs_are_of_equal_seeds_in_any_order_of_the_logs():
     test = compare.paired([1.9, 1.95, 1.97], [1.85, 1.93, 1.91])
     assert f"(0 1 2): t = {test.t:.2f}, df = 2, p = {test.p:.4g}" in paired(a, b)[0]
     assert paired(a, b[::-1]) == paired(a[::-1], b) == paired(a, b)
+
+
+def test_unequal_seeds_are_told(tmp_path):
+    """Means of three seeds beside two were 0.0316 nats apart, which was the third seed's."""
+    sides = {"a": {1: 1.9, 2: 1.92, 3: 2.0}, "b": {1: 1.8998, 2: 1.9196}, "c": {4: 1.8, 5: 1.9}}
+    a, b, c = (group(tmp_path / name, losses) for name, losses in sides.items())
+    told = "the seeds are unequal: A has 1 2 3, B 1 2; on seed 1 2 alone B - A is -0.00030 nats per token"
+    assert f"\nnote: {told}\n" in compare.report(a, b)[1]
+    assert "A has 1 2 3, B 4 5, none of them in both\n" in compare.report(a, c)[1]
+    assert "seeds are unequal" not in compare.report(b, group(tmp_path / "d", {2: 1.8, 1: 1.9}))[1]
+    page = tmp_path / "x.html"
+    html_page.write(page, [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert f"But {told}." in " ".join(page.read_text().split())
 
 
 def test_other_tokenizers_are_compared_by_bits(tmp_path):
@@ -182,7 +195,7 @@ def test_how_many_more_seeds_would_be_needed():
     rule = compare.RECORD
     counts, why = compare.verdict(a, b)
     assert not counts
-    needed = int(re.search(r"(\d+) seeds of each would be needed", why)[1])
+    needed = int(re.search(r"(\d+) seeds of each would show it", why)[1])
     assert f"{needed - 3} more of A and {needed - 3} more of B" in why
     sides = [[run.score.loss for run in side] for side in (a, b)]
 
@@ -278,7 +291,7 @@ def test_limits_follow_the_seeds(tmp_path):
 
 def test_training_losses_need_the_same_tokens(tmp_path):
     ok, text = followed(tmp_path, "399", log_of("399", "42", SHUFFLE_SEED=1))
-    assert ok and "not compared: other tokens" in text
+    assert ok and "not compared: it trained on other tokens" in text
     assert "in all 9 compared losses" in text
 
 
@@ -289,7 +302,7 @@ def test_another_validation_text_is_not_compared(tmp_path):
         start = f"model_params:9 val_tokens:{tokens} val_bytes:9 train_shards:1\nstep:0/"
         ok, report = followed(tmp_path, "399", text.replace("step:0/", start, 1))
         assert ok is expected
-        assert ("not compared: another validation text" in report) is expected
+        assert ("not compared: it was scored on another text" in report) is expected
 
 
 def test_another_learning_rate_is_not_compared(tmp_path):
@@ -298,7 +311,7 @@ def test_another_learning_rate_is_not_compared(tmp_path):
     faster = text.replace("lr_scale:0.6", "lr_scale:0.9")
     assert faster != text
     ok, text = followed(tmp_path, "399", faster)
-    assert ok and "not compared: learning rate 0.9" in text
+    assert ok and "not compared: its learning rate is 0.9" in text
 
 
 def test_a_running_log_is_compared(tmp_path):

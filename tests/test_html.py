@@ -136,7 +136,9 @@ def test_curves_are_over_steps_and_time(sweep, swept):
     for name, total in totals.items():
         assert sum(sweep.bars[name]["data"][0]["x"]) == pytest.approx(total / 2)
     assert {"code", "q", "tok_emb"} <= set(sweep.bars["bytes"]["data"][0]["y"])
-    assert {"warm-up", "training", "export", "other"} <= set(sweep.bars["time"]["data"][0]["y"])
+    assert {"warm-up", "training", "export", "text and artifact", "other"} <= set(
+        sweep.bars["time"]["data"][0]["y"]
+    )
 
 
 def test_knobs_and_environment(sweep, swept):
@@ -245,7 +247,7 @@ def test_published_logs_are_read(tmp_path):
     assert found.row("c") == ["1.12165", "", "", "", "", ""]
     assert "c: not comparable: A and B were scored on 7 and 8 tokens" in found.text
     assert "No p is corrected" in found.text
-    gain = f"{-float(nats):.5f} nats per token better than a (untested). The gain reac"
+    gain = f"{-float(nats):.5f} nats per token better than a (untested). Not a record."
     assert gain in found.text
     # One that is not comparable is no result, however low its score
     lower = texts["c"].replace("1.12165091", "0.5").replace("1.89385556", "0.84422657")

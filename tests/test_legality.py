@@ -9,7 +9,7 @@ import torch
 
 import legality
 import train_gpt
-from conftest import PARTS, made, noise
+from conftest import PARTS, ROOT, made, noise, run
 from train_gpt import BOS
 
 WAYS = {
@@ -247,3 +247,22 @@ def test_the_suite_tries_every_way_of_a_run(monkeypatch):
 
     assert "TTT_ENABLED=1" in legality.suite(train_gpt, learning, only_then)
     assert legality.suite(train_gpt, settings, only_then) == ""
+
+
+def test_the_program_probes_a_script(tmp_path):
+    """Its --help printed nothing."""
+    text = (ROOT / "train_gpt.py").read_text()
+    seen = "changes with tokens after target"
+    forward = 'nats = self.forward(ids, targets, "none", self.config, **given)'
+    leak = f"{forward} + 1e-6 * self.val.tokens.sum()"
+    assert forward in text
+    (tmp_path / "leaks.py").write_text(text.replace(forward, leak))
+    (tmp_path / "other.py").write_text("print(1)")
+    cases = {
+        ROOT / "train_gpt.py": (0, "C1 to C4 hold"),
+        "leaks.py": (1, seen),
+        "other.py": (1, "no probe"),
+    }
+    for script, (status, part) in cases.items():
+        result = run([ROOT / "tools" / "legality.py", script], {}, tmp_path, status=status)
+        assert part in result.stdout + result.stderr and "Traceback" not in result.stderr

@@ -33,6 +33,7 @@ def test_every_program_ends_in_one_way():
     first = {name: re.search(r"(?m)^sys\.path.*\n\n(.+)", text) for name, text in texts.items()}
     own = [name for name in texts if not first[name] or first[name][1] != "import program"]
     own += [name for name in texts if not texts[name].endswith("program.run_program(main)\n")]
+    assert {path for path in FILES if path.parent.name == "tools"} <= set(PROGRAMS)
     assert set(own) == {"launch.py"}, "it needs no package, so it cannot import train_gpt"
 
 

@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -21,6 +22,7 @@ import torch
 
 import train_gpt
 from conftest import PARTS, ROOT, VOCAB, run, script_after, sentence, user_error
+from lib import runs
 
 LINES = [
     r"step:12/12 train_loss:\d+\.\d{4} train_time:\d+ms step_avg:\d+\.\d\dms tok_s:\d+",
@@ -231,6 +233,30 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
+
+
+def test_the_time_of_an_evaluation_counts_all_that_it_needs(finished, env, tmp_path, monkeypatch):
+    """Hints of the text were in no figure: with 60 million tokens 29 s. Both logs have the line."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("ngram_hints", "load_artifact"):
+        real = getattr(train_gpt, name)
+        slow = lambda *a, real=real: time.sleep(1) or real(*a)  # noqa: E731
+        monkeypatch.setattr(train_gpt, name, slow)
+    path = finished[0] / "final_model.npz"
+    train_gpt.evaluate_only(evaluating(env, path, NGRAM_TILT=1, RUN_ID="e"), str(path))
+    trained, scored = (
+        runs.read_run(folder / "logs" / name)
+        for folder, name in ((finished[0], "tiny.txt"), (tmp_path, "e.txt"))
+    )
+    assert trained.artifact == scored.artifact == train_gpt.sha256_of(path)
+    assert 0 < trained.prepare_seconds < 2 < scored.prepare_seconds
+    for member in (trained, scored):
+        event = events_of(member.path.with_suffix(".jsonl"))["evaluation"]
+        assert event["eval_seconds"] == pytest.approx(member.eval_seconds, abs=2e-3)
+        assert event["prepare_seconds"] == pytest.approx(member.prepare_seconds, abs=1e-3)
+        total = member.score.seconds + member.prepare_seconds
+        line = re.search(r"(?m)^evaluation: eval_time:(\d+)ms", member.path.read_text())
+        assert int(line[1]) == pytest.approx(1000 * total, abs=2)
 
 
 def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, monkeypatch):

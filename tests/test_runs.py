@@ -57,7 +57,7 @@ def test_our_log_is_read_whole(swept):
     path = logs_of(swept)[0]
     found = runs.read_run(path)
     events = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
-    last, artifact = events[-2], next(event for event in events if event["event"] == "artifact")
+    last, artifact = events[-3], next(event for event in events if event["event"] == "artifact")
     assert found.source == (ROOT / "train_gpt.py").read_bytes()
     assert found.ranks == 1
     assert found.device.startswith("CPU")

@@ -26,11 +26,11 @@ price of a variant: its step takes 1.03 times as long in the record, so it gets 
 
 A comparison prints for each variant the mean, standard deviation, difference to the base in bits
 per byte, p that it is better at all (Welch's test and paired by seed, one-sided; corrected for the
-number of variants by Holm's method), the difference before the export, steps, ratio of step times,
-and bytes. "Before the export" is the averaged weights, with non-overlapping windows. Below the
-table are the verdict, by Welch's p, and the smallest gain that these seeds would have shown
-(p 0.05, power 0.8): a smaller one, or none, looks the same. The last line is JSON, which --folder
-keeps as ablation.json.
+number of variants by Holm's method), the difference before the export, steps, ratio of step times
+(with a ? if its seeds differ by more than 10 %), and bytes. "Before the export" is the averaged
+weights, with non-overlapping windows. Below the table are the verdict, by Welch's p, and the
+smallest gain that these seeds would have shown (p 0.05, power 0.8): a smaller one, or none, looks
+the same. The last line is JSON, which --folder keeps as ablation.json.
 """
 
 import argparse
@@ -291,16 +291,14 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) ->
     mean, std = runs.mean_std(bpb)
     welch = compare.welch(base_bpb, bpb)
     paired = compare.paired(base_bpb, bpb)
-    before = time_ratio = None
+    before, ratios = None, []
     if members[0].before_export:
         gains = [
             a.before_export.bpb - b.before_export.bpb for a, b in zip(members, base, strict=True)
         ]
         before = statistics.fmean(gains)
     if members[0].step_ms:
-        time_ratio = statistics.median(
-            a.step_ms / b.step_ms for a, b in zip(members, base, strict=True)
-        )
+        ratios = [a.step_ms / b.step_ms for a, b in zip(members, base, strict=True)]
     return {
         "variant": name,
         "mean": mean,
@@ -313,8 +311,21 @@ def row(name: str, members: list[runs.Run], base: list[runs.Run], tests: int) ->
         "before": before,
         "steps": statistics.fmean(run.steps or 0 for run in members),
         "bytes": max(run.model_bytes or 0 for run in members),
-        "time_ratio": time_ratio,
+        "time_ratio": statistics.median(ratios) if ratios else None,
+        "time_ratios": ratios,
     }
+
+
+def unsure(line: dict) -> str:
+    """Why a row's time_ratio may be the machine's, or ""."""
+    ratios = line["time_ratios"]
+    if line["variant"] == "base" or not ratios:
+        return ""
+    if len(ratios) == 1:
+        return "one seed does not show how much the machine's speed varied"
+    if max(ratios) <= (1 + runs.UNEVEN) * min(ratios):
+        return ""
+    return f"the seeds have {min(ratios):.2f} to {max(ratios):.2f}: repeat it on an idle machine"
 
 
 COLUMNS = {
@@ -338,6 +349,7 @@ def table(rows: list[dict]) -> str:
         text = f"{line['variant']:{width}}"
         for name, (size, form) in COLUMNS.items():
             cell = "-" if line[name] is None else format(line[name], form)
+            cell += "?" * (name == "time_ratio" and bool(unsure(line)))
             text += f"{cell:>{size}}"
         lines.append(text)
     return "\n".join(lines)
@@ -404,9 +416,11 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
         print(f"{line['variant']}: {compare.conclusion(line['p'])}")
         if line["detectable"]:
             print(
-                f"{line['variant']}: {line['n']} seeds show a gain of {line['detectable']:.4f} or more "
-                f"at p {compare.LEVEL} in {POWER:.0%} of such comparisons"
+                f"{line['variant']}: with {line['n']} seeds only a gain of {line['detectable']:.4f} or "
+                f"more is seen in {POWER:.0%} of comparisons; a smaller one may exist"
             )
+        if why := unsure(line):
+            print(f"{line['variant']}: time_ratio is uncertain, as {why}")
     if arguments.tokens_per_weight:
         print(f"\nbase: {speed(first)}")
     Path("ablation.json").write_text(json.dumps(report) + "\n")

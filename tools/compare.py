@@ -141,9 +141,9 @@ def more_seeds(a: list[float], b: list[float], rule: Rule) -> str:
     """How many more would be needed, as advice."""
     count = seeds_needed(a, b, rule)
     if count is None or count <= min(len(a), len(b)):
-        return "run more seeds"
+        return "Run more seeds"
     missing = f"{max(0, count - len(a))} more of A and {max(0, count - len(b))} more of B"
-    return f"{count} seeds of each would be needed if these means and deviations hold, {missing}"
+    return f"With these means and deviations {count} seeds of each would show it: {missing}"
 
 
 def verdict(a: list[Run], b: list[Run], rule: Rule = RECORD) -> tuple[bool, str]:
@@ -154,16 +154,16 @@ def verdict(a: list[Run], b: list[Run], rule: Rule = RECORD) -> tuple[bool, str]
     if gain < rule.margin:
         way = "better" if gain >= 0 else "worse"
         wanted = f"at least {rule.margin} are required"
-        return False, f"would not count: B is {way} by {abs(gain):.4f} nats, and {wanted}"
+        return False, f"Not a record: B is {way} by {abs(gain):.4f} nats, and {wanted}"
     if test is None:
         seeds = f"{len(a)} and {len(b)} seeds cannot show it"
-        return False, f"would not count yet: {gain:.4f} nats are enough, but {seeds}: run 3 of each"
+        return False, f"Not a record yet. {gain:.4f} nats are enough, but {seeds}: run 3 of each"
     if test.p >= rule.level:
-        enough = f"{gain:.4f} nats are enough, but p = {test.p:.4f} that they exceed {rule.margin}"
-        advice = more_seeds(of_a, of_b, rule)
-        return False, f"would not count yet: {enough} is not below {rule.level}: {advice}"
+        doubt = f"The gain of {gain:.4f} nats is large enough, but it may be chance"
+        limits = f"p = {test.p:.4g}, a record needs p < {rule.level}"
+        return False, f"Not a record yet. {doubt} ({limits}). {more_seeds(of_a, of_b, rule)}"
     over = f"more than {rule.margin} at p = {test.p:.2g}"
-    return True, f"would count: B is better by {gain:.4f} nats, {over}"
+    return True, f"A record: B is better by {gain:.4f} nats, {over}"
 
 
 def conclusion(p: float | None) -> str:
@@ -171,8 +171,8 @@ def conclusion(p: float | None) -> str:
     does not decide: with the lower of two p, a gain would be seen too often."""
     if p is None:
         return "no verdict, as a test needs two unequal runs of each"
-    seen, holds = ("a gain was seen", "is") if p < LEVEL else ("no gain was seen", "is not")
-    return f"{seen}, as Welch's p of {p:.4g} {holds} below {LEVEL}"
+    seen = "a gain was seen" if p < LEVEL else "no gain was seen"
+    return f"{seen} (Welch's p = {p:.4g}; a gain needs p < {LEVEL})"
 
 
 def unlike(a: Run, b: Run) -> str:
@@ -187,16 +187,37 @@ def unlike(a: Run, b: Run) -> str:
     return ("; ".join(knobs) or "no logged knob") + script
 
 
+def on_equal_seeds(
+    a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]
+) -> tuple[list[int], list[list[float]]]:
+    """(the seeds that both sides have, A's and B's losses on these)."""
+    seeds = sorted({run.seed for run in a} & {run.seed for run in b} - {None})
+    return seeds, [
+        [loss for seed in seeds for run, loss in zip(side, values, strict=True) if run.seed == seed]
+        for side, values in ((a, of_a), (b, of_b))
+    ]
+
+
+def unequal_seeds(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -> str:
+    """What the difference is worth if the sides have not the same seeds, else ""."""
+    sides = [sorted({run.seed for run in side} - {None}) for side in (a, b)]
+    if sides[0] == sides[1] or not all(sides):
+        return ""
+    seeds, both = on_equal_seeds(a, b, of_a, of_b)
+    named, *of_side = (" ".join(map(str, found)) for found in (seeds, *sides))
+    text = f"the seeds are unequal: A has {of_side[0]}, B {of_side[1]}"
+    if not seeds:
+        return f"{text}, none of them in both"
+    nats = statistics.fmean(both[1]) - statistics.fmean(both[0])
+    return f"{text}; on seed {named} alone B - A is {nats:+.5f} nats per token"
+
+
 def tests_of(
     a: list[Run], b: list[Run], of_a: list[float], of_b: list[float], rule: Rule
 ) -> list[str]:
     """A line per test: better at all and better by the margin, for the groups and for pairs with
     equal seeds."""
-    seeds = sorted({run.seed for run in a} & {run.seed for run in b} - {None})
-    by_seed = [
-        [loss for seed in seeds for run, loss in zip(side, values, strict=True) if run.seed == seed]
-        for side, values in ((a, of_a), (b, of_b))
-    ]
+    seeds, by_seed = on_equal_seeds(a, b, of_a, of_b)
     lines = []
     by_margin = f"better by more than {rule.margin} nats"
     for margin, what in {0.0: "better at all", rule.margin: by_margin}.items():
@@ -240,6 +261,8 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     bits = statistics.fmean(run.score.bpb for run in b) - statistics.fmean(
         run.score.bpb for run in a
     )
+    if unequal := unequal_seeds(a, b, of_a, of_b):
+        lines.append(f"note: {unequal}")
     lines += [
         f"B - A: {nats:+.5f} nats per token, {bits:+.5f} bits per byte",
         *tests_of(a, b, of_a, of_b, RECORD),
@@ -247,7 +270,7 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
     counts, why = verdict(a, b)
     test = welch(of_a, of_b)
     found = f"better at all: {conclusion(test and test.p)}"
-    return counts, "\n".join([*lines, "", found, f"as a record: B {why}"])
+    return counts, "\n".join([*lines, "", found, why])
 
 
 def main() -> None:

@@ -1,4 +1,8 @@
+#!/usr/bin/env python3
 """The challenge's four conditions as black-box probes of an evaluation.
+
+    python tools/legality.py train_gpt.py                     # with the knobs of the environment
+    TTT_ENABLED=1 python tools/legality.py train_gpt.py       # half a minute, exit status 1 for a fault
 
 An evaluator is a function: tokens (n + 1,) int32 -> nats (n,) float64, where nats[t] is the loss of
 tokens[t + 1]. Each probe returns a sentence that names the first fault, or "".
@@ -13,12 +17,24 @@ like train_gpt.py, and `suite` applies all probes to all kinds of evaluation of 
 tools/check_record.py calls `suite` on a submission's script.
 """
 
+import argparse
 import copy
+import importlib.util
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+
+import program
+import pack_code
+from train_gpt import UserError
+
+# isort: split
 import numpy as np
 import torch
 
@@ -159,6 +175,16 @@ def evaluator_of(script: ModuleType, hp, runtime, model, together: bool = False)
         return evaluator.nats[:-1].double()
 
     return evaluate
+
+
+def load(source: bytes, path: Path) -> ModuleType:
+    """The module of a script's readable source."""
+    specification = importlib.util.spec_from_loader("submitted", loader=None)
+    module = importlib.util.module_from_spec(specification)
+    module.__file__ = str(path)
+    sys.modules["submitted"] = module  # dataclasses look up their module
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    return module
 
 
 def fits(script: ModuleType) -> bool:
@@ -302,3 +328,25 @@ def probe_all(script: ModuleType, hp, evaluate: Evaluate) -> str:
         lambda: order(spied(script, evaluate, tokens), TARGETS),
     ]
     return next((fault for probe in probes if (fault := probe())), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", type=Path, help="train_gpt.py or a changed one, packed or not")
+    path = parser.parse_args().script
+    source = pack_code.readable_source(path.read_bytes())
+    script = load(source, path) if b"class Evaluator" in source else None
+    if not script or not fits(script):
+        raise UserError(
+            f"{path} is not built like this repository's train_gpt.py: no probe fits it"
+        )
+    knobs = vars(script.Hyperparameters.from_env(os.environ))
+    if fault := suite(script, {name.upper(): str(value) for name, value in knobs.items()}):
+        raise UserError(f"{path}: {fault}")
+    print(f"{path}: C1 to C4 hold on a small model with random weights")
+
+
+if __name__ == "__main__":
+    program.run_program(main)

@@ -9,12 +9,16 @@ script that ran), train_seed<N>.log and requirements.txt (the versions that ran)
 from the logs. README.md and submission.json mark what you have to write yourself with "to fill".
 Then check the folder with tools/check_record.py.
 
+A score of its own (EVAL_ONLY) counts if its log is among the logs: it belongs to the run that made
+its artifact, and the folder gets it as eval_seed<N>.log.
+
 The logs begin with the source of the script. If a packed script ran (tools/pack_code.py), the
 folder gets it as train_gpt.py, packed again from the source in the logs, and that source as
 train_gpt.readable.py.
 """
 
 import argparse
+import functools
 import json
 import re
 import shlex
@@ -37,11 +41,16 @@ SECONDS = 600.0  # the challenge's limit for training, and for evaluation
 READABLE = "train_gpt.readable.py"
 
 
+def logs_of(members: list[Run]) -> list[Run]:
+    """Those of trainings and of evaluations."""
+    return [log for run in members for log in run.logs]
+
+
 def source_of(members: list[Run]) -> bytes:
     """The readable script with which all these logs begin. Raises UserError if a log does not begin
     with it."""
-    for run in members:
-        if run.source is None:
+    for run in logs_of(members):
+        if None in (run.source, run.started):
             raise UserError(
                 f"{run.path} does not begin with the script that ran: "
                 "give the logs/<RUN_ID>.txt that train_gpt.py wrote, not its console output"
@@ -55,10 +64,13 @@ def code_of(members: list[Run]) -> bytes:
     Raises UserError if neither has the size in the logs.
     """
     source = source_of(members)
+    for run in members:
+        if run.code_bytes is None:
+            raise UserError(f"{run.path} has no size of its code: the run did not reach its export")
     sizes = {run.code_bytes for run in members}
-    if len(sizes) > 1 or None in sizes:
+    if len(sizes) > 1:
         raise UserError(
-            f"the logs have code sizes {sorted(map(str, sizes))}: all seeds must run the same script file"
+            f"the logs have code sizes {sorted(sizes)}: all seeds must run the same script file"
         )
     if len(source) in sizes:
         return source
@@ -82,13 +94,13 @@ def total_bytes(run: Run, code_bytes: int) -> int:
 
 def on_8xh100(members: list[Run]) -> bool:
     """Whether all logs show the challenge's machine."""
-    return all(run.ranks == 8 and "H100" in (run.device or "") for run in members)
+    return all(run.ranks == 8 and "H100" in (run.device or "") for run in logs_of(members))
 
 
 def hardware(members: list[Run]) -> str:
     """A description of the machines."""
     found = set()
-    for run in members:
+    for run in logs_of(members):
         one_cpu = "CPU" in (run.device or "") and run.ranks == 1
         found.add(run.device if one_cpu else f"{run.ranks} x {run.device}")
     return " and ".join(sorted(found))
@@ -104,17 +116,62 @@ def seed_result(run: Run, code_bytes: int) -> dict:
         "steps": run.steps,
         "step_avg_ms": run.step_ms and round(run.step_ms, 2),
         "train_time_s": run.train_seconds and round(run.train_seconds, 3),
-        "eval_time_s": run.score.seconds and round(run.score.seconds, 1),
+        "eval_time_s": run.eval_seconds and round(run.eval_seconds, 1),
         "pre_quant_val_bpb": run.before_export and run.before_export.bpb,
         "roundtrip_val_bpb": run.after_export and run.after_export.bpb,
     }
     return {key: value for key, value in found.items() if value is not None}
 
 
-# What today's repository asks about; train_gpt.py has none of it: vectors that are fitted to single
-# samples (SLOT), training on validation text before the export, and caches of n-grams.
+# What today's repository asks about: vectors that are fitted to single samples (SLOT), training on
+# validation text before the export, and caches of n-grams.
 ABSENT = ("no_slot", "no_pre_quant_ttt", "no_ngram_cache")
 ATTRIBUTION = "descends from #399 by abaybektursun"
+UNKNOWN = "(to fill: true or false)"
+
+
+def is_ours(members: list[Run]) -> bool:
+    """Whether all logs begin with this repository's script as it is, of which we know what it has."""
+    return all(run.source in our_sources() for run in logs_of(members))
+
+
+@functools.cache
+def our_sources() -> tuple[bytes, bytes]:
+    """The script, and what tools/pack_code.py makes of it."""
+    return train_gpt.SOURCE, pack_code.without_comments(train_gpt.SOURCE)
+
+
+def compliance(members: list[Run], code_bytes: int) -> dict[str, bool | None]:
+    """What the logs show of each statement; None if they do not show it, as of the methods of a
+    changed script."""
+
+    def within(values: list[float | None], limit: float) -> bool | None:
+        return None if None in values else max(values) <= limit
+
+    ours = is_ours(members) or None
+    sizes = [run.model_bytes and run.model_bytes + code_bytes for run in members]
+    machines = [value for run in logs_of(members) for value in (run.device, run.ranks)]
+    found = {
+        "train_under_600s": within([run.train_seconds for run in members], SECONDS),
+        "artifact_under_16mb": within(sizes, CAP),
+        "eval_under_600s": within([run.eval_seconds for run in members], SECONDS),
+        "three_seeds": len(members) >= 3,
+        "hardware_8xh100": None if None in machines else on_8xh100(members),
+    }
+    found |= dict.fromkeys(ABSENT, ours)
+    if any(run.configuration.get("NGRAM_TILT") == "True" for run in members):
+        found["no_ngram_cache"] = False
+    if "ttt" in members[0].score_name:
+        found["score_first_ttt"] = ours
+    return found
+
+
+def versions_of(members: list[Run]) -> dict[str, str]:
+    """The versions of all logs by package; several are joined by "and"."""
+    found: dict[str, list[str]] = {}
+    for name, version in (item for run in logs_of(members) for item in run.versions.items()):
+        found.setdefault(name, []).append(version)
+    return {name: " and ".join(dict.fromkeys(several)) for name, several in found.items()}
 
 
 def summary(members: list[Run], code_bytes: int) -> dict:
@@ -122,38 +179,35 @@ def summary(members: list[Run], code_bytes: int) -> dict:
     `val_bpb` in bits per byte; both are means over seeds."""
     loss, loss_std = mean_std([run.score.loss for run in members])
     bpb, bpb_std = mean_std([run.score.bpb for run in members])
-    totals = [total_bytes(run, code_bytes) for run in members]
-    compliance = {
-        "train_under_600s": max(run.train_seconds or 0.0 for run in members) <= SECONDS,
-        "artifact_under_16mb": max(totals) <= CAP,
-        "eval_under_600s": max(run.score.seconds or 0.0 for run in members) <= SECONDS,
-        "three_seeds": len(members) >= 3,
-        "hardware_8xh100": on_8xh100(members),
-    }
-    compliance |= dict.fromkeys(ABSENT, True)
-    if "ttt" in members[0].score_name:
-        compliance["score_first_ttt"] = True
     found = {"val_loss": round(loss, 8), "val_bpb": round(bpb, 8)}
     if bpb_std is not None:
         found |= {"val_loss_std": round(loss_std, 8), "val_bpb_std": round(bpb_std, 8)}
     return found | {
         "seeds": [run.seed for run in members],
         "seed_results": {str(run.seed): seed_result(run, code_bytes) for run in members},
-        "bytes_total": max(totals),
+        "bytes_total": max(total_bytes(run, code_bytes) for run in members),
         "bytes_code": code_bytes,
         "hardware": hardware(members),
-        "pytorch_version": members[0].versions.get("torch", "not stated"),
+        "pytorch_version": versions_of(members).get("torch", "not stated"),
         "eval_method": members[0].score_name,
-        "compliance": compliance,
+        "compliance": compliance(members, code_bytes),
     }
 
 
+def portable(value: str) -> str:
+    """The value of a knob as it is on any machine: of an absolute path the last name."""
+    return Path(value).name if value.startswith("/") else value
+
+
 def launch(run: Run) -> str:
-    """The command line that repeats the run."""
+    """The command line that repeats the run or the evaluation."""
     switches = {"True": "1", "False": "0"}
     # Validations and lines of the log take time of the run
     shown = runs.CONFIGURATION | {"VAL_LOSS_EVERY", "TRAIN_LOG_EVERY"}
-    changed = {name: run.settings[name] for name in run.changed if name in shown}
+    seed = ["SEED=$SEED"]
+    if run.settings.get("EVAL_ONLY"):  # the artifact has the other knobs
+        shown, seed = {"EVAL_ONLY", *runs.SCORING}, []
+    changed = {name: portable(run.settings[name]) for name in run.changed if name in shown}
     # A CPU's threads decide rounding
     if threads := re.search(r", (\d+) threads", run.device or ""):
         changed["OMP_NUM_THREADS"] = threads[1]
@@ -161,7 +215,7 @@ def launch(run: Run) -> str:
     many = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={run.ranks}"
     start = "python" if run.ranks == 1 else many
     lines = [""]
-    for word in [*words, "SEED=$SEED", f"{start} train_gpt.py"]:
+    for word in [*words, *seed, f"{start} train_gpt.py"]:
         if lines[-1] and len(lines[-1]) + len(word) > 100:
             lines.append("")
         lines[-1] += word + " "
@@ -210,7 +264,7 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
     spread = f", standard deviation {facts['val_bpb_std']:.5f}" if n > 1 else ""
     seeds = "1 seed" if n == 1 else f"{n} seeds"
     data = [
-        f"`{name}={first.settings.get(name, 'not stated')}`"
+        f"`{name}={portable(first.configuration.get(name, 'not stated'))}`"
         for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")
     ]
     scored = "not stated"
@@ -227,13 +281,18 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
             "Times and scores are those of this machine."
         )
     parts += ["## Results", results_table(facts)]
-    versions = [f"- {name} {version}" for name, version in first.versions.items()]
+    versions = [f"- {name} {version}" for name, version in versions_of(members).items()]
     script = f"packed; `{READABLE}` is its readable source" if packed else "byte for byte"
+    command = f"For each seed of {' '.join(map(str, facts['seeds']))}:\n\n```\n{launch(first)}\n```"
+    logs = "`train_seed<N>.log` are the complete logs"
+    if first.evaluation:
+        command += f"\n\nThen for each artifact, here of seed {first.seed}:\n\n```\n{launch(first.evaluation)}\n```"
+        logs = "`train_seed<N>.log` and `eval_seed<N>.log` are the complete logs"
     parts += [
         "## Environment",
         "\n".join([*versions, f"- {facts['hardware']}"]),
         "## Command",
-        f"For each seed of {' '.join(map(str, facts['seeds']))}:\n\n```\n{launch(first)}\n```",
+        command,
         "## Data",
         f"{', '.join(data)}. Scored: {scored}.",
         "## Fixes",
@@ -243,37 +302,50 @@ def readme(given: dict, members: list[Run], facts: dict, packed: bool) -> str:
         "## Additions",
         '(to fill: what is new and its gain, or "none")',
         "## Files",
-        f"`train_gpt.py` is the script that ran, {script}. `train_seed<N>.log` are the complete logs, "
+        f"`train_gpt.py` is the script that ran, {script}. {logs}, "
         "`submission.json` their figures, `requirements.txt` the packages that ran.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def requirements(run: Run) -> str:
-    """The packages that ran, pinned to the versions in the log."""
-    # A local build tag such as +cpu or +cu130 names a package index, not a version.
-    versions = {name: version.split("+")[0] for name, version in run.versions.items()}
-    return "".join(
-        f"{name}=={version}\n"
-        for name, version in versions.items()
-        if name not in ("python", "cuda")
-    )
+def requirements(members: list[Run]) -> str:
+    """The packages that ran, pinned to the versions in the logs, the first log's if they differ."""
+    lines = []
+    for name, version in versions_of(members).items():
+        first, *others = version.split(" and ")
+        if name not in ("python", "cuda"):
+            # A local build tag such as +cpu or +cu130 names a package index, not a version.
+            lines.append(f"{name}=={first.split('+')[0]}")
+            lines += [f"# {other} ran as well" for other in others]
+    return "\n".join(lines) + "\n"
 
 
-def about(given: dict, track: str, date: str, run: Run) -> dict:
-    """The part of submission.json that the logs do not contain."""
-    elsewhere = {"SEED", "RUN_ID", "DATA_PATH", "TOKENIZER_PATH"}
-    changed = " ".join(
-        f"{name}={run.settings[name]}" for name in run.changed if name not in elsewhere
-    )
+def about(given: dict, track: str, members: list[Run]) -> dict:
+    """The part of submission.json that the logs do not contain, and its description of the run."""
+    elsewhere = {"DATA_PATH", "TOKENIZER_PATH", "EVAL_ONLY"}
+    changes = members[0].changes.items()
+    shown = runs.CONFIGURATION - elsewhere
+    changed = " ".join(f"{name}={portable(value)}" for name, value in changes if name in shown)
     found = {key: given[key] for key in ("author", "github_id", "name")}
-    found |= {"date": date, "track": track, "attribution": ATTRIBUTION}
+    found |= {"date": last_day(members), "track": track, "attribution": ATTRIBUTION}
     return found | {"technique_summary": f"train_gpt.py with {changed or 'its defaults'}"}
+
+
+def last_day(members: list[Run]) -> str:
+    """YYYY-MM-DD of the last log."""
+    return max(run.started for run in logs_of(members))[:10]
 
 
 def make(members: list[Run], given: dict, track: str) -> Path:
     """Write the folder and return its path. Raises UserError if it exists or the logs do not belong
     together."""
+    members = runs.with_evaluations(members)
+    for run in members:
+        if artifact := run.settings.get("EVAL_ONLY"):
+            raise UserError(
+                f"{run.path} only scores {artifact} (EVAL_ONLY) and has no training: "
+                "give the log of the run that made this artifact, too"
+            )
     if difference := runs.differences(members):
         raise UserError(
             f"the logs mix configurations: {difference}; a record has one configuration"
@@ -285,23 +357,27 @@ def make(members: list[Run], given: dict, track: str) -> Path:
         run.score  # noqa: B018  raises if the run did not finish
     members = sorted(members, key=lambda run: run.seed)
     source = source_of(members)
-    date = members[0].started[:10]
     slug = re.sub("[^A-Za-z0-9.]+", "_", given["name"]).strip("_")
-    folder = ROOT / "records" / f"track_{track}" / f"{date}_{slug}"
+    folder = ROOT / "records" / f"track_{track}" / f"{last_day(members)}_{slug}"
     if folder.exists():
         raise UserError(f"{folder} exists already, and records never change: give another --name")
     code = code_of(members)
     facts = summary(members, len(code))
-    submission = about(given, track, date, members[0]) | facts
+    stated = {
+        key: UNKNOWN if value is None else value for key, value in facts["compliance"].items()
+    }
+    submission = about(given, track, members) | facts | {"compliance": stated}
     files = {
         "train_gpt.py": code,
         "submission.json": (json.dumps(submission, indent=2, ensure_ascii=False) + "\n").encode(),
         "README.md": readme(given, members, facts, code != source).encode(),
-        "requirements.txt": requirements(members[0]).encode(),
+        "requirements.txt": requirements(members).encode(),
     }
     if code != source:
         files[READABLE] = source
-    files |= {f"train_seed{run.seed}.log": run.path.read_bytes() for run in members}
+    for run in members:
+        for kind, log in zip(("train", "eval"), run.logs, strict=False):
+            files[f"{kind}_seed{run.seed}.log"] = log.path.read_bytes()
     write_folder(folder, files)
     return folder
 
@@ -334,6 +410,9 @@ def main() -> None:
     arguments = parser.parse_args()
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
     folder = make(members, vars(arguments), arguments.track)
+    paths = [f"{k}={v}" for run in members for k, v in run.settings.items() if v.startswith("/")]
+    if paths := ", ".join(dict.fromkeys(paths)):
+        print(f"note: the logs show paths of this machine: {paths}", file=sys.stderr)
     if warning := runs.uneven_steps(members):
         print(warning, file=sys.stderr)
     tool = ROOT / "tools" / "check_record.py"

@@ -168,7 +168,7 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
     rows = table(events, tokens, text)
     prompt = prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
     continued = sample(artifact, knobs["tokenizer_path"], prompt, length=80)
-    print(f"\na sample, begun with {prompt!r}:\n")
+    print(f"\nsample from the prompt {prompt!r}:\n")
     print("\n".join("    " + line for line in continued.splitlines()))
     model, code = events["artifact"]["model_bytes"], events["artifact"]["code_bytes"]
     print(

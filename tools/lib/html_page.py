@@ -28,7 +28,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-LEVELS = {"challenge's level": compare.RECORD, "later board's level": compare.LATER}
+# By the challenge's rule, and by that of its later board
+LEVELS = {f"record, p < {rule.level}": rule for rule in (compare.RECORD, compare.LATER)}
 HEADINGS = {  # of runs.COLUMNS, the score first
     "score": "score, bpb",
     "before": "before export, bpb",
@@ -151,7 +152,8 @@ def beside(a: list[Run], b: list[Run]) -> tuple[list[str], list[str]]:
     cells += ["reached" if counts else "not reached" for counts, _ in verdicts]
     reasons = {reason: level for level, (_, reason) in zip(LEVELS, verdicts, strict=True)}
     sentences = [f"{level}: {why}" if len(reasons) > 1 else why for why, level in reasons.items()]
-    return cells, sentences + [note] * bool(note)
+    notes = [note, compare.unequal_seeds(a, b, of_a, of_b)]
+    return cells, sentences + [note for note in notes if note]
 
 
 def headline(groups: list[Group], table: Table) -> str:
@@ -172,11 +174,15 @@ def headline(groups: list[Group], table: Table) -> str:
     if best is done[0]:
         return f"{text}. No other configuration that can be compared has a lower score."
     _, _, nats, p, _, *cells = next(row.cells for row in table.rows if row.color == best.color)
-    levels = [level for level, cell in zip(LEVELS, cells, strict=True) if cell == "reached"]
+    levels = [
+        rule.level for rule, cell in zip(LEVELS.values(), cells, strict=True) if cell == "reached"
+    ]
     tested = f"p = {p}" if p != "untested" else p
-    end = f"reaches the {levels[0]}" if levels else "reaches no level of the challenge"
+    end = f"A record (p < {levels[0]})" if levels else "Not a record"
     gain = f"{-float(nats):.5f} nats per token better than {done[0].name} ({tested})"
-    return f"{text}, {gain}. The gain {end}."
+    sides = done[0].members, best.members
+    unequal = compare.unequal_seeds(*sides, *compare.losses(*sides)[:2])
+    return f"{text}, {gain}. {end}.{unequal and f' But {unequal}.'}"
 
 
 def best_of(done: list[Group], table: Table) -> Group:
@@ -398,6 +404,7 @@ def seconds_of(run: Run) -> dict[str, float]:
         "calibration": walls["calibration"],
         "export": walls["artifact"],
     }
+    parts["text and artifact"] = run.prepare_seconds or 0.0
     for name, score in run.scores.items():
         parts[f"score: {name.removeprefix('final_').removeprefix('int6_')}"] = score.seconds or 0.0
     if "finished" in events and not run.resumed:

@@ -140,11 +140,11 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
         # The rate of a step is logged after it.
         here, there = rates.get(step), published.rate
         if kind == "train" and not same_data:
-            why_not = "other tokens"
+            why_not = "it trained on other tokens"
         elif kind == "val" and other_text:
-            why_not = "another validation text"
+            why_not = "it was scored on another text"
         elif not final and None not in (here, there) and abs(here - there) > SAME_RATE:
-            why_not = f"learning rate {here:.2f} of the peak, there {there:.2f}"
+            why_not = f"its learning rate is {here:.2f} of the peak, there {there:.2f}"
         ours = point.fields[f"{kind}_loss"]
         spread = max(published.losses) - min(published.losses)
         limit = 2 * max(spread, LEAST_RANGE[kind])
@@ -177,7 +177,7 @@ def follow(run: Run, name: str) -> tuple[bool, str]:
     compared = [row for row in rows if not row.why_not]
     if not compared:
         reason = rows[0].why_not if rows else "no step is in both"
-        raise UserError(f"{run.path} cannot be compared with #{name} yet: {reason}")
+        raise UserError(f"{run.path} cannot be compared with #{name}: {reason}")
     head = f"{'step':>6} {'':6} {'ours':>9} {'#' + name:>9}  range of 3 seeds  difference"
     lines = [f"{run.path} beside #{name} (published, 8 x H100), nats per token", head]
     lines += [row.line() for row in rows]

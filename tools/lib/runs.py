@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from train_gpt import RENAMED, Hyperparameters, UserError, todays_names
+from train_gpt import RENAMED, Hyperparameters, UserError, knobs_with, todays_names
 
 SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
 # Runs that differ in one of these are different experiments. Published logs list other names too;
@@ -27,6 +27,8 @@ CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 # These do not change what a run computes.
 WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 CONFIGURATION -= WITHOUT_EFFECT
+# What an evaluation decides; all else is the training's.
+SCORING = {name.upper() for name in knobs_with("evaluation", "score")}
 UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
@@ -88,6 +90,30 @@ class Run:
     model_bytes: int | None
     code_bytes: int | None
     total_bytes: int | None
+    prepare_seconds: float | None  # of text and artifact, before an evaluation
+    artifact: str | None  # its sha256
+    evaluation: "Run | None" = None  # of its artifact, by EVAL_ONLY: the scores that count
+
+    @property
+    def logs(self) -> list["Run"]:
+        """The run, and the evaluation of its artifact if that has a log of its own."""
+        return [self, self.evaluation] if self.evaluation else [self]
+
+    @property
+    def eval_seconds(self) -> float | None:
+        """Of the score that counts, with all that it needs: text, hints and artifact."""
+        seconds = self.score.seconds
+        return None if seconds is None else seconds + (self.logs[-1].prepare_seconds or 0.0)
+
+    @property
+    def changes(self) -> dict[str, str]:
+        """The values of the knobs that the logs mark as different from the default."""
+        return {
+            name: run.settings[name]
+            for run in self.logs
+            for name in run.changed
+            if not self.evaluation or (name in SCORING) == (run is self.evaluation)
+        }
 
     @property
     def seed(self) -> int | None:
@@ -99,7 +125,18 @@ class Run:
         """The settings that define the experiment."""
         ranks = {} if self.ranks is None else {"WORLD_SIZE": str(self.ranks)}
         found = {name: value for name, value in self.settings.items() if name in CONFIGURATION}
+        if self.evaluation:
+            given = self.evaluation.configuration
+            found |= {name: given[name] for name in SCORING & given.keys()}
         return found | ranks
+
+    @property
+    def experiment(self) -> dict[str, str]:
+        """The configuration; of two logs, what of each it leaves out as well."""
+        if not self.evaluation:
+            return self.configuration
+        own = {f"{name} of its training": self.settings.get(name, "") for name in SCORING}
+        return self.configuration | own | {"WORLD_SIZE of its score": str(self.evaluation.ranks)}
 
     @property
     def score_name(self) -> str | None:
@@ -178,6 +215,10 @@ def read_run(path: Path) -> Run:
     seconds += [float(ms) / 1000 for name, ms in ends if name == "stopping_early"]
     with_calibration = [*seconds, *(float(ms) / 1000 for _, ms in ends)]
     find = functools.partial(_find, text)
+    # Until 2026-11-28 a note alone had the seconds of the hints
+    prepared = re.findall(r"^evaluation: .*prepare_time:(\d+)ms", text, re.M)
+    hints = find(r"^note: NGRAM_TILT has hints for .*, in ([\d.]+) s$")
+    digests = re.findall(r"^(?:Serialized model|artifact).* sha256:(\w+)$", text, re.M)
     ours = find(r"^runtime: ranks:(\d+)")
     return Run(
         path=path,
@@ -202,6 +243,8 @@ def read_run(path: Path) -> Run:
         model_bytes=_last_size(text, "Serialized model [^:\n]+"),
         code_bytes=_last_size(text, "Code size[^:\n]*"),
         total_bytes=_last_size(text, "Total submission size[^:\n]*"),
+        prepare_seconds=float(prepared[-1]) / 1000 if prepared else hints and float(hints),
+        artifact=digests[-1] if digests else None,
     )
 
 
@@ -359,6 +402,30 @@ def read_logs(texts: list[str]) -> tuple[list[Run], str]:
     return members, f"left out: {failed[0]}{more}" if failed else ""
 
 
+def with_evaluations(members: list[Run]) -> list[Run]:
+    """The runs. An evaluation (EVAL_ONLY) of an artifact that one of them has made, by its sha256, is
+    joined with it: its scores count. Raises UserError if there are two of one artifact."""
+    trained = {run.artifact for run in members if not run.settings.get("EVAL_ONLY")} - {None}
+    found: dict[str | None, Run] = {}
+    for run in members:
+        if run.finished and run.settings.get("EVAL_ONLY") and run.artifact in trained:
+            if other := found.get(run.artifact):
+                raise UserError(f"{other.path} and {run.path} score one artifact: give one of them")
+            found[run.artifact] = run
+    return [
+        _joined(run, found[run.artifact]) if run.artifact in found else run
+        for run in members
+        if found.get(run.artifact) is not run
+    ]
+
+
+def _joined(run: Run, evaluation: Run) -> Run:
+    before = {name: score for name, score in run.scores.items() if is_before_export(name)}
+    return dataclasses.replace(
+        run, scores=before | evaluation.scores, finished=True, evaluation=evaluation
+    )
+
+
 def read_group(text: str) -> list[Run]:
     """The runs of a group of logs (`find_logs`). Those that did not finish are left out, with a
     note.
@@ -366,17 +433,21 @@ def read_group(text: str) -> list[Run]:
     Raises UserError if none is left, if a seed occurs twice, or if they have different
     configurations or kinds of scores.
     """
-    members, failed = [], []
+    read, members, failed = [], [], []
     for path in find_logs(text):
         try:
-            run = read_run(path)
+            read.append(read_run(path))
+        except Unfinished as error:
+            failed.append(error)
+    for run in with_evaluations(read):
+        try:
             run.score  # noqa: B018  raises if the run did not finish
             members.append(run)
         except Unfinished as error:
             failed.append(error)
     if not members:
         raise failed[0]
-    for error in failed:
+    for error in sorted(failed, key=str):
         print(f"left out: {error}", file=sys.stderr)
     if difference := differences(members):
         raise UserError(
@@ -415,7 +486,7 @@ def find_logs(text: str) -> list[Path]:
 def differences(members: list[Run]) -> str:
     """A description of how the runs differ beside their seeds, or "" if they do not."""
     for run in members[1:]:
-        a, b = members[0].configuration, run.configuration
+        a, b = members[0].experiment, run.experiment
         names = f"{members[0].path.name} and {run.path.name}"
         unlike = [
             f"{name}={a.get(name, 'not set')} and {b.get(name, 'not set')}"
@@ -424,7 +495,8 @@ def differences(members: list[Run]) -> str:
         ]
         if unlike:
             return f"{names} have {'; '.join(unlike[:4])}"
-        if None not in (members[0].source, run.source) and members[0].source != run.source:
+        sources = {log.source for one in (members[0], run) for log in one.logs} - {None}
+        if len(sources) > 1:
             return f"{names} begin with different scripts"
         kinds = [one.score_name for one in (members[0], run) if one.finished and one.score_name]
         if len(set(kinds)) > 1:
@@ -465,7 +537,7 @@ COLUMNS = (  # title, width, format, how to read it
     ("score", 9, ".5f", lambda run: run.score.bpb),
     ("bytes", 12, ",.0f", lambda run: run.total_bytes),
     ("train s", 8, ".1f", lambda run: run.train_seconds),
-    ("eval s", 8, ".1f", lambda run: run.score.seconds),
+    ("eval s", 8, ".1f", lambda run: run.eval_seconds),
 )
 
 
