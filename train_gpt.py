@@ -564,7 +564,7 @@ class MatrixKind(NamedTuple):
 #               reads                                     multiplied by
 #     q, k, v   rms_norm of the stream                    the layer scale (`normed`)
 #     out       the heads                                 `attn_scale`
-#     up        the stream; GPT.mlp norms what it makes   the layer scale
+#     up        the stream, or its rms_norm: see GPT.mlp  the layer scale
 #     down      the hidden units                          `mlp_scale`
 #
 # The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
@@ -736,6 +736,15 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 def activation(z: Tensor, slope: float) -> Tensor:
     """The MLP's, a squared leaky ReLU (#493). `mlp_kernel` has it and its derivative, too."""
     return F.leaky_relu(z, slope).square()
+
+
+def is_homogeneous() -> bool:
+    """Whether activation(2 z) = 4 activation(z): exactly, as doubling has no rounding."""
+    z = torch.linspace(-9, 9, 100).sinh()
+    return torch.equal(activation(2 * z, 0.5), 4 * activation(z, 0.5))
+
+
+HOMOGENEOUS = is_homogeneous()  # of degree 2: the norm can be one factor after the activation
 
 
 def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
@@ -912,15 +921,14 @@ class GPT(nn.Module):
         return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
 
     def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
-        """The MLP of rms_norm(stream), (B, T, D), with a squared leaky ReLU (#1948).
-
-        As `activation` has f(c z) = c^2 f(z) for c > 0, the norm is one factor after it. With
-        another f, give "up" rms_norm(stream) instead, drop `scale`, and let FUSED_MLP be 0."""
-        scale = 1 / mean_square(stream)  # the square of the norm's factor
+        """The MLP of rms_norm(stream), (B, T, D) (#1948). If `activation` allows it, the norm is one
+        factor after it, which is faster."""
+        # The square of the norm's factor
+        x, scale = (stream, 1 / mean_square(stream)) if HOMOGENEOUS else (rms_norm(stream), 1)
         if self.fused_mlp and not (call.hook or call.factors):
-            y = self.fused_mlp(stream, scale, call.matrix("up"), call.matrix("down"))
+            y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = activation(call.linear(stream, "up"), self.hp.mlp_slope) * scale
+            hidden = activation(call.linear(x, "up"), self.hp.mlp_slope) * scale
             y = call.linear(hidden.to(self.dtype), "down")
         if "mlp.a" in call.factors:
             y = call.adapt(y, rms_norm(stream), "mlp")
@@ -2305,7 +2313,7 @@ class Calibration:
 
     def __call__(self, names: tuple[str, ...], layer: int, x: Tensor, y: Tensor):
         x = x.detach()
-        # The MLP normalises after its first product, so x is not normalised yet.
+        # The MLP may normalise after its first product: then x is not normalised yet.
         self.add_products(names[0], layer, rms_norm(x) if names[0] == "up" else x)
         kinds = [kind for kind in MATRICES if kind.name in names]
         norm = mean_square(x).sqrt()
@@ -4707,6 +4715,7 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
     device = runtime.device
+    require(HOMOGENEOUS, "`activation` is not homogeneous of degree 2")
     require(
         device.type == "cpu" or runtime.dtype == torch.bfloat16,
         "on a GPU it needs COMPUTE_DTYPE=bfloat16",
