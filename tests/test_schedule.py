@@ -43,7 +43,7 @@ def test_layers_of_the_loop_are_visited_repeatedly():
     hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
     assert hp.layer_order(False) == Hyperparameters().layer_order() == tuple(range(11))
     assert hp.layer_order() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
-    with user_error("end the loop before lanes"):
+    with user_error("the loop needs the first 6 layers .* only 5 have a single lane"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
 
@@ -176,6 +176,23 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end < 550 for seconds, end in asked)
+
+
+@pytest.mark.parametrize("in_flight, reserve", [(0, 0.0), (2, 0.0), (2, 40.0)])
+def test_the_rate_ends_at_zero_in_the_loop_of_a_run(run_of, in_flight, reserve):
+    """Of steps of 1 s, whatever the calibration and the steps in flight take from the limit."""
+    run = run_of(MAX_WALLCLOCK_SECONDS=200, ITERATIONS=1000, WARMDOWN_FRAC=0.5)
+    run.clock.in_flight, run.clock.reserve = in_flight, reserve
+    rates = []
+
+    def step_of(step, settings):
+        rates.append(settings.lr_scale)
+        return torch.tensor([1.0, step + 1.0, 0.0])
+
+    run.train_step, run.validate = step_of, lambda *_, **__: None
+    run.train()
+    assert rates[0] == 1 and rates[-1] < 3 / len(rates)
+    assert 190 - reserve < len(rates) < 200 - reserve
 
 
 def test_a_step_is_expected_at_the_pace_of_the_run():
