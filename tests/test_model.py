@@ -187,6 +187,19 @@ def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, wi
     assert (found - expected).norm() < 2e-6 * expected.norm()
 
 
+def test_calibration_is_the_same_if_the_norm_comes_first(hyperparameters, monkeypatch):
+    model = random_model(hyperparameters())
+    found = []
+    for last in (True, False):
+        monkeypatch.setattr(train_gpt, "HOMOGENEOUS", last)
+        calibration = train_gpt.Calibration(model, 69)
+        calibration.add(documents(model.hp))
+        found.append(calibration.sums)
+    for name, expected in found[0].items():
+        assert expected.norm() > 0
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-3, atol=1e-3 * expected.std())
+
+
 def test_the_fused_mlp_needs_an_activation_of_degree_2(monkeypatch, one_rank):
     """Also if the kernel has the same formula, so that both forms agree."""
     hp, runtime = one_rank()

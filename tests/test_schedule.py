@@ -14,6 +14,7 @@ from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 CUT = {"SHORT_SEQ_PARTS": "4", "ITERATIONS": "1000"}
 STEPS = {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
+FAST = {"ITERATIONS": "1000", "WARMDOWN_ITERS": "300"}
 LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": "0.05"}
 
 
@@ -27,6 +28,8 @@ LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": 
         ({"WARMDOWN_FRAC": "0.4"}, "lr_scale", {(7, 359): 1, (7, 420): 0.75, (9, 480): 0.5}),
         (STEPS, "lr_scale", {(120, 1e6): 1, (160, 1e6): 0.5, (199, 1e6): 1 / 80, (200, 1e6): 0}),
         ({"WARMDOWN_ITERS": "0"}, "lr_scale", {(7000, 590): 1}),
+        # A run that ends at ITERATIONS, long before the time limit
+        (FAST, "lr_scale", {(700, 70): 1, (850, 85): 0.5, (999, 99.9): 1 / 300}),
         (LOW, "lr_scale", {(0, 0): 1, (9, 300): 0.5, (9, 560): 0.1, (9, 580): 0.1, (9, 600): 0.1}),
         # Late QAT begins where it would without a floor
         (LOW, "qat", {(9, 0): 0, (9, 300): 0, (9, 560): 0, (9, 580): 1, (9, 600): 1}),
