@@ -213,7 +213,7 @@ class Hyperparameters:
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "score")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "score", low=1)
     ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "score")
-    ttt_lora_chunk: int = knob(48, "targets per AdamW step; until token 256 at most 8, until 2,000 24", "score", low=1)
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 to token 256, and 24 to 2,000", "score", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "score")
     ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "score")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
