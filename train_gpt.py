@@ -205,7 +205,7 @@ class Hyperparameters:
     ngram_tilt: bool = knob(False, "raise the logit of the token that mostly followed the last 15 so far", "score")
     val_batch_size: int = knob(524_288, "tokens per evaluation batch over all ranks", "score", low=1)
     val_loss_every: int = knob(1000, "steps between validations; 0: only at the end", "run")
-    eval_max_seconds: float = knob(0.0, "stop test-time training after N seconds (0: never)", "score")
+    eval_max_seconds: float = knob(0.0, "after N seconds, score the rest without test-time training; 0: never", "score")
     ttt_enabled: bool = knob(False, "also score with score-first test-time training", "score")
     ttt_mode: str = knob("sgd", "sgd: all weights; lora: low rank, per document", "score", choices=("sgd", "lora"))
     ttt_chunk_tokens: int = knob(32_768, "targets scored before SGD trains on them", "score", low=2)
@@ -213,7 +213,7 @@ class Hyperparameters:
     ttt_lora_targets: str = knob("k,out,mlp,head", "outputs with low-rank changes, of q,k,v,out,mlp,head", "score")
     ttt_lora_rank: int = knob(80, "rank of the low-rank changes", "score", low=1)
     ttt_lora_alpha: float = knob(144.0, "the changes are scaled by this / rank", "score")
-    ttt_lora_chunk: int = knob(48, "targets per AdamW step; 8 for the first 256 tokens, 24 up to 2,000", "score", low=1)
+    ttt_lora_chunk: int = knob(48, "targets per AdamW step; at most 8 to token 256, and 24 to 2,000", "score", low=1)
     ttt_lora_lr: float = knob(1e-4, "AdamW learning rate of the low-rank changes", "score")
     ttt_lora_wd: float = knob(0.5, "AdamW weight decay of the low-rank changes", "score")
     eval_only: str = knob("", "artifact to load and score; nothing is trained", "run")
@@ -263,10 +263,12 @@ class Hyperparameters:
         )
         require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
+        looped, plain = self.loop_first + self.loop_layers, self.num_layers - self.lanes_last_n
         require(
-            self.loop_visits == 1
-            or self.loop_first + self.loop_layers <= self.num_layers - self.lanes_last_n,
-            "LOOP_FIRST + LOOP_LAYERS exceeds NUM_LAYERS - LANES_LAST_N: end the loop before lanes",
+            self.loop_visits == 1 or looped <= plain,
+            f"the loop needs the first {looped} layers (LOOP_FIRST={self.loop_first} + LOOP_LAYERS="
+            f"{self.loop_layers}), but only {plain} have a single lane (NUM_LAYERS="
+            f"{self.num_layers} - LANES_LAST_N={self.lanes_last_n}): lower LOOP_FIRST or LOOP_LAYERS",
         )
         require(
             self.ttt_mode == "sgd" or self.ttt_lora_chunk <= self.eval_seq_len,
@@ -566,7 +568,7 @@ class MatrixKind(NamedTuple):
 #               reads                                     multiplied by
 #     q, k, v   rms_norm of the stream                    the layer scale (`normed`)
 #     out       the heads                                 `attn_scale`
-#     up        the stream; GPT.mlp norms what it makes   the layer scale
+#     up        the stream, or its rms_norm: see GPT.mlp  the layer scale
 #     down      the hidden units                          `mlp_scale`
 #
 # The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
@@ -738,6 +740,15 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
 def activation(z: Tensor, slope: float) -> Tensor:
     """The MLP's, a squared leaky ReLU (#493). `mlp_kernel` has it and its derivative, too."""
     return F.leaky_relu(z, slope).square()
+
+
+def is_homogeneous() -> bool:
+    """Whether activation(2 z) = 4 activation(z): exactly, as doubling has no rounding."""
+    z = torch.linspace(-9, 9, 100).sinh()
+    return torch.equal(activation(2 * z, 0.5), 4 * activation(z, 0.5))
+
+
+HOMOGENEOUS = is_homogeneous()  # of degree 2: the norm can be one factor after the activation
 
 
 def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
@@ -914,15 +925,14 @@ class GPT(nn.Module):
         return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
 
     def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
-        """The MLP of rms_norm(stream), (B, T, D), with a squared leaky ReLU (#1948).
-
-        As `activation` has f(c z) = c^2 f(z) for c > 0, the norm is one factor after it. With
-        another f, give "up" rms_norm(stream) instead, drop `scale`, and let FUSED_MLP be 0."""
-        scale = 1 / mean_square(stream)  # the square of the norm's factor
+        """The MLP of rms_norm(stream), (B, T, D) (#1948). If `activation` allows it, the norm is one
+        factor after it, which is faster."""
+        # The square of the norm's factor
+        x, scale = (stream, 1 / mean_square(stream)) if HOMOGENEOUS else (rms_norm(stream), 1)
         if self.fused_mlp and not (call.hook or call.factors):
-            y = self.fused_mlp(stream, scale, call.matrix("up"), call.matrix("down"))
+            y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = activation(call.linear(stream, "up"), self.hp.mlp_slope) * scale
+            hidden = activation(call.linear(x, "up"), self.hp.mlp_slope) * scale
             y = call.linear(hidden.to(self.dtype), "down")
         if "mlp.a" in call.factors:
             y = call.adapt(y, rms_norm(stream), "mlp")
@@ -1984,7 +1994,7 @@ def ttt_sgd(scorer: Evaluator):
 
 def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     """The chunk's mean gradient over all ranks by all parameters, in fp32 as one vector, clipped to
-    norm 1. Targets behind the last whole sequence of the chunk are left out. A compiled forward
+    norm 1. Targets after the last whole sequence of the chunk are left out. A compiled forward
     meets two shapes at most."""
     hp, runtime = scorer.hp, scorer.runtime
     parameters = list(scorer.forward.parameters())
@@ -2315,7 +2325,7 @@ class Calibration:
 
     def __call__(self, names: tuple[str, ...], layer: int, x: Tensor, y: Tensor):
         x = x.detach()
-        # The MLP normalises after its first product, so x is not normalised yet.
+        # The MLP may normalise after its first product: then x is not normalised yet.
         self.add_products(names[0], layer, rms_norm(x) if names[0] == "up" else x)
         kinds = [kind for kind in MATRICES if kind.name in names]
         norm = mean_square(x).sqrt()
@@ -3003,7 +3013,11 @@ def require_exportable(hp: Hyperparameters):
         for knobs in (hp, Hyperparameters(**stored))
     )
     names = " ".join(sorted(dict(trained ^ loaded)))
-    require(not names, f'the knob that changes {names} needs the role "model": see `knob`')
+    require(
+        not names,
+        f"{names} depends on a knob that the artifact does not store: declare that knob with the "
+        'role "model"',
+    )
 
 
 def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
@@ -3054,7 +3068,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     max_bytes = inf if fixed else hp.target_bytes - CODE_BYTES
     log.stage("export")
     how = "GPTQ" if calibration else "no calibration"
-    log(f"export: coding {count:,} weights, {how}; a first Ctrl-C ends the run after it")
+    log(f"export: coding {count:,} weights, {how}; Ctrl-C now waits until the artifact is written")
     metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}
     quantisers = make_quantisers(weights, hp, calibration)
     pack = partial(pack_artifact, weights, hp, quantisers, metadata, comm=comm)
@@ -4727,6 +4741,7 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
     device = runtime.device
+    require(HOMOGENEOUS, "`activation` is not homogeneous of degree 2")
     require(
         device.type == "cpu" or runtime.dtype == torch.bfloat16,
         "on a GPU it needs COMPUTE_DTYPE=bfloat16",

@@ -1,10 +1,12 @@
-"""Links between documents lead to files and headings that exist, and no document is empty."""
+"""Links between documents lead to files and headings that exist, no document is empty, and the
+examples of docs/experiment.md can be copied."""
 
 import re
 
 import pytest
 
-from conftest import ROOT
+import train_gpt
+from conftest import ROOT, run, user_error
 
 FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records", "tools"))]
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
@@ -41,3 +43,33 @@ def test_a_rendezvous_on_one_machine_needs_no_dns():
     assert [
         c for c in commands if not re.search(r"--standalone\W+--local-addr=127.0.0.1\W", c)
     ] == []
+
+
+def applied(diff: str, source: str) -> str:
+    """`source` after a diff that leaves lines out: each line of context or with a minus follows the
+    one before it somewhere, and lines with a plus follow it at once."""
+    at, lines = 0, source.splitlines()
+    for line in filter(None, diff.splitlines()):
+        if line[0] == "+":
+            lines.insert(at, line[1:])
+            at += 1
+            continue
+        at = lines.index(line[1:], at) + (line[0] == " ")
+        if line[0] == "-":
+            del lines[at]
+    return "\n".join(lines)
+
+
+def test_the_examples_of_an_experiment_run(env, tmp_path):
+    """A step with both, export and reload; the artifact has their knobs."""
+    text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", text)
+    assert len(diffs) == 2
+    original = source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    for diff in diffs:
+        applied(diff, original)
+        source = applied(diff, source)
+    (tmp_path / "edited.py").write_text(source, encoding="utf-8")
+    run(["edited.py"], env(ITERATIONS=1, ATTN_TEMP=1, VALUE_RESIDUAL=1), tmp_path)
+    with user_error("this script has no knob ATTN_TEMP VALUE_RESIDUAL"):
+        train_gpt.open_artifact((tmp_path / "final_model.npz").read_bytes())

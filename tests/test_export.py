@@ -1051,6 +1051,25 @@ def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):
         assert len(found) == kept
 
 
+@pytest.mark.parametrize("growth", [1, 1.5, 2.5])
+def test_few_files_are_packed(model, growth):
+    """Each is a pass of GPTQ. A file has tables, and may grow faster than its codes' expected bytes:
+    the last two files tell how fast."""
+    quantisers, packed = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []
+
+    def size(loss):
+        return int(3000 + growth * sum(one.expected_bytes(loss) for one in quantisers))
+
+    def pack(loss):
+        packed.append(bytes(size(loss)))
+        return packed[-1]
+
+    for most in (size(0.001), size(0.1)):
+        packed.clear()
+        found = train_gpt.fit_bytes(quantisers, pack, most, lambda line: None, train_gpt.Comm())
+        assert 0.999 * most <= len(found) <= most and len(packed) <= 4, [*map(len, packed)]
+
+
 def test_all_ranks_take_the_loss_that_rank_0_has_found(model):
     """Ranks of unlike machines found others by the last bits, and parted around a collective."""
     quantisers, taken = train_gpt.make_quantisers(weights_of(model), model.hp, {}).values(), []

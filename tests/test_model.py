@@ -1,8 +1,10 @@
 """The model against a plain reference in float64, and against the faults of #399's model."""
 
+import importlib.util
 import math
 import os
 import re
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -147,6 +149,66 @@ def test_forward_is_the_reference(hyperparameters, changes):
     expected, found = reference_logits(model, ids), model(ids)
     assert found.dtype == torch.float32
     assert (found.double() - expected).abs().max() / expected.abs().max() < 2e-5
+
+
+@pytest.fixture
+def with_activation(tmp_path, monkeypatch):
+    """A function that returns train_gpt.py with another formula in `activation`, as a module."""
+
+    def load(formula: str):
+        source = (ROOT / "train_gpt.py").read_text()
+        assert source.count(SQUARED) == 1
+        path = tmp_path / "edited.py"
+        path.write_text(source.replace(SQUARED, formula))
+        found = importlib.util.spec_from_file_location("edited", path)
+        module = importlib.util.module_from_spec(found)
+        monkeypatch.setitem(sys.modules, "edited", module)  # dataclasses look there
+        found.loader.exec_module(module)
+        return module
+
+    return load
+
+
+SQUARED = "F.leaky_relu(z, slope).square()"
+CURVED = ("F.gelu(z)", "F.silu(z).square()", "F.relu(z)", "F.relu(z - 1).square()", "z**2 + 1")
+
+
+@pytest.mark.parametrize("formula", [SQUARED, "z * z.abs()", "F.relu(z).square()", *CURVED])
+def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, with_activation):
+    """README: edit `activation` alone. The norm was a factor after it, right for degree 2 only."""
+    script = with_activation(formula)
+    assert script.HOMOGENEOUS is (formula not in CURVED)
+    model = noise(made(hyperparameters(NUM_LAYERS=2)))
+    call = train_gpt.LayerCall(1, 1, model.matrices(), {}, None, ())
+    stream = 3 * torch.randn(2, 5, model.hp.model_dim, generator=torch.Generator().manual_seed(1))
+    up, down = call.matrix("up").double(), call.matrix("down").double()
+    expected = script.activation(norm(stream.double()) @ up.T, model.hp.mlp_slope) @ down.T
+    found = script.GPT.mlp(model, stream, call).double()
+    assert (found - expected).norm() < 2e-6 * expected.norm()
+
+
+def test_calibration_is_the_same_if_the_norm_comes_first(hyperparameters, monkeypatch):
+    model = random_model(hyperparameters())
+    found = []
+    for last in (True, False):
+        monkeypatch.setattr(train_gpt, "HOMOGENEOUS", last)
+        calibration = train_gpt.Calibration(model, 69)
+        calibration.add(documents(model.hp))
+        found.append(calibration.sums)
+    for name, expected in found[0].items():
+        assert expected.norm() > 0
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-3, atol=1e-3 * expected.std())
+
+
+def test_the_fused_mlp_needs_an_activation_of_degree_2(monkeypatch, one_rank):
+    """Also if the kernel has the same formula, so that both forms agree."""
+    hp, runtime = one_rank()
+    for name in ("load_fused_mlp", "compare_kernel", "compile_whole"):
+        monkeypatch.setattr(train_gpt, name, lambda *_: None)
+    train_gpt.try_fused_mlp(hp, runtime)
+    monkeypatch.setattr(train_gpt, "HOMOGENEOUS", False)
+    with user_error("`activation` is not homogeneous of degree 2"):
+        train_gpt.try_fused_mlp(hp, runtime)
 
 
 def test_parameter_count_of_the_record():

@@ -265,7 +265,7 @@ def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, mo
     train_gpt.require_exportable(hp)
     names = {*train_gpt.knobs_with("model")} - {"attn_gate"}
     monkeypatch.setattr(train_gpt, "knobs_with", lambda *roles: names)
-    with user_error('the knob that changes attn_gate needs the role "model"'):
+    with user_error('attn_gate depends on a knob .*: declare that knob with the role "model"'):
         train_gpt.require_exportable(hp)
 
 
@@ -384,6 +384,12 @@ def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tm
     kept = f"{len(blob)} bytes, kept as logs/small.npz; 2000 are available"
     assert f"the smallest artifact has {kept}" in sentence(result)
     assert train_gpt.load_artifact(blob)
+
+
+def test_rounding_by_399s_rule_is_scored_above_its_target(script):
+    """Its steps are fixed, as in #399, whose script does not enforce the size either."""
+    code = (ROOT / "train_gpt.py").stat().st_size
+    assert "\nfinished: " in script(ROUNDING=399, TARGET_BYTES=code + 2000).stdout
 
 
 def test_a_model_that_no_artifact_may_hold_is_refused_before_training(hyperparameters, monkeypatch):

@@ -14,6 +14,7 @@ from train_gpt import Clock, Hyperparameters, WeightAverage, schedule
 
 CUT = {"SHORT_SEQ_PARTS": "4", "ITERATIONS": "1000"}
 STEPS = {"ITERATIONS": "200", "WARMDOWN_ITERS": "80", "MAX_WALLCLOCK_SECONDS": "0"}
+FAST = {"ITERATIONS": "1000", "WARMDOWN_ITERS": "300"}
 LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": "0.05"}
 
 
@@ -27,6 +28,8 @@ LOW = {"MIN_LR": "0.1", "WARMDOWN_FRAC": "1", "LATE_QAT": "1", "QAT_THRESHOLD": 
         ({"WARMDOWN_FRAC": "0.4"}, "lr_scale", {(7, 359): 1, (7, 420): 0.75, (9, 480): 0.5}),
         (STEPS, "lr_scale", {(120, 1e6): 1, (160, 1e6): 0.5, (199, 1e6): 1 / 80, (200, 1e6): 0}),
         ({"WARMDOWN_ITERS": "0"}, "lr_scale", {(7000, 590): 1}),
+        # A run that ends at ITERATIONS, long before the time limit
+        (FAST, "lr_scale", {(700, 70): 1, (850, 85): 0.5, (999, 99.9): 1 / 300}),
         (LOW, "lr_scale", {(0, 0): 1, (9, 300): 0.5, (9, 560): 0.1, (9, 580): 0.1, (9, 600): 0.1}),
         # Late QAT begins where it would without a floor
         (LOW, "qat", {(9, 0): 0, (9, 300): 0, (9, 560): 0, (9, 580): 1, (9, 600): 1}),
@@ -43,7 +46,7 @@ def test_layers_of_the_loop_are_visited_repeatedly():
     hp = Hyperparameters.from_env({"LOOP_VISITS": "3"})
     assert hp.layer_order(False) == Hyperparameters().layer_order() == tuple(range(11))
     assert hp.layer_order() == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
-    with user_error("end the loop before lanes"):
+    with user_error("the loop needs the first 6 layers .* only 5 have a single lane"):
         Hyperparameters.from_env({"LOOP_VISITS": "3", "LANES_LAST_N": "6"})
 
 
@@ -176,6 +179,23 @@ def test_a_slow_step_before_a_validation_ends_the_run(run_of, monkeypatch):
     run.train()
     assert steps == list(range(7))
     assert all(0 <= seconds < end < 550 for seconds, end in asked)
+
+
+@pytest.mark.parametrize("in_flight, reserve", [(0, 0.0), (2, 0.0), (2, 40.0)])
+def test_the_rate_ends_at_zero_in_the_loop_of_a_run(run_of, in_flight, reserve):
+    """Of steps of 1 s, whatever the calibration and the steps in flight take from the limit."""
+    run = run_of(MAX_WALLCLOCK_SECONDS=200, ITERATIONS=1000, WARMDOWN_FRAC=0.5)
+    run.clock.in_flight, run.clock.reserve = in_flight, reserve
+    rates = []
+
+    def step_of(step, settings):
+        rates.append(settings.lr_scale)
+        return torch.tensor([1.0, step + 1.0, 0.0])
+
+    run.train_step, run.validate = step_of, lambda *_, **__: None
+    run.train()
+    assert rates[0] == 1 and rates[-1] < 3 / len(rates)
+    assert 190 - reserve < len(rates) < 200 - reserve
 
 
 def test_a_step_is_expected_at_the_pace_of_the_run():

@@ -217,6 +217,7 @@ def test_a_packed_file_takes_neither_much_memory_nor_long(monkeypatch):
 def test_inspection(hyperparameters, tmp_path):
     hp = hyperparameters()
     metadata = {"training": {"steps": 12}, "expected_loss": {"q": 0.00025, "tok_emb": 0.001}}
+    metadata["tokenizer_sha256"] = "0" * 64  # as in every artifact of a run
     blob = exported(weights_of(made(hp, seed=1)), hp, metadata=metadata)
     (tmp_path / "a.xz").write_bytes(blob)
     result = run([ROOT / "tools" / "inspect_artifact.py", "a.xz"], {}, tmp_path)
