@@ -564,14 +564,17 @@ class Tally:
 
 
 def write_shards(
-    encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int, skip_bad: int
+    encoded: Iterator[Encoded],
+    folder: Path,
+    tokenizer: str,
+    split: Split,
+    shard_tokens: int,
+    skip_bad: int,
 ) -> tuple[Tally, dict[str, dict]]:
-    """Assign documents to splits and write them. Returns (counts, entries of the manifest). Raises
-    UserError for more than `skip_bad` bad documents."""
-    tally, writers = (
-        Tally(),
-        {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")},
-    )
+    """Assign documents to splits and write them, with the sha256 of their tokenizer. Returns
+    (counts, entries of the manifest). Raises UserError for more than `skip_bad` bad documents."""
+    tally, sides = Tally(), ("train", "val")
+    writers = {name: shards.ShardWriter(folder, name, shard_tokens, tokenizer) for name in sides}
     for chunk in encoded:
         for sentence in chunk.bad:
             tally.bad += 1
@@ -699,7 +702,8 @@ def build(
         )
     work = functools.partial(encode_chunk, str(model), reading)
     encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
-    writing = Split(*side), options.shard_tokens, options.skip_bad
+    tokenizer = shards.tokenizer_entry(model, folder)
+    writing = tokenizer["sha256"], Split(*side), options.shard_tokens, options.skip_bad
     tally, entries = write_shards(encoded, folder, *writing)
     made_by = made_by or {
         "tool": "tokenize_text.py",
@@ -707,7 +711,6 @@ def build(
         "val_fraction": side[1],
         **reading._asdict(),
     }
-    tokenizer = shards.tokenizer_entry(model, folder)
     tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
     shards.write_manifest(
         folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries

@@ -88,6 +88,14 @@ def model(request, tmp_path_factory) -> Path:
     return path
 
 
+def test_all_tokens_of_the_right_tokenizer_come_back(model):
+    """Wherever the validation text begins."""
+    records = [Record("", text) for text in PARTS]
+    tokens = tokenize_text.Encoder(str(model), Reading(strip=True)).encode(records).tokens
+    for begin in (0, 7, 777, 1003):
+        assert train_gpt.reencoded(tokens[begin:], str(model))[0] == 1
+
+
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, request):
     """The evaluator's count equals the bytes of the decoded text."""
@@ -426,6 +434,12 @@ def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
     names = {path.name for path in out.iterdir()}
     assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
     train_gpt.check_manifest(str(out), str(out / "tokenizer.model"))
+    (out / "manifest.json").unlink()
+    (tmp_path / "other.model").write_bytes(tokenizer_bytes("nmt_nfkc", 400))
+    for name in manifest["files"]:
+        assert train_gpt.tokenizer_of(out / name) == manifest["tokenizer"]["sha256"]
+    (found,) = inspect_shards.inspect(out, tmp_path / "other.model", 0)
+    assert "other.model is not the tokenizer that made the shards, by its sha256 in " in found
 
 
 def test_the_result_does_not_depend_on_the_workers(sources, tmp_path, monkeypatch):
@@ -890,14 +904,23 @@ def test_a_tokenizer_of_other_shards_is_found(data, other_tokenizer, tmp_path, c
     own = folder / "tokenizer.model"
     assert inspect_shards.inspect(folder, own, 1) == []
     assert "note: " not in capsys.readouterr().out
+    for path in folder.glob("*.bin"):  # as the challenge's, whose headers name none
+        write_shard(path, train_gpt.read_shard(path).copy())
+    assert inspect_shards.inspect(folder, own, 1) == []
+    assert "note: THE BYTES ARE UNPROVEN: 7" in capsys.readouterr().out
+    entry = {"path": "tokenizer.model", "sha256": shards.file_sha256(own)}
+    shards.write_manifest(folder, files={}, tokenizer=entry)
+    assert inspect_shards.inspect(folder, None, 1) == []
+    assert "note: " not in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
     (found,) = inspect_shards.inspect(folder, Path(other_tokenizer), 1)
     assert f"% of the first validation tokens come back when {other_tokenizer} encodes" in found
     shard = folder / "fineweb_val_000000.bin"
     tokens = train_gpt.read_shard(shard).copy()
-    tokens[1:40] = 5
+    tokens[20:22] = 5
     write_shard(shard, tokens)
-    assert inspect_shards.inspect(folder, own, 1) == []
-    assert "note: 99." in capsys.readouterr().out
+    command = [ROOT / "data" / "inspect_shards.py", folder, "--tokenizer", own]
+    assert_mistake(command, tmp_path, "% of the first validation tokens come back")
     # Another encoding of the text is no other tokenizer
     files = {
         path.name: {
