@@ -531,6 +531,45 @@ def test_a_folder_that_has_a_manifest_is_complete(sources, tmp_path, monkeypatch
     assert sorted(moved) == sorted(path.name for path in out.iterdir()) and len(moved) == 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_a_signal_while_shards_are_replaced_loses_nothing(tmp_path, monkeypatch, number, place):
+    """After the first old file is gone, the new ones are all that there is."""
+    names = ["fineweb_train_000000.bin", "fineweb_val_000000.bin", "manifest.json"]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    handlers, calls = list(map(signal.getsignal, (number, signal.SIGINT))), []
+
+    def signalled(change):
+        def instead(*arguments, **options):
+            calls.append(change)
+            result = change(*arguments, **options)
+            if len(calls) == place:
+                os.kill(os.getpid(), number)
+            return result
+
+        return instead
+
+    with pytest.MonkeyPatch.context() as patch:
+        with tokenize_text.new_folder(tmp_path, True) as folder:
+            for name in names:
+                (folder / name).write_text("new")
+            for name in ("unlink", "replace"):
+                patch.setattr(Path, name, signalled(getattr(Path, name)))
+    assert len(calls) == 6 and [(tmp_path / name).read_text() for name in names] == ["new"] * 3
+    assert list(map(signal.getsignal, (number, signal.SIGINT))) == handlers
+    assert not (tmp_path / ".partial").exists()
+
+
+def test_shards_that_cannot_be_moved_are_kept(tmp_path):
+    (tmp_path / "fineweb_val_000000.bin").write_text("old")
+    (tmp_path / "tokenizer.model" / "a").mkdir(parents=True)
+    with user_error("cannot write"), tokenize_text.new_folder(tmp_path, True) as folder:
+        for name in ("tokenizer.model", "fineweb_val_000000.bin"):
+            (folder / name).write_text("new")
+    assert [path.read_text() for path in tmp_path.rglob("fineweb_val_000000.bin")] == ["new"]
+
+
 SMALL = ["--vocab-size", 280]
 TOKENIZER = ["--tokenizer", "t.model"]
 
