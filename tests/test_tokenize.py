@@ -550,12 +550,11 @@ def test_a_signal_while_shards_are_replaced_loses_nothing(tmp_path, monkeypatch,
 
         return instead
 
-    with pytest.MonkeyPatch.context() as patch:
-        with tokenize_text.new_folder(tmp_path, True) as folder:
-            for name in names:
-                (folder / name).write_text("new")
-            for name in ("unlink", "replace"):
-                patch.setattr(Path, name, signalled(getattr(Path, name)))
+    with monkeypatch.context() as patch, tokenize_text.new_folder(tmp_path, True) as folder:
+        for name in names:
+            (folder / name).write_text("new")
+        for name in ("unlink", "replace"):
+            patch.setattr(Path, name, signalled(getattr(Path, name)))
     assert len(calls) == 6 and [(tmp_path / name).read_text() for name in names] == ["new"] * 3
     assert list(map(signal.getsignal, (number, signal.SIGINT))) == handlers
     assert not (tmp_path / ".partial").exists()
