@@ -13,6 +13,7 @@ the folder was made from the same texts, nothing is done.
 import argparse
 import hashlib
 import json
+import re
 import sys
 import sysconfig
 import tempfile
@@ -79,11 +80,25 @@ def build(folder: Path, library: Path = LIBRARY, val_bytes: int = 150_000) -> st
         manifest = manifest or shards.read_manifest(folder / tokenize_text.PARTIAL)
         before = manifest.get("made_by") if manifest else None
         ours = isinstance(before, dict) and before.get("tool") == made_by["tool"]
-        if not ours and tokenize_text.content(folder):
+        if not (ours and as_listed(folder, manifest)) and tokenize_text.content(folder):
             raise UserError(
                 f"{folder} holds something else than the demonstration's data: choose another folder"
             )
         return make(folder, texts, val_bytes, made_by)
+
+
+def as_listed(folder: Path, manifest: dict) -> bool:
+    """Whether all shards in `folder`, and its tokenizer, are those of the manifest."""
+    known = {**manifest["files"], "tokenizer.model": manifest["tokenizer"]}
+    found = [
+        path
+        for path in folder.iterdir()
+        if re.fullmatch(r"fineweb_.*\.bin|tokenizer\.model", path.name)
+    ]
+    return all(
+        path.name in known and shards.file_sha256(path) == known[path.name]["sha256"]
+        for path in found
+    )
 
 
 def make(folder: Path, texts: dict[str, str], val_bytes: int, made_by: dict) -> str:

@@ -68,8 +68,8 @@ def status_of(
     files: list[Path], folder: Path, manifest: dict | None
 ) -> tuple[dict[str, str], list[str]]:
     """(status of each file's sha256, sentences on what is wrong)."""
-    if manifest is None:
-        return {path.name: "no manifest" for path in files}, []
+    if not (manifest and manifest["files"]):
+        return {path.name: "no sha256 to compare" for path in files}, []
     names = {path.name for path in files}
     missing = sorted(set(manifest["files"]) - names)
     wrong = [f"{folder / name} is in {shards.MANIFEST} but does not exist" for name in missing]
@@ -139,17 +139,15 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     if tokenizer:
         pieces = load_tokenizer(tokenizer)
         counter = train_gpt.ByteCounter(str(tokenizer), pieces.vocab_size())
-        if entry and shards.file_sha256(tokenizer) != entry["sha256"]:
-            wrong.append(
-                f"{tokenizer} is not the tokenizer that made the shards: its sha256 is not in {shards.MANIFEST}"
-            )
     for report in reports:
         wrong += describe_files(report, status, pieces)
-    if pieces and not wrong and entry.get("canonical", True):
+    if pieces:
         stream = reports[1].stream
         try:
-            tokens = stream.read(0, min(len(stream), 20_000))
-            train_gpt.require_own_tokenizer(tokens, tokenizer, print)
+            train_gpt.check_manifest(folder, tokenizer)
+            if not wrong:
+                tokens = stream.read(0, min(len(stream), 20_000))
+                train_gpt.require_own_tokenizer(folder, tokenizer, tokens, print)
         except UserError as error:
             wrong.append(str(error))
     if counter and counter.caseops and not entry.get("caseops"):

@@ -74,11 +74,12 @@ def write_file(path: Path, content: bytes) -> None:
         partial.write_bytes(content)
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> dict:
-    """Write tokens (n,) in the format of `train_gpt.read_shard`. Returns the file's entry in the
-    manifest."""
+def write_shard(path: Path, tokens: np.ndarray, tokenizer: str = "") -> dict:
+    """Write tokens (n,) in the format of `train_gpt.read_shard`, made with the tokenizer of this
+    sha256. Returns the file's entry in the manifest."""
     header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
     header[:3] = train_gpt.SHARD_MAGIC, train_gpt.SHARD_VERSION, len(tokens)
+    header[3:11] = np.frombuffer(bytes.fromhex(tokenizer or 64 * "0"), "<i4")
     data = b"".join(
         (header.tobytes(), memoryview(np.ascontiguousarray(tokens, dtype="<u2")).cast("B"))
     )
@@ -87,12 +88,13 @@ def write_shard(path: Path, tokens: np.ndarray) -> dict:
 
 
 class ShardWriter:
-    """Writes a stream of tokens as shards of one split; all but the last have `shard_tokens`
-    tokens."""
+    """Writes a stream of tokens, made with the tokenizer of this sha256, as shards of one split;
+    all but the last have `shard_tokens` tokens."""
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int):
+    def __init__(self, folder: Path, split: str, shard_tokens: int, tokenizer: str):
         self.folder = folder
         self.split = split
+        self.tokenizer = tokenizer
         self.buffer = np.empty(shard_tokens, dtype=np.uint16)
         self.used = 0
         self.files: dict[str, dict] = {}
@@ -111,7 +113,8 @@ class ShardWriter:
         """Write the tokens in the buffer."""
         if self.used:
             name = f"fineweb_{self.split}_{len(self.files):06d}.bin"
-            self.files[name] = write_shard(self.folder / name, self.buffer[: self.used])
+            tokens = self.buffer[: self.used]
+            self.files[name] = write_shard(self.folder / name, tokens, self.tokenizer)
             self.used = 0
 
 

@@ -564,14 +564,17 @@ class Tally:
 
 
 def write_shards(
-    encoded: Iterator[Encoded], folder: Path, split: Split, shard_tokens: int, skip_bad: int
+    encoded: Iterator[Encoded],
+    folder: Path,
+    tokenizer: str,
+    split: Split,
+    shard_tokens: int,
+    skip_bad: int,
 ) -> tuple[Tally, dict[str, dict]]:
-    """Assign documents to splits and write them. Returns (counts, entries of the manifest). Raises
-    UserError for more than `skip_bad` bad documents."""
-    tally, writers = (
-        Tally(),
-        {name: shards.ShardWriter(folder, name, shard_tokens) for name in ("train", "val")},
-    )
+    """Assign documents to splits and write them, with the sha256 of their tokenizer. Returns
+    (counts, entries of the manifest). Raises UserError for more than `skip_bad` bad documents."""
+    tally, sides = Tally(), ("train", "val")
+    writers = {name: shards.ShardWriter(folder, name, shard_tokens, tokenizer) for name in sides}
     for chunk in encoded:
         for sentence in chunk.bad:
             tally.bad += 1
@@ -613,32 +616,39 @@ def content(out: Path) -> set[str]:
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
     """An empty folder in `out`, which is locked. If the body succeeds, its files replace the shards
-    of `out`, else it is removed, also on SIGTERM and SIGHUP. Raises UserError if `out` has files,
-    unless `force`."""
+    of `out`, else it is removed, also on SIGTERM and SIGHUP. Once the first shard is replaced, signals
+    are ignored, and what cannot be moved stays there. Raises UserError if `out` has files, unless
+    `force`."""
     train_gpt.require(
         force or not content(out),
         f"--out {out} exists already: choose another folder, or --force to replace its shards",
     )
     partial = out / PARTIAL
-    # What nohup ignores stays ignored
-    caught = [number for number in UNWOUND if signal.getsignal(number) == signal.SIG_DFL]
-    for number in caught:
-        signal.signal(number, unwind)
+    handlers = {number: signal.getsignal(number) for number in (*UNWOUND, signal.SIGINT)}
+    for number in UNWOUND:
+        if handlers[number] == signal.SIG_DFL:  # what nohup ignores stays ignored
+            signal.signal(number, unwind)
+    moving = False
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
         with train_gpt.writing(partial):
             partial.mkdir()
         yield partial
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
+        moving = True
         with train_gpt.writing(out):
             # A folder with a manifest is complete
             for old in (out / shards.MANIFEST, *out.glob("fineweb_*.bin")):
                 old.unlink(missing_ok=True)
             for path in sorted(partial.iterdir(), key=lambda path: path.name == shards.MANIFEST):
                 path.replace(out / path.name)
+        moving = False
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        for number in caught:
-            signal.signal(number, signal.SIG_DFL)
+        if not moving:
+            shutil.rmtree(partial, ignore_errors=True)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def unwind(number: int, frame: object) -> None:
@@ -699,7 +709,8 @@ def build(
         )
     work = functools.partial(encode_chunk, str(model), reading)
     encoded = in_workers(work, progress(chunked(files, reading)), options.workers)
-    writing = Split(*side), options.shard_tokens, options.skip_bad
+    tokenizer = shards.tokenizer_entry(model, folder)
+    writing = tokenizer["sha256"], Split(*side), options.shard_tokens, options.skip_bad
     tally, entries = write_shards(encoded, folder, *writing)
     made_by = made_by or {
         "tool": "tokenize_text.py",
@@ -707,7 +718,6 @@ def build(
         "val_fraction": side[1],
         **reading._asdict(),
     }
-    tokenizer = shards.tokenizer_entry(model, folder)
     tokenizer["caseops"] = Encoder(str(model), reading).counter.caseops
     shards.write_manifest(
         folder, made_by=made_by, tokenizer=tokenizer, splits=tally.splits, files=entries

@@ -46,11 +46,13 @@ PARTS = {
 # fmt: on
 
 
-def write_shard(path: Path, tokens: np.ndarray, count=None, **wrong: int) -> None:
-    """Write a shard. Every field of the header (magic, version, count) can have a wrong value."""
+def write_shard(path: Path, tokens: np.ndarray, count=None, tokenizer="", **wrong: int) -> None:
+    """Write a shard that names the tokenizer with this sha256, or none. Magic, version and count in
+    its header can have wrong values."""
     known = {"magic": train_gpt.SHARD_MAGIC, "version": train_gpt.SHARD_VERSION}
     header = np.zeros(train_gpt.SHARD_HEADER // 4, dtype="<i4")
     header[:3] = *(known | wrong).values(), len(tokens) if count is None else count
+    header[3:11] = np.frombuffer(bytes.fromhex(tokenizer or 64 * "0"), "<i4")
     path.write_bytes(header.tobytes() + np.asarray(tokens, dtype="<u2").tobytes())
 
 
@@ -95,12 +97,13 @@ def data(tmp_path_factory) -> Path:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     parts = [" ".join(text[i : i + 8]) for i in range(0, len(text), 8)]
     documents = [[train_gpt.BOS, *pieces.encode(part)] for part in parts]
+    own = train_gpt.sha256_of(folder / "tokenizer.model")
     held_out, kept = documents[::20], [d for i, d in enumerate(documents) if i % 20]
     for split, docs in (("train", kept), ("val", held_out)):
         tokens = np.concatenate(docs)
         middle = len(tokens) // 2 + 5  # unequal shards; the first ends inside a document
-        write_shard(folder / f"fineweb_{split}_000000.bin", tokens[:middle])
-        write_shard(folder / f"fineweb_{split}_000001.bin", tokens[middle:])
+        write_shard(folder / f"fineweb_{split}_000000.bin", tokens[:middle], tokenizer=own)
+        write_shard(folder / f"fineweb_{split}_000001.bin", tokens[middle:], tokenizer=own)
     return folder
 
 

@@ -91,18 +91,35 @@ def test_only_data_of_the_demonstration_are_replaced(library, tmp_path):
         assert mine.read_text() == "mine"
 
 
-@pytest.mark.parametrize("tool, files", [("demo_corpus", "made"), ("tokenize_text", "refused")])
-def test_a_build_killed_while_its_files_moved_is_repeated(
-    library, tmp_path, monkeypatch, tool, files
+@pytest.mark.parametrize("moved", ["", "fineweb_train_000000.bin", "tokenizer.model", "foreign"])
+@pytest.mark.parametrize("tool", ["demo_corpus", "tokenize_text"])
+def test_only_a_killed_build_of_the_demonstration_is_repeated(
+    built, library, tmp_path, monkeypatch, tool, moved
 ):
-    """The manifest is the last file to move."""
-    monkeypatch.setattr(demo_corpus, "make", lambda *_: "made")
-    (tmp_path / "fineweb_train_000000.bin").touch()
+    """The manifest is the last file to move. A killed build may have moved no file, and shards of
+    the same names may lie there since."""
     partial = tmp_path / tokenize_text.PARTIAL
-    partial.mkdir()
-    shards.write_manifest(partial, made_by={"tool": f"data/{tool}.py"}, files={})
-    with nullcontext() if files == "made" else user_error("holds something else"):
+    shutil.copytree(built[0], partial)
+    manifest = shards.read_manifest(partial)
+    manifest["made_by"] |= {"tool": f"data/{tool}.py"}
+    (partial / "manifest.json").write_text(json.dumps(manifest))
+    if moved == "foreign":
+        write_shard(tmp_path / "fineweb_train_000000.bin", np.arange(9))
+    elif moved:
+        (partial / moved).rename(tmp_path / moved)
+    monkeypatch.setattr(demo_corpus, "make", lambda *_: "made")
+    repeated = not moved or (tool == "demo_corpus" and moved != "foreign")
+    with nullcontext() if repeated else user_error("holds something else"):
         assert demo_corpus.build(tmp_path, library) == "made"
+
+
+@pytest.mark.parametrize("name", ["fineweb_train_000000.bin", "fineweb_train_000009.bin"])
+def test_foreign_shards_beside_the_manifest_are_kept(built, library, tmp_path, name):
+    folder = shutil.copytree(built[0], tmp_path / "data")
+    write_shard(folder / name, np.arange(9))
+    with user_error("holds something else than the demonstration's data: choose another folder"):
+        demo_corpus.build(folder, library, val_bytes=5000)
+    assert len(train_gpt.read_shard(folder / name)) == 9
 
 
 @pytest.fixture(scope="module")

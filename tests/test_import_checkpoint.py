@@ -385,7 +385,7 @@ def test_a_mistake_is_one_sentence(tmp_path, checkpoint, words, environ, part, s
         ({"RUN_ID": "old"}, "RUN_ID=old is used by an earlier run"),
         ({"RUN_ID": 228 * "a"}, "cannot write logs/aa"),
         ({"RUN_ID": "small"}, "--bytes 1: TARGET_BYTES="),
-        ({"TOKENIZER_PATH": ""}, "of the first validation tokens come back"),
+        ({"TOKENIZER_PATH": ""}, "is not the tokenizer that made the shards, by its sha256"),
     ],
 )
 def test_a_mistake_ends_it_before_the_work(

@@ -130,7 +130,8 @@ def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
     tokens = train_gpt.read_shard(shard).copy()
     refused = train_gpt.refused_pairs(str(folder / "tokenizer.model"))
     tokens[-2:] = np.argwhere(refused)[0]
-    write_shard(shard, tokens)
+    digest = train_gpt.sha256_of(folder / "tokenizer.model")
+    write_shard(shard, tokens, tokenizer=digest)
     losses, lines = [], []
     for path in (data, folder):
         scorer, model = scored(CANONICAL_MASK=1, DATA_PATH=path)
@@ -142,7 +143,6 @@ def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
     assert 13 < losses[1][-1] - plain.nats[-2] <= math.log(1e6) + 1e-4
     knobs = {"CANONICAL_MASK": 1, "DATA_PATH": folder}
     train_gpt.read_validation(*one_rank(**knobs)[:1], torch.device("cpu"), lines.append)
-    digest = train_gpt.sha256_of(folder / "tokenizer.model")
     for canonical in (True, False):
         entry = {"tokenizer": {"sha256": digest, "canonical": canonical}}
         (folder / "manifest.json").write_text(json.dumps(entry))

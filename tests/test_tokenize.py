@@ -88,6 +88,14 @@ def model(request, tmp_path_factory) -> Path:
     return path
 
 
+def test_all_tokens_of_the_right_tokenizer_come_back(model):
+    """Wherever the validation text begins."""
+    records = [Record("", text) for text in PARTS]
+    tokens = tokenize_text.Encoder(str(model), Reading(strip=True)).encode(records).tokens
+    for begin in (0, 7, 777, 1003):
+        assert train_gpt.reencoded(tokens[begin:], str(model))[0] == 1
+
+
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, request):
     """The evaluator's count equals the bytes of the decoded text."""
@@ -426,6 +434,12 @@ def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
     names = {path.name for path in out.iterdir()}
     assert names == {*manifest["files"], "manifest.json", "tokenizer.model"}
     train_gpt.check_manifest(str(out), str(out / "tokenizer.model"))
+    (out / "manifest.json").unlink()
+    (tmp_path / "other.model").write_bytes(tokenizer_bytes("nmt_nfkc", 400))
+    for name in manifest["files"]:
+        assert train_gpt.tokenizer_of(out / name) == manifest["tokenizer"]["sha256"]
+    (found,) = inspect_shards.inspect(out, tmp_path / "other.model", 0)
+    assert "other.model is not the tokenizer that made the shards, by its sha256 in " in found
 
 
 def test_the_result_does_not_depend_on_the_workers(sources, tmp_path, monkeypatch):
@@ -515,6 +529,44 @@ def test_a_folder_that_has_a_manifest_is_complete(sources, tmp_path, monkeypatch
     monkeypatch.setattr(Path, "replace", seen)
     build(sources, out, tokenizer=out / "tokenizer.model", shard_tokens=1 << 20, force=True)
     assert sorted(moved) == sorted(path.name for path in out.iterdir()) and len(moved) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("place", [1, 2, 5])
+def test_a_signal_while_shards_are_replaced_loses_nothing(tmp_path, monkeypatch, number, place):
+    """After the first old file is gone, the new ones are all that there is."""
+    names = ["fineweb_train_000000.bin", "fineweb_val_000000.bin", "manifest.json"]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    handlers, calls = list(map(signal.getsignal, (number, signal.SIGINT))), []
+
+    def signalled(change):
+        def instead(*arguments, **options):
+            calls.append(change)
+            result = change(*arguments, **options)
+            if len(calls) == place:
+                os.kill(os.getpid(), number)
+            return result
+
+        return instead
+
+    with monkeypatch.context() as patch, tokenize_text.new_folder(tmp_path, True) as folder:
+        for name in names:
+            (folder / name).write_text("new")
+        for name in ("unlink", "replace"):
+            patch.setattr(Path, name, signalled(getattr(Path, name)))
+    assert len(calls) == 6 and [(tmp_path / name).read_text() for name in names] == ["new"] * 3
+    assert list(map(signal.getsignal, (number, signal.SIGINT))) == handlers
+    assert not (tmp_path / ".partial").exists()
+
+
+def test_shards_that_cannot_be_moved_are_kept(tmp_path):
+    (tmp_path / "fineweb_val_000000.bin").write_text("old")
+    (tmp_path / "tokenizer.model" / "a").mkdir(parents=True)
+    with user_error("cannot write"), tokenize_text.new_folder(tmp_path, True) as folder:
+        for name in ("tokenizer.model", "fineweb_val_000000.bin"):
+            (folder / name).write_text("new")
+    assert [path.read_text() for path in tmp_path.rglob("fineweb_val_000000.bin")] == ["new"]
 
 
 SMALL = ["--vocab-size", 280]
@@ -890,14 +942,23 @@ def test_a_tokenizer_of_other_shards_is_found(data, other_tokenizer, tmp_path, c
     own = folder / "tokenizer.model"
     assert inspect_shards.inspect(folder, own, 1) == []
     assert "note: " not in capsys.readouterr().out
+    for path in folder.glob("*.bin"):  # as the challenge's, whose headers name none
+        write_shard(path, train_gpt.read_shard(path).copy())
+    assert inspect_shards.inspect(folder, own, 1) == []
+    assert "note: THE BYTES ARE UNPROVEN: 7" in capsys.readouterr().out
+    entry = {"path": "tokenizer.model", "sha256": shards.file_sha256(own)}
+    shards.write_manifest(folder, files={}, tokenizer=entry)
+    assert inspect_shards.inspect(folder, None, 1) == []
+    assert "note: " not in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
     (found,) = inspect_shards.inspect(folder, Path(other_tokenizer), 1)
     assert f"% of the first validation tokens come back when {other_tokenizer} encodes" in found
     shard = folder / "fineweb_val_000000.bin"
     tokens = train_gpt.read_shard(shard).copy()
-    tokens[1:40] = 5
+    tokens[20:22] = 5
     write_shard(shard, tokens)
-    assert inspect_shards.inspect(folder, own, 1) == []
-    assert "note: 99." in capsys.readouterr().out
+    command = [ROOT / "data" / "inspect_shards.py", folder, "--tokenizer", own]
+    assert_mistake(command, tmp_path, "% of the first validation tokens come back")
     # Another encoding of the text is no other tokenizer
     files = {
         path.name: {
