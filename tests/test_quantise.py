@@ -569,15 +569,19 @@ def test_a_tensor_that_is_no_row_of_numbers_is_refused(buffer):
         quantise.calibrate(model, texts(1, seed=2), nats)
 
 
-def test_a_conjugate_view_is_stored(trained, calibration, tmp_path):
+def test_a_conjugate_view_and_8_bits_are_stored(trained, calibration, tmp_path):
+    eight = torch.linspace(-9, 9, 5).to(torch.float8_e4m3fn)
+
     def make():
         model = copy.deepcopy(trained)
+        model.eight = nn.Parameter(eight.clone(), requires_grad=False)
         model.register_buffer("angles", torch.tensor([1 + 2j]).conj())
         return model
 
     file, _ = quantise.quantise(make(), calibration, 6000)
     twin = rounded(trained, file, tmp_path / "a.npz", make)
     assert twin.angles.tolist() == [1 - 2j]
+    assert torch.equal(twin.eight.float(), eight.float())
 
 
 def test_parameters_over_the_same_numbers_are_one(trained, calibration, packed):

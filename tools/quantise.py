@@ -337,7 +337,7 @@ def quantise(
     for name, tensor in tensors.items():
         # A buffer may be a mask.
         masks = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
-        require(masks or tensor.isfinite().all(), f"{name} is not finite: check the model")
+        require(masks or finite(tensor).all(), f"{name} is not finite: check the model")
     groups, make = make_groups(model, calibration, states, progress)
     quantisers = [emptied(make(group)) for group in progress(groups)]
     pack_all = functools.partial(pack, model, groups, make, states, progress=progress)
@@ -424,6 +424,11 @@ def fits_half(tensor: Tensor) -> bool:
         return False
     exact = tensor.detach().double()
     return bool((exact.half() - exact).norm() <= 2**-11 * exact.norm())
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Which numbers are. torch has no `isfinite` of 8 bits."""
+    return (tensor.float() if tensor.itemsize == 1 else tensor).isfinite()
 
 
 def to_bytes(tensors: Iterable[Tensor]) -> bytes:
@@ -596,7 +601,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
         like = tensors[name]
         if like.dtype != tensor.dtype:
             found[name] = tensor.to(like.dtype)
-            kept = found[name].isfinite().equal(tensor.isfinite())
+            kept = finite(found[name]).equal(finite(tensor))
             require(kept, f"{name} has values that {like.dtype} cannot hold")
     return found
 
