@@ -2628,6 +2628,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
     """The quantisers of all matrices, in file order. Each rank makes all of them. `calibration` has
     the sums of `Calibration`, or is {}. Kinds of one bank and shape, such as k and v, are rounded
     together, as a GPU takes no longer for both, and rotated if the codes are expected to be smaller."""
+    for name, tensor in (weights | calibration).items():
+        require(tensor.isfinite().all(), f"{name} is not finite: lower the learning rates")
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
@@ -2688,12 +2690,22 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
             yield tables.get(name), name, tensor[None] if name in tables else tensor
 
 
+def encode_codes(codes: ndarray, coder: str = "ans") -> bytes:
+    """The codes (L, out, in) in a stream, which has been decoded once."""
+    encode, decode = CODERS[coder]
+    stream = encode(codes)
+    require(
+        np.array_equal(decode(stream, codes.shape), codes),
+        f"the coder {coder} reads other codes than it wrote: update its package",
+    )
+    return stream
+
+
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
 ) -> dict[str, tuple[bytes, Tensor, float, bool]]:
     """Collective. By name (coded codes, steps, what rounding is expected to cost, whether it is
     rotated). The quantisers are dealt to the ranks."""
-    encode, _ = CODERS[hp.compressor]
     coded = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
         codes, steps, cost = quantiser.round(loss)
@@ -2701,7 +2713,8 @@ def round_matrices(
         by_kind = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each in turn
         for name, codes_of, steps_of, cost_of in zip(names, *by_kind, strict=True):
             is_rotated = quantiser.output is not None
-            coded[name] = encode(codes_of.numpy()), steps_of, float(cost_of.sum()), is_rotated
+            stream = encode_codes(codes_of.numpy(), hp.compressor)
+            coded[name] = stream, steps_of, float(cost_of.sum()), is_rotated
     return dict(collections.ChainMap(*comm.gather(coded)))
 
 
@@ -3107,8 +3120,10 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
 
 def keep_artifact(blob: bytes, log: Log) -> Path:
     """Write the artifact beside the log, with a copy as ARTIFACT, or else to the temporary folder.
-    Returns its path."""
+    Returns its path. Raises UserError before that if it cannot be read back."""
     path = log.artifact
+    with as_user_error(f"{path} is not written: nothing could read it", "report this", Exception):
+        load_artifact(blob)
     try:
         for name in (path, ARTIFACT):
             with replacing(name) as unfinished:

@@ -279,7 +279,11 @@ def torchao(rows: Tensor, bits: int, group: int = 32) -> Rounded:
     linear.weight.data.copy_(rows)
     kind = getattr(torch, f"int{bits}")
     quantize_(linear, IntxWeightOnlyConfig(weight_dtype=kind, granularity=PerGroup(group)))
-    return linear.weight.dequantize().detach(), rows.numel() * (bits / 8 + 2 / group)
+    back = linear.weight.dequantize().detach()  # also of a weight that it has left as it was
+    train_gpt.require(
+        not back.equal(rows), f"torchao has not rounded a matrix {tuple(rows.shape)}: update it"
+    )
+    return back, rows.numel() * (bits / 8 + 2 / group)
 
 
 def hqq(rows: Tensor, bits: int, group: int = 64) -> Rounded:

@@ -965,9 +965,42 @@ def test_plain_values_that_fp16_cannot_hold_are_refused(model, hyperparameters):
     weights, hp = weights_of(model), hyperparameters(TRELLIS_STATES=0)
     weights["smear_gate"][3] = 65_519
     exported(weights, hp)
-    for weights["smear_gate"][3] in (65_520.0, -1e9, math.nan):
+    for weights["smear_gate"][3] in (65_520.0, -1e9):
         with user_error("smear_gate has values that fp16 cannot hold, beyond 65504: lower"):
             exported(weights, hp)
+
+
+@pytest.mark.parametrize("name", ["smear_gate", "bigram_emb", "qo_bank"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(model, name, number):
+    """Matrices with NaN were packed as other numbers."""
+    weights = weights_of(model)
+    weights[name].view(-1)[3] = number
+    with user_error(f"{name} is not finite: lower the learning rates"):
+        exported(weights, model.hp)
+
+
+def test_sums_of_a_calibration_that_are_not_finite_are_refused(model):
+    with user_error("q.cost is not finite: lower the learning rates"):
+        exported(weights_of(model), model.hp, {"q.cost": torch.tensor([math.nan])})
+
+
+@pytest.mark.parametrize("coder", train_gpt.CODERS)
+def test_codes_are_decoded_once(coder, model, hyperparameters, monkeypatch):
+    encode, decode = train_gpt.CODERS[coder]
+    broken = lambda stream, shape: decode(stream, shape) + 1  # noqa: E731
+    monkeypatch.setitem(train_gpt.CODERS, coder, (encode, broken))
+    with user_error(f"the coder {coder} reads other codes than it wrote: update its package"):
+        exported(weights_of(model), hyperparameters(COMPRESSOR=coder))
+
+
+def test_an_artifact_that_cannot_be_read_is_not_written(packed, run_of, tmp_path):
+    run = run_of()
+    damaged = replaced(packed, values=ones(packed))
+    with user_error("npz is not written: nothing could read it: q has values that are not finite"):
+        train_gpt.keep_artifact(damaged, run.log)
+    assert not list(tmp_path.rglob("*.npz"))
+    assert train_gpt.keep_artifact(packed, run.log).read_bytes() == packed
 
 
 # ---- Size ----------------------------------------------------------------------------------------

@@ -8,13 +8,16 @@ import json
 import math
 import re
 import resource
+import shutil
 import sys
+import types
 import weakref
 import zipfile
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -160,7 +163,14 @@ def odd() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "numbers, fits", [([1.0, 1e-9], True), ([1e-6, 1e-9], False), ([1.0, 7e4], False)]
+    "numbers, fits",
+    [
+        ([1.0, 1e-9], True),
+        ([1e-6, 1e-9], False),
+        ([1.0, 7e4], False),
+        ([1000.4 * 2**-24], True),  # an error of 0.04 %
+        ([500.5 * 2**-24], False),  # of 0.1 %
+    ],
 )
 def test_which_parameters_fit_fp16(numbers, fits):
     """By their norm, so one tiny number does not double the bytes of all."""
@@ -485,11 +495,157 @@ def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
         inference = Model()
     with user_error(r"large was made in torch.inference_mode\(\): make the model without it"):
         quantise.calibrate(inference, texts(1, seed=2), nats)
-    broken = Model()
-    broken.load_state_dict(trained.state_dict())
-    nn.init.constant_(broken.left.weight, torch.nan)
-    with user_error("weights are not finite in one of left.weight"):
+
+
+@pytest.mark.parametrize(
+    "name, number, sentence",
+    [
+        ("left.weight", math.nan, "left.weight is not finite: check the model"),
+        ("large", math.inf, "large is not finite: check the model"),
+        ("unused.bias", math.nan, "unused.bias is not finite: check the model"),
+        ("left.weight", 1e20, "weights have squares beyond fp32 in one of left.weight"),
+    ],
+)
+def test_numbers_that_no_file_can_hold_are_refused(trained, calibration, name, number, sentence):
+    """They made a file that `load` refused, or that had another number."""
+    broken = copy.deepcopy(trained)
+    nn.init.constant_(broken.get_parameter(name), number)
+    with user_error(sentence):
         quantise.quantise(broken, calibration, 9000)
+
+
+def test_an_expected_loss_that_is_not_finite_is_refused(trained, calibration):
+    huge = {name: 1e37 * one for name, one in calibration.squares.items()}
+    with user_error("the expected loss is not finite: scale it down"):
+        quantise.quantise(trained, calibration._replace(squares=huge, outputs={}), 9000)
+
+
+def test_a_mask_of_infinities_is_stored(trained, calibration, tmp_path):
+    model = copy.deepcopy(trained)
+    model.angles[2] = -math.inf
+    file, _ = quantise.quantise(model, calibration, 6000)
+    twin = rounded(model, file, tmp_path / "a.npz", lambda: Model(seed=1))
+    assert torch.equal(twin.angles, model.angles)
+
+
+def test_what_is_read_back_is_compared(trained, calibration, monkeypatch):
+    """Codes with the coder's own, exact tensors with the model's; a file that cannot be read is an
+    error of `quantise`."""
+    call = functools.partial(quantise.quantise, trained, calibration, 6000)
+    encode = train_gpt.CODERS["ans"][0]
+    with monkeypatch.context() as patch:
+        other = lambda codes: encode(codes + 1), train_gpt.decode_ans  # noqa: E731
+        patch.setitem(train_gpt.CODERS, "ans", other)
+        with user_error("the coder ans reads other codes than it wrote: update its package"):
+            call()
+    with monkeypatch.context() as patch:
+        patch.setattr(quantise, "from_bytes", lambda *_: itertools.repeat(torch.zeros(())))
+        with user_error("the file cannot be read back: .*; report this"):
+            call()
+    pack = train_gpt.lzma_pack
+
+    def other_count(raw):
+        raw = bytes(raw)
+        return pack(raw.replace(b"\3", b"\4") if len(raw) < 64 else raw)
+
+    monkeypatch.setattr(train_gpt, "lzma_pack", other_count)
+    with user_error("the file cannot be read back: count has other values; report this"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        lambda: torch.eye(4).to_sparse(),
+        lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_tensor_that_is_no_row_of_numbers_is_refused(buffer):
+    """One of a quantised type was a segmentation fault in `load`."""
+    model = Model()
+    model.register_buffer("other", buffer())
+    with user_error("other is quantised, sparse or of a tensor's subclass: make it a plain tensor"):
+        quantise.calibrate(model, texts(1, seed=2), nats)
+
+
+def test_a_conjugate_view_and_8_bits_are_stored(trained, calibration, tmp_path):
+    eight = torch.linspace(-9, 9, 5).to(torch.float8_e4m3fn)
+
+    def make():
+        model = copy.deepcopy(trained)
+        model.eight = nn.Parameter(eight.clone(), requires_grad=False)
+        model.register_buffer("angles", torch.tensor([1 + 2j]).conj())
+        return model
+
+    file, _ = quantise.quantise(make(), calibration, 6000)
+    twin = rounded(trained, file, tmp_path / "a.npz", make)
+    assert twin.angles.tolist() == [1 - 2j]
+    assert torch.equal(twin.eight.float(), eight.float())
+
+
+def test_parameters_over_the_same_numbers_are_one(trained, calibration, packed):
+    """As after `head.weight.data = embed.weight.data`: both were rounded, one after the other."""
+    model = copy.deepcopy(trained)
+    model.head.weight = nn.Parameter(torch.empty(0))
+    model.head.weight.data = model.embed.weight.data
+    assert model.head.weight is not model.embed.weight
+    found = quantise.calibrate(model, texts(64, seed=2), nats)
+    assert found.hessians.keys() == calibration.hessians.keys()
+    for name, squares in calibration.squares.items():
+        torch.testing.assert_close(found.squares[name], squares)
+    assert quantise.quantise(model, calibration, 5000)[0] == packed
+
+
+@pytest.mark.parametrize(
+    "view, sentence",
+    [
+        (lambda w: w[2:5], "left.weight and part share a part of their memory: give one a clone"),
+        (lambda w: w.mT[1:], "left.weight and part share a part of their memory"),
+        (lambda w: w.view(torch.int32)[1:], "left.weight and part share a part of their memory"),
+        (lambda w: w[1:2, :1].expand(3, 4), r"part is expanded: give it a clone\(\) of itself"),
+    ],
+)
+def test_parameters_that_share_a_part_of_their_numbers_are_refused(view, sentence):
+    model = Model()
+    model.part = nn.Parameter(view(model.left.weight.data), requires_grad=False)
+    with user_error(sentence):
+        quantise.calibrate(model, texts(1, seed=2), nats)
+
+
+@pytest.mark.parametrize("parts", [lambda w: w.split(WIDTH), lambda w: (w[::2], w[1::2])])
+def test_parts_of_one_storage_that_share_no_number_are_two(parts):
+    model, whole = Model(), torch.randn(2 * WIDTH, WIDTH)
+    model.left.weight.data, model.right.weight.data = parts(whole)
+    assert {"left.weight", "right.weight"} <= quantise.tensors_of(model).keys()
+
+
+@pytest.mark.parametrize("part", ["", "left"])
+def test_a_model_without_values_is_refused(trained, calibration, packed, part, tmp_path):
+    """`load` into it succeeded and loaded nothing."""
+    model, path = copy.deepcopy(trained), tmp_path / "a.npz"
+    model.get_submodule(part).to("meta")
+    path.write_bytes(packed)
+    name = "left.weight" if part else "large"
+    sentence = f"{name} has no values, as on the meta device: make the whole model with values"
+    for call in (
+        lambda: quantise.load(model, path),
+        lambda: quantise.calibrate(model, texts(1, seed=2), nats),
+        lambda: quantise.quantise(model, calibration, 9000),
+    ):
+        with user_error(sentence):
+            call()
+    with user_error("weight has no values, as on the meta device"):
+        quantise.calibrate(nn.LazyLinear(4), [], nats)
+
+
+def test_values_beyond_the_type_of_the_model_are_not_loaded(packed, tmp_path):
+    """70,000 became infinite in fp16."""
+    path, model = tmp_path / "a.npz", Model(seed=1, dtype=torch.float16)
+    path.write_bytes(packed)
+    with user_error("large has values that torch.float16 cannot hold"):
+        quantise.load(model, path)
+    assert torch.equal(model.embed.weight, Model(seed=1, dtype=torch.float16).embed.weight)
 
 
 def test_each_matrix_is_rounded_once_and_a_table_with_its_damping(
@@ -529,7 +685,7 @@ def test_only_the_group_that_is_rounded_takes_memory(trained, calibration, packe
         return encode(codes)
 
     monkeypatch.setattr(quantise, "Quantiser", Quantiser)
-    monkeypatch.setattr(train_gpt, "encode_ans", encoded)
+    monkeypatch.setitem(train_gpt.CODERS, "ans", (encoded, train_gpt.decode_ans))
     assert quantise.quantise(trained, calibration, 5000)[0] == packed
     tried = 2 * len(calibration.outputs)  # the forms of each matrix
     assert tried and len(coded) > 2 and len(made) == tried + 2 + len(coded)
@@ -585,6 +741,7 @@ HEADERS = {
     "a form less": ("contradicts itself", lambda header: header["rotated"].pop()),
     "rotated, with steps of rows": ("exceeds", lambda header: header.update(rotated=[True] * len(header["groups"]))),
     "five states": ("contradicts itself", lambda header: header.update(trellis_states=5)),
+    "a quantised type": ("contradicts itself", lambda header: header["exact"].update(count="quint8")),
     "no type": ("AttributeError", lambda header: header["exact"].update(count="load")),
     "a huge type": ("", lambda header: header["exact"].update({"norm.weight": "complex128"})),
     "no such tensor": ("contradicts itself", lambda header: header["exact"].update(more="int64")),
@@ -729,6 +886,87 @@ def test_the_program_rounds_to_several_sizes_from_one_calibration(
     assert tokenizer.decode(seen[0].flatten())[:200] == text[7200:7400]
 
 
+def test_few_tokens_of_calibration_are_named_beside_the_prediction(program, capsys):
+    program("--bits 3 --rows 64")
+    sentence = ", probably too low: 1984 tokens calibrated, not 50000 (--rows); most of it:"
+    assert f"expected loss in thousandths of a nat per token{sentence}" in capsys.readouterr().out
+
+
+def test_enough_tokens_of_calibration_are_not(program, capsys, monkeypatch):
+    monkeypatch.setattr(quantise, "ENOUGH", 1984)
+    program("--bits 3 --rows 64")
+    assert "expected loss in thousandths of a nat per token; most" in capsys.readouterr().out
+
+
+def test_a_kept_calibration_is_of_these_weights(tmp_path, monkeypatch):
+    model, rows, path = llama(**SMALL), torch.randint(256, (8, 9)), tmp_path / "kept"
+    first = quantise.kept_calibration(path, model, rows)
+    monkeypatch.setattr(quantise, "calibrate", None)
+    again = quantise.kept_calibration(path, model, rows)
+    torch.testing.assert_close(again.squares, first.squares, rtol=0, atol=0)
+    with torch.no_grad():
+        model.lm_head.weight[3, 4] += 1e-6
+    with user_error("kept is of other weights, text, --rows or --width: delete it"):
+        quantise.kept_calibration(path, model, rows)
+
+
+def without(tensors, name):
+    return {key: one for key, one in tensors.items() if name not in key}
+
+
+INCOMPLETE = {
+    "a tensor less": ("it lacks: lm_head.weight;", lambda t: without(t, "lm_head"), {}),
+    "names of a wrapper": (
+        "it lacks: lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight "
+        "and 9 more;",
+        lambda t: {f"module.{name}": one for name, one in t.items()},
+        {},
+    ),
+    "a layer more": (
+        "it lacks: model.layers.1.[a-z_.]+, .* and 6 more",
+        dict,
+        {"num_hidden_layers": 2},
+    ),
+    "other shapes": (
+        r"it has other shapes: lm_head.weight .*\[256, 32\].* not .*\[300, 32\].*, model.embed_t",
+        dict,
+        {"vocab_size": 300},
+    ),
+}
+
+
+@pytest.fixture
+def changed(folder, tmp_path):
+    """A function that copies the model with changed tensors and configuration."""
+
+    def change(act, knobs):
+        path = tmp_path / "changed"
+        shutil.copytree(folder / "model", path)
+        tensors = load_file(path / "model.safetensors")
+        save_file(act(tensors), path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((path / "config.json").read_text()) | knobs
+        (path / "config.json").write_text(json.dumps(config))
+        return str(path)
+
+    return change
+
+
+@pytest.mark.parametrize("kind", INCOMPLETE)
+def test_a_folder_that_is_not_all_of_its_model_is_refused(kind, changed):
+    """transformers warns and takes random weights."""
+    sentence, act, knobs = INCOMPLETE[kind]
+    path = changed(act, knobs)
+    with user_error(f"cannot load {path}: {sentence}"):
+        quantise.read_model(path)
+
+
+def test_tensors_without_a_place_in_the_model_are_named(changed, capsys):
+    path = changed(lambda t: t | {"model.layers.1.up.weight": torch.ones(3)}, {})
+    quantise.read_model(path)
+    note = f"note: the model of {path}/config.json has no place for model.layers.1.up.weight: check"
+    assert note in capsys.readouterr().err
+
+
 def test_little_more_of_a_text_is_tokenized_than_needed():
     counts = []
 
@@ -783,6 +1021,18 @@ def test_the_benchmark_refuses_a_mistake_before_the_work(words, sentence, capsys
     with pytest.raises(SystemExit, match="2"):
         quantisers.main()
     assert sentence in capsys.readouterr().err
+
+
+def test_a_library_that_rounds_nothing_is_an_error(monkeypatch):
+    """Its `quantize_` may leave a weight as it is, and `dequantize` takes any tensor."""
+    granularity = types.SimpleNamespace(PerGroup=lambda group: None)
+    options = dict(IntxWeightOnlyConfig=lambda **_: None, quantize_=lambda module, how: None)
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    name = "torchao.quantization"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**options))
+    monkeypatch.setitem(sys.modules, f"{name}.granularity", granularity)
+    with user_error(r"torchao has not rounded a matrix \(4, 8\): update it"):
+        quantisers.torchao(torch.randn(4, 8), 4)
 
 
 @pytest.fixture

@@ -21,13 +21,14 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
 import sys
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VERSION = 4
+ENOUGH = 50_000  # tokens of calibration; a prediction from fewer is too low
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -78,18 +80,72 @@ class Calibration(NamedTuple):
         return sum(used) if used else self.squares[name].new_ones(width).diag()
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the state dict, by their names before the model or a part of it was
-    compiled. A shared one has its first name."""
-    names = {}
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """The name of each parameter and buffer of the state dict before the model or a part of it was
+    compiled. Those over the same numbers have the first one's. Raises UserError."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        require(
+            not (tensor.is_meta or nn.parameter.is_lazy(tensor)),
+            f"{name} has no values, as on the meta device: make the whole model with values first",
+        )
+    names, firsts = {}, {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         require(isinstance(tensor, Tensor), f"{name} in the state dict is no tensor: remove it")
         require(
             not tensor.is_inference(),
             f"{name} was made in torch.inference_mode(): make the model without it",
         )
-        names.setdefault(tensor, name.replace("_orig_mod.", ""))
-    return {name: tensor for tensor, name in names.items()}
+        plain = type(tensor.data) is Tensor and tensor.layout is torch.strided
+        require(
+            plain and not tensor.is_quantized,
+            f"{name} is quantised, sparse or of a tensor's subclass: make it a plain tensor",
+        )
+        strides = [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, *strides
+        place = place if tensor.numel() else tensor
+        names[tensor] = firsts.setdefault(place, name.replace("_orig_mod.", ""))
+    return names
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of the state dict by their `names_of`. No two share memory."""
+    tensors = {}
+    for tensor, name in names_of(model).items():
+        tensors.setdefault(name, tensor)
+    spans = []
+    for name, tensor in tensors.items():
+        length = extent(tensor)
+        require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
+        spans.append((str(tensor.device), tensor.data_ptr(), length, name))
+    spans.sort()
+    for place, (device, start, length, name) in enumerate(spans, 1):
+        for other in itertools.islice(spans, place, None):
+            if other[:2] >= (device, start + length):
+                break
+            require(
+                not overlap(tensors[name], tensors[other[3]]),
+                f"{name} and {other[3]} share a part of their memory: give one a clone() of itself",
+            )
+    return tensors
+
+
+def extent(tensor: Tensor) -> int:
+    """Bytes from its first to its last one."""
+    last = sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.itemsize * (last + 1) if tensor.numel() else 0
+
+
+def overlap(first: Tensor, other: Tensor) -> bool:
+    """Whether they share a byte; `first` has the lower address."""
+    offset = other.data_ptr() - first.data_ptr()
+    marks = torch.zeros(max(extent(first), offset + extent(other)), dtype=torch.bool)
+    for tensor, start in ((first, 0), (other, offset)):
+        size = tensor.itemsize
+        strides = *(size * step for step in tensor.stride()), 1
+        view = marks.as_strided((*tensor.shape, size), strides, start)
+        shared = bool(view.any())
+        view.fill_(True)
+    return shared
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -99,14 +155,13 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def matrices_of(model: nn.Module) -> dict[str, Matrix]:
     """The parameters that may be rounded, by name."""
-    names = {tensor: name for name, tensor in tensors_of(model).items()}
-    found = {}
+    tensors, names, found = tensors_of(model), names_of(model), {}
     for module in model.modules():
         lookup, name = isinstance(module, nn.Embedding), names.get(getattr(module, "weight", None))
         known = lookup or isinstance(module, nn.Linear) or is_conv1d(module)
         if name and known and module.weight.is_floating_point() and module.weight.numel():
             lookup |= name in found and found[name].lookup
-            found[name] = Matrix(module.weight, is_conv1d(module), lookup)
+            found[name] = Matrix(tensors[name], is_conv1d(module), lookup)
     require(found, "the model has no nn.Linear, nn.Embedding or Conv1D: nothing can be rounded")
     return found
 
@@ -173,7 +228,7 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
     the squared gradient of their sum is, on average, the sum of the tokens' squared gradients. So
     many small batches are better than a few large ones. Raises UserError."""
     matrices = matrices_of(model)
-    names = {matrix.parameter: name for name, matrix in matrices.items()}
+    names = {tensor: name for tensor, name in names_of(model).items() if name in matrices}
     uses, hessians, squares, tokens = Uses(names), {}, defaultdict(float), 0
     random = torch.Generator().manual_seed(0)
     with observed(model, names, uses):
@@ -184,15 +239,23 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
             uses.add_to(hessians)
             weights = torch.randn(nats.shape, generator=random).to(nats.device)
             grads = torch.autograd.grad((nats * weights).sum(), list(names), materialize_grads=True)
+            total = defaultdict(float)
             for name, grad in zip(names.values(), grads, strict=True):
-                square = matrices[name].rows(grad.to_dense().float()).square().mean(dim=1)
+                total[name] += grad.to_dense().float()
+            for name, grad in total.items():
+                square = matrices[name].rows(grad).square().mean(dim=1)
                 uses.check(name, square)
                 squares[name] += square
             tokens += nats.numel()
     require(tokens, "there is no batch to calibrate with: give some")
-    for name, total in squares.items():
+    for total in squares.values():
         total.div_(tokens)
-        require(total.isfinite().all(), f"gradients of {name} are not finite: use bf16 or fp32")
+    inputs = [(readers[0], total) for readers, total in hessians.items()]
+    for name, total in (*squares.items(), *uses.outputs.items(), *inputs):
+        require(
+            total.isfinite().all(),
+            f"gradients or inputs of {name} are not finite: use bf16 or fp32",
+        )
     require(
         any(total.any() for total in squares.values()),
         "the loss does not depend on the model: compute it with the model that loss() gets",
@@ -270,14 +333,26 @@ def quantise(
     longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm
     does. The model does not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
+    tensors = tensors_of(model)
+    for name, tensor in tensors.items():
+        # A buffer may be a mask.
+        masks = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+        require(masks or finite(tensor).all(), f"{name} is not finite: check the model")
     groups, make = make_groups(model, calibration, states, progress)
     quantisers = [emptied(make(group)) for group in progress(groups)]
     pack_all = functools.partial(pack, model, groups, make, states, progress=progress)
     file = train_gpt.fit_bytes(quantisers, pack_all, max_bytes, lambda line: None, train_gpt.Comm())
-    header = json.loads(np.load(io.BytesIO(file))["header"].tobytes())
-    plain = {name: tensor.numel() for name, tensor in tensors_of(model).items()}
-    for name in header["expected_loss"]:
-        del plain[name]
+    with train_gpt.as_user_error("the file cannot be read back", "report this", Exception):
+        header, arrays = parse(file)
+        found = read(model, header, arrays)
+        for name in header["exact"]:
+            back = torch.empty_like(tensors[name]).copy_(found[name])
+            require(to_bytes([back]) == to_bytes([tensors[name]]), f"{name} has other values")
+    predicted = header["expected_loss"]
+    require(
+        math.isfinite(sum(predicted.values())), "the expected loss is not finite: scale it down"
+    )
+    plain = {name: one.numel() for name, one in tensors.items() if name not in predicted}
     largest = ", ".join(sorted(plain, key=plain.get, reverse=True)[:3])
     require(
         len(file) <= max_bytes,
@@ -286,7 +361,7 @@ def quantise(
             f", with {sum(plain.values())} numbers that are not rounded: {largest}" if plain else ""
         ),
     )
-    return file, header["expected_loss"]
+    return file, predicted
 
 
 def make_groups(
@@ -302,7 +377,10 @@ def make_groups(
 
     def make(group: list[str]) -> Quantiser:
         rows = torch.stack([matrices[name].rows(matrices[name].parameter) for name in group])
-        require(rows.isfinite().all(), f"weights are not finite in one of {' '.join(group)}")
+        require(
+            rows.float().square().mean().isfinite(),
+            f"weights have squares beyond fp32 in one of {' '.join(group)}: scale them down",
+        )
         squares = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
         outputs = [calibration.outputs[name] for name in group if name in rotated]
         outputs = torch.stack(outputs) if outputs else None
@@ -348,9 +426,15 @@ def fits_half(tensor: Tensor) -> bool:
     return bool((exact.half() - exact).norm() <= 2**-11 * exact.norm())
 
 
+def finite(tensor: Tensor) -> Tensor:
+    """Which numbers are. torch has no `isfinite` of 8 bits."""
+    return (tensor.float() if tensor.itemsize == 1 else tensor).isfinite()
+
+
 def to_bytes(tensors: Iterable[Tensor]) -> bytes:
     """All values, one after the other."""
-    flat = (tensor.detach().cpu().contiguous().flatten() for tensor in tensors)
+    plain = (tensor.detach().cpu().resolve_conj().resolve_neg() for tensor in tensors)
+    flat = (tensor.contiguous().flatten() for tensor in plain)
     return b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in flat)
 
 
@@ -376,7 +460,7 @@ def pack(
     for group in progress(groups):
         codes, steps, costs, turned = round_group(make(group), loss)
         rotated.append(turned)
-        streams.append(train_gpt.encode_ans(codes))
+        streams.append(train_gpt.encode_codes(codes))
         words.append(steps)
         predicted |= dict(zip(group, (costs / count).tolist(), strict=True))
     plain = {name: tensor for name, tensor in tensors.items() if name not in predicted}
@@ -433,7 +517,11 @@ def open_file(path: str | Path, most: int) -> tuple[dict, dict[str, bytes]]:
     """(header, arrays) of a file of at most so many bytes. Raises an error if it is invalid."""
     size = os.path.getsize(path)
     require(size <= most, f"it has {size} bytes, too many for this model")
-    blob = Path(path).read_bytes()
+    return parse(Path(path).read_bytes())
+
+
+def parse(blob: bytes) -> tuple[dict, dict[str, bytes]]:
+    """(header, arrays) of a file. Raises an error if it is invalid."""
     ours = blob.startswith(b"PK\3\4") and blob.count(b"PK\1\2") < train_gpt.MAX_ENTRIES
     require(ours, "it is no file of tools/quantise.py")
     with np.load(io.BytesIO(blob)) as archive:
@@ -478,6 +566,8 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
         and min(sizes, default=0) >= 0
         and sum(sizes) == len(arrays["codes"])
         and states in (0, *train_gpt.PARITY)
+        # From bytes, a quantised type has no scale and kills the process.
+        and not any(str(dtype).startswith("torch.q") for dtype in exact.values())
     )
     require(consistent, "its header contradicts itself")
     kinds = [
@@ -506,7 +596,14 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     kinds = [(dtype, tensors[name].shape) for name, dtype in exact.items()]
     most = sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds)
     raw = train_gpt.lzma_unpack(arrays["exact"], most)
-    return found | dict(zip(exact, from_bytes(raw, kinds), strict=True))
+    found |= dict(zip(exact, from_bytes(raw, kinds), strict=True))
+    for name, tensor in found.items():
+        like = tensors[name]
+        if like.dtype != tensor.dtype:
+            found[name] = tensor.to(like.dtype)
+            kept = finite(found[name]).equal(finite(tensor))
+            require(kept, f"{name} has values that {like.dtype} cannot hold")
+    return found
 
 
 def nats_of(model: nn.Module, rows: Tensor) -> Tensor:
@@ -538,8 +635,28 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     # Without trust_remote_code=False a model with code of its own asks on standard input.
     options = {"local_files_only": True, "trust_remote_code": False}
     with train_gpt.as_user_error(f"cannot load {folder}", advice, Exception):
-        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **options)
-        return model.eval(), AutoTokenizer.from_pretrained(folder, **options)
+        # transformers only warns of what it has made at random.
+        report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, **options, **report
+        )
+        other = [f"{name} {there} not {here}" for name, there, here in found["mismatched_keys"]]
+        for what, names in ("lacks", found["missing_keys"]), ("has other shapes", other):
+            require(not names, f"it {what}: {listed(names)}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    if unused := found["unexpected_keys"]:
+        print(
+            f"note: the model of {folder}/config.json has no place for {listed(unused)}: check its "
+            "number of layers",
+            file=sys.stderr,
+        )
+    return model.eval(), tokenizer
+
+
+def listed(names: Collection[str]) -> str:
+    """Three of the names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
 
 
 def read_text(path: Path) -> str:
@@ -667,7 +784,9 @@ def main() -> None:
             partial.write_bytes(file)
         total = 1000 * sum(predicted.values())
         print(f"{path}: {len(file)} bytes, {8 * len(file) / count:.2f} bits per parameter")
-        print(f"{total:10.4f} expected loss in thousandths of a nat per token; most of it:")
+        doubt = f", probably too low: {calibration.tokens} tokens calibrated, not {ENOUGH} (--rows)"
+        doubt = doubt if calibration.tokens < ENOUGH else ""
+        print(f"{total:10.4f} expected loss in thousandths of a nat per token{doubt}; most of it:")
         for name, loss in sorted(predicted.items(), key=lambda item: -item[1])[:10]:
             print(f"{1000 * loss:10.4f} {name}", flush=True)
     for path in arguments.outputs:
