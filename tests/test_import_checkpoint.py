@@ -474,8 +474,10 @@ def test_weights_worse_than_guessing_are_an_error(tmp_path, knobs):
     """As with another text, tokenizer or configuration. Nothing is calibrated."""
     torch.save(foreign("399"), tmp_path / "a.pt")
     command = [ROOT / "tools" / "import_checkpoint.py", "a.pt", "--as", as_file("399")]
-    part = f"nats per token, and guessing loses 5.9915: set DATA_PATH={knobs['DATA_PATH']} and "
-    part += f"TOKENIZER_PATH={knobs['TOKENIZER_PATH']} to the data of its training, and --as "
+    part = (
+        f"nats per token, and guessing loses 5.9915: check that DATA_PATH={knobs['DATA_PATH']} and "
+    )
+    part += f"TOKENIZER_PATH={knobs['TOKENIZER_PATH']} are those of its training, and that --as "
     assert_mistake(command, tmp_path, part, **knobs | {"RUN_ID": "r"})
     assert "calibrating" not in (tmp_path / "logs" / "r.txt").read_text()
 
