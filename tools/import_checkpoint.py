@@ -108,7 +108,8 @@ OURS += ("EVAL_STRIDE", "EVAL_MODE", "TTT_ENABLED", "CANONICAL_MASK", "NGRAM_TIL
 # No step is taken, and the weights are an average already.
 FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
-CPU_BATCH = 16_384  # tokens; four calibrate a full-size model in ten minutes, as well as more would
+# Four of them are the fewest tokens, 50,000, that calibrate well (docs/quantiser.md), and a bit more.
+CPU_BATCH = 16_384
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
 NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
 # What torch.save's pickle of a state dict names.
@@ -445,8 +446,8 @@ def score_before(run: train_gpt.Run, as_file: str) -> tuple[list[Row], float]:
     require(
         score.val_loss < guess,
         f"the weights lose {score.val_loss:.4f} nats per token, and guessing loses {guess:.4f}: "
-        f"set DATA_PATH={hp.data_path} and TOKENIZER_PATH={hp.tokenizer_path} to the data of its "
-        f"training, and --as {as_file} to its configuration",
+        f"check that DATA_PATH={hp.data_path} and TOKENIZER_PATH={hp.tokenizer_path} are those of "
+        f"its training, and that --as {as_file} is its configuration",
     )
     rows = [Row("before the export", score.val_loss)]
     if (run.val.documents % hp.eval_seq_len).any():
