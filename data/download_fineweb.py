@@ -122,6 +122,8 @@ def plan(
             for key in ("model_path", "vocab_path", "path")
             if tokenizer.get(key)
         ]
+        if not models:
+            raise KeyError("model_path")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{remote.folder}/manifest.json of {remote.repository} has an unknown format "
@@ -240,14 +242,15 @@ class Hub:
         """Download files into the client's cache. `again` replaces cached files. Returns the cached
         repository."""
         patterns = [file.path for file in files]
-        return Path(
-            self._ask(
-                self.client.snapshot_download,
-                allow_patterns=patterns,
-                force_download=again,
-                **self.here,
-            )
-        )
+
+        def fetched() -> Path:
+            options = {"allow_patterns": patterns, "force_download": again}
+            folder = Path(self.client.snapshot_download(**options, **self.here))
+            for path in patterns:  # without the network the client warns and returns what it has
+                (folder / path).stat()
+            return folder
+
+        return self._ask(fetched)
 
 
 def existing(path: Path) -> Path:

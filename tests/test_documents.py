@@ -1,10 +1,14 @@
 """Links between documents lead to files and headings that exist, no document is empty, and the
 examples of docs/experiment.md can be copied."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+import demo_corpus
 import train_gpt
 from conftest import ROOT, run, user_error
 
@@ -73,3 +77,27 @@ def test_the_examples_of_an_experiment_run(env, tmp_path):
     run(["edited.py"], env(ITERATIONS=1, ATTN_TEMP=1, VALUE_RESIDUAL=1), tmp_path)
     with user_error("this script has no knob ATTN_TEMP VALUE_RESIDUAL"):
         train_gpt.open_artifact((tmp_path / "final_model.npz").read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, last", [("2135", "sliding_window"), ("frontier", "banded")])
+def test_the_lines_for_a_cpu_work(tmp_path, name, last):
+    """As they are in the document, but for two steps on a small text."""
+    text = (ROOT / "docs" / "configurations.md").read_text(encoding="utf-8")
+    _, section = text.split("## On a CPU\n")
+    first, *lines = re.findall(r"(?m)^    (.*)", section.partition("\n## ")[0])
+    assert first == "python data/demo_corpus.py demo_data"
+    demo_corpus.build(tmp_path / "demo_data", ROOT / "tools", val_bytes=4000)
+    for part in ("configs", "train_gpt.py"):
+        (tmp_path / part).symlink_to(ROOT / part)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nITERATIONS=2 exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    script = "\n".join(line for line in lines if "configs/" not in line or f"/{name}.env" in line)
+    assert script.endswith("python train_gpt.py")
+    environ = {"PATH": f"{python.parent}:{os.environ['PATH']}", "RUN_ID": "r", "DEVICE": "cpu"}
+    done = subprocess.run(["bash", "-c", script], env=environ, cwd=tmp_path, capture_output=True)
+    output = done.stdout.decode()
+    assert done.returncode == 0, output[-2000:] + done.stderr.decode()
+    assert f"final_int6_{last}_exact" in output and "\nfinished: " in output

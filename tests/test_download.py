@@ -229,6 +229,18 @@ def test_wrong_content_is_not_accepted(download, hub, path, tmp_path):
     assert not list((tmp_path / "data").rglob("manifest.json"))
 
 
+def test_what_the_client_did_not_fetch_is_named(hub, tmp_path, monkeypatch):
+    """Without the network it only warns, and returns the folder of what it has."""
+    wanted = download_fineweb.Wanted("datasets/a.bin", tmp_path / "a.bin", size=1)
+    client = mock.Mock(snapshot_download=lambda **_: str(tmp_path))
+    monkeypatch.setattr(download_fineweb.Hub, "__init__", lambda self: None)
+    here = download_fineweb.Hub()
+    here.client, here.remote, here.here = client, download_fineweb.Remote("a/b", "c"), {}
+    here.cache = tmp_path
+    with user_error("could not get a/b from the hub .*datasets/a.bin.*: check the network"):
+        download_fineweb.have([wanted], here, tmp_path)
+
+
 def test_exact_bytes_and_documents_come_too(download, published, tmp_path):
     """The bytes of validation tokens are in some repositories; the documents are asked for."""
     folder = published / "datasets" / "datasets" / NAME
@@ -265,7 +277,9 @@ def test_too_little_disk(tmp_path, monkeypatch):
 def test_a_manifest_of_another_form_is_named():
     remote = download_fineweb.Remote("a/b", "c")
     sentence = "c/manifest.json of a/b has an unknown format"
-    for manifest in ({}, {"datasets": [{"name": NAME}], "tokenizers": []}, [], {"datasets": 3}):
+    no_model = manifest_of("")  # would be complete without a tokenizer
+    few = {"datasets": [{"name": NAME}], "tokenizers": []}
+    for manifest in ({}, few, [], {"datasets": 3}, no_model):
         with user_error(sentence):
             download_fineweb.plan(manifest, "sp1024", 1, remote, Path("x"))
     # None can place files elsewhere

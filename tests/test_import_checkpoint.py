@@ -1,11 +1,15 @@
 """tools/import_checkpoint.py: checkpoints of other scripts compute here what they computed there; all others are
 one sentence."""
 
+import argparse
+import copy
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -223,6 +227,8 @@ def compressed(whole: bytes) -> bytes:
     "damage, part",
     [
         (lambda whole: whole[: len(whole) // 2], "not a zip file"),
+        # torch.load reads it.
+        (lambda whole: whole.replace(whole[9000:9008], b"otherbit"), "/data/. is damaged: copy"),
         (lambda _: b"\xfd7zXZ" + bytes(999), "neither a zip"),
         (lambda _: saved({}, legacy=True), "neither a zip"),
         (lambda _: (1 << 40).to_bytes(8, "little") + b'{"a": 1}', "SafetensorError"),
@@ -272,6 +278,12 @@ def test_export_and_scores_of_the_file_are_left_out():
     assert (hp.target_bytes, hp.rounding, hp.eval_stride) == (16_000_000, "sensitivity", 512)
     hp = import_checkpoint.configure("a.pt", {}, as_file("2135"), {})
     assert not (hp.ttt_enabled or hp.ngram_tilt)
+    default = train_gpt.Hyperparameters()
+    for path in (ROOT / "configs").glob("*.env"):  # all that changes a score without TTT
+        hp = import_checkpoint.configure("a.pt", {}, str(path), {})
+        for name in train_gpt.knobs_with("score"):
+            if not name.startswith(("ttt_", "data_path", "tokenizer_path", "eval_max_seconds")):
+                assert getattr(hp, name) == getattr(default, name), (path, name)
     hp = import_checkpoint.configure(
         "a.pt", {}, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
     )
@@ -292,14 +304,45 @@ def test_across_documents_is_as_published():
             assert float(model(ids[:, :-1], ids[:, 1:])) == pytest.approx(case["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_calibration_fits_a_cpu(monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for record, given, tokens in (
+        ("399", {}, 16_384),
+        ("399", {"TRAIN_BATCH_TOKENS": "8192"}, 8192),
+        ("399", {"TRAIN_SEQ_LEN": "3072"}, 15_360 if ranks == 1 else 12_288),
+        ("2135", {}, ranks * 16_384),  # a row each
+        ("399", {"DEVICE": "cuda"}, 786_432),
+    ):
+        monkeypatch.setattr(
+            train_gpt, "choose_device", lambda name: torch.device(name.replace("auto", "cpu"))
+        )
+        hp = import_checkpoint.configure("a.pt", {}, as_file(record), given)
+        assert hp.train_batch_tokens == tokens
+
+
+def test_a_slow_calibration_says_how_far_it_is(run_of, monkeypatch):
+    run, lines = run_of(TRAIN_BATCH_TOKENS=64), []
+    run.log = lines.append
+    for seconds in (0.01, 10.0):
+        assert not lines
+        clock = itertools.count(0.0, seconds)
+        monkeypatch.setattr(train_gpt, "perf_counter", lambda clock=clock: next(clock))
+        run.calibrate(range(3))
+    assert lines == [
+        "calibration: 1 of 3 batches, 20 s left",
+        "calibration: 2 of 3 batches, 10 s left",
+    ]
+
+
 def test_the_beginning_of_a_text():
     tokens = np.array([1, 5, 6, 1, 7, 8, 1], dtype=np.uint16)
     whole = train_gpt.Validation(tokens, np.arange(6), torch.device("cpu"))
-    whole.refused = torch.zeros(3, 3)
+    whole.refused, whole.hints = torch.zeros(3, 3), torch.arange(6)
     short = import_checkpoint.beginning(whole, 4)
     assert (short.tokens.tolist(), short.nbytes.tolist()) == ([1, 5, 6, 1, 7], [0, 1, 2, 3])
     assert (short.targets, short.total_bytes, short.documents.tolist()) == (4, 6, [0, 3])
-    assert short.refused is whole.refused
+    assert short.refused is whole.refused and short.hints is whole.hints
     assert (
         import_checkpoint.beginning(whole, 6) is import_checkpoint.beginning(whole, None) is whole
     )
@@ -343,9 +386,28 @@ def test_a_second_size_does_not_see_the_first(run_of, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def trained(data) -> train_gpt.GPT:
+    """A model that has learned something: its loss is below that of guessing."""
+    model = model_of("399")
+    ids = train_gpt.TokenStream(str(data), "train", VOCAB).read(0, 64 * 33).reshape(64, 33)
+    ids = torch.from_numpy(ids.astype("int64"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(ids[:, :-1], ids[:, 1:]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        for table in (model.tok_emb, model.bigram_emb):
+            table.copy_(table.bfloat16())
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(trained, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("theirs") / "final_model.pt"
-    torch.save(foreign("399"), path)
+    torch.save(foreign("399", model=trained), path)
     return path
 
 
@@ -408,7 +470,51 @@ def knobs(env) -> dict[str, str]:
     return {name: text for name, text in env().items() if name in kept} | GIVEN
 
 
-def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, one_rank):
+def test_weights_worse_than_guessing_are_an_error(tmp_path, knobs):
+    """As with another text, tokenizer or configuration. Nothing is calibrated."""
+    torch.save(foreign("399"), tmp_path / "a.pt")
+    command = [ROOT / "tools" / "import_checkpoint.py", "a.pt", "--as", as_file("399")]
+    part = (
+        f"nats per token, and guessing loses 5.9915: check that DATA_PATH={knobs['DATA_PATH']} and "
+    )
+    part += f"TOKENIZER_PATH={knobs['TOKENIZER_PATH']} are those of its training, and that --as "
+    assert_mistake(command, tmp_path, part, **knobs | {"RUN_ID": "r"})
+    assert "calibrating" not in (tmp_path / "logs" / "r.txt").read_text()
+
+
+@pytest.mark.parametrize("mask, tilt", [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_mask_and_tilt_do_not_change_what_is_compared_with_theirs(run_of, trained, mask, tilt):
+    """Before the export; what is compared with the artifact has them."""
+    sizes = {name: str(value) for name, value in SIZES["399"].items()}
+    changes = variables("399") | GIVEN | sizes | {"CANONICAL_MASK": mask, "NGRAM_TILT": tilt}
+    run = run_of(val=True, **changes | {"ROUNDING": "sensitivity", "GPTQ_BATCHES": 0})
+    lines, events = [], {}
+
+    def log(line, event="", **fields):
+        lines.append(line)
+        events[event] = fields
+
+    run.log = log
+    log.stage, log.finish = (lambda *_: None), (lambda *_: None)
+    log.path = log.artifact = Path("logs", "r.npz")
+    log.artifact.parent.mkdir()
+    arguments = argparse.Namespace(as_file="399.env", bytes=[10**6], their_bpb=None, their_bytes=0)
+    import_checkpoint.compare(run, weights_of(trained), arguments, [log.artifact])
+    plain, own = copy.copy(run.val), run.val
+    plain.refused = plain.hints = None
+    plain, own = (
+        evaluate(trained, text, run.hp, run.runtime, 32).val_loss for text in (plain, own)
+    )
+    losses = {name: fields.get("val_loss") for name, fields in events.items()}
+    assert losses["final_average_exact"] == pytest.approx(plain, abs=1e-6)
+    assert losses.get("final_average_mask_or_tilt_exact", plain) == pytest.approx(own, abs=1e-6)
+    assert (abs(own - plain) > 1e-5) == bool(mask or tilt)
+    *_, shown = lines
+    found = re.search(r"after it, found +(\S+) +\S+ +(\S+)", shown)
+    assert float(found[2]) == pytest.approx(float(found[1]) - own, abs=2e-5)
+
+
+def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, trained, knobs, one_rank):
     command = [ROOT / "tools" / "import_checkpoint.py", checkpoint, "--as", as_file("399")]
     command += ["--their-bpb", 0.5, "--their-bytes", 31000]
     knobs |= {"RUN_ID": "r", "NPROC": "2"}
@@ -416,12 +522,11 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, knobs, on
     log = (tmp_path / "logs" / "r.jsonl").read_text().splitlines()
     events = {event["event"]: event for event in map(json.loads, log)}
     # The published model's own loss, before the export and first of all.
-    model = model_of("399")
     hp, runtime = one_rank(**GIVEN | SIZES["399"])
     text = train_gpt.read_validation(hp, runtime.device)
-    expected = evaluate(model, text, hp, runtime, 32).val_loss
-    with import_checkpoint.across_documents(model):
-        across = evaluate(model, text, hp, runtime, 32).val_loss
+    expected = evaluate(trained, text, hp, runtime, 32).val_loss
+    with import_checkpoint.across_documents(trained):
+        across = evaluate(trained, text, hp, runtime, 32).val_loss
     names = ("average", "average_across_documents", "int6_roundtrip")
     losses = [events[f"final_{name}_exact"]["val_loss"] for name in names]
     assert losses[:2] == pytest.approx([expected, across], abs=2e-6)

@@ -1356,15 +1356,44 @@ def test_a_model_of_a_gguf_file_is_a_fresh_one(tmp_path, monkeypatch):
 
     read = llama(**SMALL)
     read.config.quantization_config = {"quant_method": "gguf"}
-    for kind, found in ((AutoModelForCausalLM, read), (AutoTokenizer, None)):
+    report = {"missing_keys": set(), "mismatched_keys": set()}
+    for kind, found in ((AutoModelForCausalLM, (read, report)), (AutoTokenizer, None)):
         monkeypatch.setattr(kind, "from_pretrained", lambda *_, found=found, **__: found)
     model, _ = real_model.read_gguf(tmp_path / "a.gguf")
     model.save_pretrained(tmp_path)
     assert not hasattr(model.config, "quantization_config") and not model.training
     torch.testing.assert_close(model.state_dict(), read.state_dict())
+    for kind in report:  # transformers only warns, and makes random weights
+        report[kind] = {("model.norm.weight", 3, 4)}
+        with user_error(
+            "cannot load .*a.gguf: it lacks 1 tensors of the model, such as .*model.norm"
+        ):
+            real_model.read_gguf(tmp_path / "a.gguf")
+        report[kind] = set()
     monkeypatch.undo()
-    with user_error("cannot load .*a.gguf: .*; give a GGUF file of a causal model that"):
+    with user_error("cannot load .*a.gguf: .*; give a whole GGUF file of a causal model that"):
         real_model.read_gguf(tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("way", real_model.WAYS)
+def test_a_way_that_reads_no_calibration_has_none(way, tmp_path, monkeypatch, capsys):
+    model = llama(**SMALL).eval()
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.txt").write_text("text " * 400)
+    monkeypatch.setattr(
+        real_model,
+        "read_gguf",
+        lambda _: (model, lambda text, **_: {"input_ids": list(text.encode())}),
+    )
+    monkeypatch.setattr(real_model, "ROWS", {"train": 2, "val": 2})
+    made, calibrate = [], quantise.kept_calibration
+    monkeypatch.setattr(
+        quantise, "kept_calibration", lambda *call: made.append(1) or calibrate(*call)
+    )
+    monkeypatch.setattr(real_model, "compare", lambda *call: [bool(call[1])])
+    monkeypatch.setattr(sys, "argv", ["real_model.py", str(tmp_path), "a.gguf", "--ways", way])
+    real_model.main()
+    assert len(made) == (way in ("ours", "GPTQ"))
 
 
 @pytest.mark.slow

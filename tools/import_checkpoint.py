@@ -9,16 +9,17 @@ state dict, or the same as a safetensors file, in banks or with one matrix per l
 is executed. Sizes follow from its tensors. --as is a file of variables with what no tensor shows:
 skips, activation, rotary base, loop and others (docs/configurations.md has the list). Variables of the
 environment override it, as for every run: set DATA_PATH and TOKENIZER_PATH to its data. The export
-and the scores are ours: ROUNDING, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE and
-TTT_ENABLED of the file are left out, those of the environment are not.
+and the scores are ours: ROUNDING, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE, EVAL_MODE,
+CANONICAL_MASK, NGRAM_TILT and TTT_ENABLED of the file are left out, those of the environment are
+not.
 
-The weights are scored as they are, in rows of EVAL_SEQ_LEN tokens without overlap: compare that
-with "DIAGNOSTIC post_ema" in the logs of those scripts, whichever EVAL_MODE is. Their SmearGate and
-BigramHash look across the start of a document, ours do not, so both losses are given. If neither is
-yours, --as is not what the script computes. Then the weights are calibrated on training shards,
-exported once for each of --bytes, and scored by the passes of a run (EVAL_STRIDE=64,
-EVAL_MODE=banded and TTT_ENABLED=1 add one each), on NPROC ranks (default: one per GPU). On a CPU
-use --tokens 65536 and a calibration of for example TRAIN_BATCH_TOKENS=32768.
+The weights are scored as they are, in rows of EVAL_SEQ_LEN tokens without overlap, mask or tilt:
+compare that with "DIAGNOSTIC post_ema" in the logs of those scripts. Their SmearGate and BigramHash
+look across the start of a document, ours do not, so both losses are given. If neither is yours,
+--as is not what the script computes. A loss above that of guessing is an error. Then the weights
+are calibrated on training shards, exported once for each of --bytes, and scored by the passes of a
+run (EVAL_STRIDE=64, EVAL_MODE=banded and TTT_ENABLED=1 add one each), on NPROC ranks (default: one
+per GPU). On a CPU use --tokens 65536; TRAIN_BATCH_TOKENS is 16384 there unless you set it.
 
 The table at the end: "predicted" is the loss that the export expects of its rounding, "found" that
 of the artifact, both in rows without overlap. --their-bpb and --their-bytes put the other script's
@@ -29,6 +30,7 @@ everywhere.
 import argparse
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -38,7 +40,7 @@ import re
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -102,10 +104,12 @@ KNOBS_OF = {
 }
 # Of these the file's are left out: the export and the scores are ours.
 OURS = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
-OURS += ("EVAL_STRIDE", "TTT_ENABLED", "NGRAM_TILT")
+OURS += ("EVAL_STRIDE", "EVAL_MODE", "TTT_ENABLED", "CANONICAL_MASK", "NGRAM_TILT")
 # No step is taken, and the weights are an average already.
 FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
+# Four of them are the fewest tokens, 50,000, that calibrate well (docs/quantiser.md), and a bit more.
+CPU_BATCH = 16_384
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
 NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
 # What torch.save's pickle of a state dict names.
@@ -147,6 +151,8 @@ def require_plain(path: str) -> None:
         require(len(texts) == 1 and len(set(names)) == len(names), "it is not of torch.save")
         stored = {member.compress_type for member in members} == {zipfile.ZIP_STORED}
         require(stored and texts[0].file_size < 1 << 24, "its parts are compressed or too large")
+        damaged = archive.testzip()  # torch.load does not look at checksums
+        require(not damaged, f"its part {damaged} is damaged: copy it again")
         text = archive.read(texts[0])
     protocol = next((argument for code, argument, _ in pickletools.genops(text)), 0)
     require(protocol in (2, 3), f"its pickle is of protocol {protocol}: torch.save it with 2")
@@ -320,8 +326,13 @@ def configure(
         names = [name for name in re.findall(r"(\w+)=", str(error)) if name in source]
         origins = [f"{name} is of {source[name]}" for name in dict.fromkeys(names)]
         raise UserError("; ".join((str(error), *origins))) from error
-    if hp.compile == "auto" and train_gpt.choose_device(hp.device).type == "cpu":
-        return dataclasses.replace(hp, compile="0")  # compiling would take longer than the scores
+    if train_gpt.choose_device(hp.device).type == "cpu":
+        if hp.compile == "auto":  # compiling would take longer than the scores
+            hp = dataclasses.replace(hp, compile="0")
+        if "TRAIN_BATCH_TOKENS" not in environ:
+            rows = train_gpt.launched("WORLD_SIZE", 1) * hp.train_seq_len  # one for each rank
+            tokens = rows * max(1, CPU_BATCH // rows)
+            hp = dataclasses.replace(hp, train_batch_tokens=tokens)
     return hp
 
 
@@ -414,22 +425,36 @@ class Row(NamedTuple):
     size: int | None = None  # bytes of the weights
 
 
-def score_before(run: train_gpt.Run) -> tuple[list[Row], float]:
-    """(rows, nats for a bit per byte) of the weights as they are: as scored here and, if a document
-    starts within a row, as scored across documents."""
-    hp, log = run.hp, run.log
-    way = train_gpt.final_passes(hp)["roundtrip"]
-    score = way.run(run.make_scorer, log, "before the export")
-    score.log(log, "final_average_exact")
+def scored(
+    run: train_gpt.Run, forward: Callable, val: Validation, label: str, event: str
+) -> train_gpt.Score:
+    """The score of the weights as they are, in rows without overlap. Logs it."""
+    make_scorer = functools.partial(train_gpt.Evaluator, forward, val, run.hp, run.runtime)
+    score = train_gpt.final_passes(run.hp)["roundtrip"].run(make_scorer, run.log, label)
+    score.log(run.log, f"final_average_{event}exact")
+    return score
+
+
+def score_before(run: train_gpt.Run, as_file: str) -> tuple[list[Row], float]:
+    """(rows, nats for a bit per byte) of the weights as they are, without mask and tilt: as scored
+    here and, if a document starts within a row, as scored across documents. Raises UserError if
+    guessing is better."""
+    hp, plain = run.hp, copy.copy(run.val)
+    plain.refused = plain.hints = None
+    score = scored(run, run.eval_forward, plain, "before the export", "")
+    guess = math.log(hp.vocab_size)
+    require(
+        score.val_loss < guess,
+        f"the weights lose {score.val_loss:.4f} nats per token, and guessing loses {guess:.4f}: "
+        f"check that DATA_PATH={hp.data_path} and TOKENIZER_PATH={hp.tokenizer_path} are those of "
+        f"its training, and that --as {as_file} is its configuration",
+    )
     rows = [Row("before the export", score.val_loss)]
     if (run.val.documents % hp.eval_seq_len).any():
-        # Not compiled: the graph has our embedding.
-        scorer = functools.partial(train_gpt.Evaluator, run.model, run.val, hp, run.runtime)
-        with across_documents(run.model):
-            score = way.run(scorer, log, "across documents")
-        score.log(log, "final_average_across_documents_exact")
+        with across_documents(run.model):  # not compiled: the graph has our embedding
+            score = scored(run, run.model, plain, "across documents", "across_documents_")
         rows.append(Row("before, across documents", score.val_loss))
-    log(
+    run.log(
         "compare with DIAGNOSTIC post_ema in your log: both are of rows of "
         f"EVAL_SEQ_LEN={hp.eval_seq_len} tokens without overlap"
     )
@@ -488,10 +513,15 @@ def compare(
 ) -> None:
     """Score, export and score the weights, and print the table. Collective."""
     put(run, weights)
-    rows, per_bpb = score_before(run)
-    ours, across = rows[0].nats, rows[-1].nats
-    hp = run.hp
-    run.log(f"calibrating with GPTQ_BATCHES={hp.gptq_batches} of {hp.train_batch_tokens} tokens")
+    rows, per_bpb = score_before(run, arguments.as_file)
+    ours, across, hp = rows[0].nats, rows[-1].nats, run.hp
+    if hp.canonical_mask or hp.ngram_tilt:  # as the artifact is scored
+        ours = scored(run, run.eval_forward, run.val, "mask or tilt", "mask_or_tilt_").val_loss
+        rows.append(Row("before, mask or tilt", ours))
+    run.log(
+        f"calibrating with GPTQ_BATCHES={hp.gptq_batches} of "
+        f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
+    )
     _, calibration = run.finish()
     exported = []
     try:
