@@ -3728,6 +3728,7 @@ def replacing(path: Path) -> Iterator[Path]:
 # Their versions are logged; the last three decide the speed of kernels.
 PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]
+CUT = " <- cut\n"  # ends the last line of a resumed log, if a crash has cut it; tools leave it out
 
 
 class Log(AbstractContextManager):
@@ -3835,8 +3836,12 @@ class Log(AbstractContextManager):
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):
         """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
         run appends to its log."""
-        for file in self.files if not resumed else ():
-            file.truncate(0)
+        for file in self.files:
+            if not resumed:
+                file.truncate(0)
+            elif Path(file.name).read_bytes()[-1:] not in b"\n":
+                with writing(file.name):
+                    file.write(CUT)
         if self.files and not os.path.getsize(self.files[0].name):
             self(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
         self.begun = True
