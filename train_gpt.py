@@ -348,13 +348,28 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
         if words or not name.startswith(tuple(known)):  # machines set DEVICES and the like
             near += difflib.get_close_matches(name, known, cutoff=0.905)
         if near:
+            ours = f"did you mean {near[0]}?" if near[0] else "no knob here does the same."
             raise UserError(
-                f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this "
-                "program, unset it"
+                f"{name} is set but is not a knob; {ours} If it is not for this program, unset it"
             )
 
 
-RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}
+# The names of older versions, then those of #399, #549 and #2135; ours are empty if there is none.
+RENAMED = """ROW_RANGE=ROUNDING SKIP_GATES=SKIPS SKIP_LERP=SKIPS
+MUON_LR=MATRIX_LR MUON_ROW_NORMALIZE=MUON_EQ MUON_BETA2= HEAD_LR= EMBED_LR= EMBED_WD=ADAM_WD
+QAT_ENABLED=LATE_QAT LATE_QAT_THRESHOLD=QAT_THRESHOLD VAL_BATCH_TOKENS=VAL_BATCH_SIZE
+NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YARN=
+PARALLEL_START_LAYER=LANES_LAST_N PARALLEL_RESIDUAL_START=LANES_LAST_N SKIP_GATES_ENABLED=SKIPS
+GATED_ATTENTION=ATTN_GATE GATED_ATTN_ENABLED=ATTN_GATE SPARSE_ATTN_GATE_ENABLED=ATTN_GATE
+SMEAR_GATE_ENABLED=SMEAR_TOKEN NEGATIVE_SLOPE=MLP_SLOPE LEAKY_RELU_SLOPE=MLP_SLOPE
+MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
+LAWA_ENABLED= LAWA_K= LAWA_FREQ= GPTQ_CALIBRATION_BATCHES=GPTQ_BATCHES GPTQ_RESERVE_SECONDS=
+MATRIX_BITS= EMBED_BITS= MATRIX_CLIP_SIGMAS= EMBED_CLIP_SIGMAS= MLP_CLIP_SIGMAS= ATTN_CLIP_SIGMAS=
+LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= TTT_BETA2=
+TTT_EPOCHS= TTT_MOMENTUM= TTT_FREEZE_BLOCKS= TTT_BATCH_SEQS= TTT_GRAD_CLIP=
+TTT_CHUNK_SIZE=TTT_LORA_CHUNK TTT_WEIGHT_DECAY=TTT_LORA_WD
+TTT_K_LORA=TTT_LORA_TARGETS TTT_O_LORA=TTT_LORA_TARGETS TTT_MLP_LORA=TTT_LORA_TARGETS"""
+RENAMED = dict(pair.split("=") for pair in RENAMED.split())
 
 
 def todays_names(knobs: dict) -> dict:
@@ -2907,7 +2922,7 @@ def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
         if field.metadata["role"] == "score" and value != field.default:
             words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
-    return " ".join((*words, launcher, sys.argv[0]))
+    return " ".join((*words, launcher, shlex.quote(sys.argv[0])))
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -3069,7 +3084,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         code_bytes=CODE_BYTES,
         wall_seconds=perf_counter() - started,
     )
-    log.kept = f"EVAL_ONLY={path} scores the artifact"
+    log.kept = f"EVAL_ONLY={shlex.quote(str(path))} scores the artifact"
     return blob, total
 
 
@@ -3829,7 +3844,7 @@ class Log(AbstractContextManager):
         require(
             not self.comm.broadcast(bool(used)),
             f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
-            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl and "
+            f"its artifact (EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl and "
             ".npz; docs/formats.md says how to lengthen a finished run",
         )
 
@@ -4490,13 +4505,19 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
 def check_documents(begins: ndarray, widths: tuple, attention: str, limit: int = 0):
     """Raise UserError if a row of one of these widths could hold more documents than `attention`
     has room for, given where they begin in the stream, (S,) in order."""
-    for width in widths:
+    for width in widths if attention == "fa3" else ():
         most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-        room = most_documents(width) - (width // limit if limit else 0)
+        spare = most_documents(width) - most
         require(
-            attention != "fa3" or most <= room,
+            spare >= 0,
             f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION="
-            f"fa3 takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
+            f"fa3 takes {most + spare}: set ATTENTION=mem_efficient, which is slower, or join short "
+            "documents",
+        )
+        require(
+            not limit or width // limit <= spare,
+            f"DOC_LEN={limit} cuts rows of {width} positions into more documents than DOC_ATTENTION=1 "
+            f"with ATTENTION=fa3 takes: set DOC_LEN={width // (spare + 1) + 1} or more, or 0",
         )
 
 

@@ -177,20 +177,31 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 
 def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
     """It repeated a masked or banded score, or one after test-time training, as another one."""
-    monkeypatch.setattr(train_gpt.sys, "argv", ["train_gpt.py"])
+    monkeypatch.setattr(train_gpt.sys, "argv", ["my code/train_gpt.py"])
     modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_MAX_SECONDS": 9}
     learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
     hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
     names = train_gpt.knobs_with("score")
     assert all(knob in names for knob in vars(hp) if knob.startswith(("ttt_", "eval_m")))
     command = shlex.split(train_gpt.evaluation_command(hp, Path("logs/a b.npz"), 1))
-    assert command[-2:] == ["python", "train_gpt.py"]
+    assert command[-2:] == ["python", "my code/train_gpt.py"]
     again = train_gpt.Hyperparameters.from_env(dict(word.split("=") for word in command[:-2]))
     changed = {"eval_only": "logs/a b.npz"} | {name: getattr(hp, name) for name in names}
     assert again == train_gpt.Hyperparameters(**changed)
     # Each rank hands on what its own documents taught.
     many = train_gpt.evaluation_command(hp, Path("x"), 4)
-    assert many.endswith(" torchrun --standalone --nproc_per_node=4 train_gpt.py")
+    assert many.endswith(" torchrun --standalone --nproc_per_node=4 'my code/train_gpt.py'")
+
+
+def test_advice_can_be_pasted_where_names_have_spaces(finished, env, tmp_path):
+    """The settings that score an artifact, in the log of a stopped run and in a refusal."""
+    knobs = env(RUN_ID="a b")
+    stopped = "export = lambda *a, real=train_gpt.export: (real(*a), os.kill(os.getpid(), 15))[0]"
+    code = f"import os, sys; sys.path.append({str(ROOT)!r}); import train_gpt; train_gpt.{stopped}"
+    result = run(["-c", f"{code}; train_gpt.main()"], knobs, tmp_path, status=143)
+    assert sentence(result).endswith("; EVAL_ONLY='logs/a b.npz' scores the artifact")
+    refused = run([ROOT / "train_gpt.py"], knobs, tmp_path, status=1)
+    assert "score its artifact (EVAL_ONLY='logs/a b.npz')" in sentence(refused)
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):
