@@ -4059,19 +4059,30 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
 
 
 def require_space(hp: Hyperparameters):
-    """Raise UserError if the disk has no room for log, artifact and checkpoints."""
+    """Raise UserError if a disk has no room for log, artifact and checkpoints. A folder may be a
+    link to another disk."""
     weights = count_numbers(meta_parameters(hp).values())
-    need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
+    # The artifact, 2 bytes per weight, and its copy
+    needs = dict.fromkeys((Path("logs"), Path.cwd()), (1 << 24) + 2 * weights)
     if hp.checkpoint_every:
         # Up to four fp32 numbers per weight; two are kept while a third is written.
-        kept = len(list((CHECKPOINTS / hp.run_id).glob(CHECKPOINT_FILES)))
-        need += max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    free = shutil.disk_usage(".").free
-    require(
-        free >= need,
-        f"the disk has {free >> 20} MiB of free space, but the run may need {need >> 20}: "
-        "free some, or start it in another folder",
-    )
+        folder = CHECKPOINTS / hp.run_id
+        kept = len(list(folder.glob(CHECKPOINT_FILES)))
+        needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
+    disks = collections.defaultdict(list)
+    for folder, need in needs.items():
+        place = folder.resolve()
+        while not place.exists():
+            place = place.parent
+        disks[place.stat().st_dev].append((folder, place, need))
+    for parts in disks.values():
+        folders, (place, *_), sizes = zip(*parts, strict=True)
+        free, need = shutil.disk_usage(place).free, sum(sizes)
+        require(
+            free >= need,
+            f"{', '.join(map(str, folders))}: the disk has {free >> 20} MiB of free space, but the "
+            f"run may need {need >> 20}: free some, or start it in another folder",
+        )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------

@@ -12,6 +12,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
@@ -342,9 +343,17 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
 @pytest.mark.parametrize(
     "free, every, part",
     [
-        (10, "", "the disk has 10 MiB of free space, but the run may need 39: free some"),
+        (
+            10,
+            "",
+            "^logs, .*/test_space_.*: the disk has 10 MiB of free space, but the run may need 39: free some",
+        ),
         (80, "", ""),
-        (80, "5", "the disk has 80 MiB of free space, but the run may need 128"),
+        (
+            80,
+            "5",
+            "^logs, .*, checkpoints/r: the disk has 80 MiB of free space, but the run may need 128",
+        ),
     ],
 )
 def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_path, monkeypatch):
@@ -358,6 +367,32 @@ def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_p
         Path(f"checkpoints/r/step_{step:08d}.npz").touch()
     if free > 40:
         train_gpt.require_space(hp)
+
+
+@pytest.mark.parametrize(
+    "linked, free, part",
+    [
+        ("checkpoints", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
+        ("checkpoints/r", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
+        ("checkpoints", 90, ""),  # nothing else is written there
+        ("logs", 10, "^logs: the disk has 10 MiB .* may need 19"),
+        ("logs", 20, ""),
+    ],
+)
+def test_space_is_that_of_the_folders_that_are_written_to(
+    linked, free, part, hyperparameters, tmp_path, monkeypatch
+):
+    """No checkpoint was kept, or the log failed after the training. Here /dev/shm is a full disk;
+    the link may lead to a folder that is not there yet."""
+    (tmp_path / linked).parent.mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    sizes = {"RUN_ID": "r", "CHECKPOINT_EVERY": "5", "MODEL_DIM": 256, "VOCAB_SIZE": 400}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        Path(linked).symlink_to(Path(other, "new", "folder"))
+        full = lambda path: mock.Mock(free=(free if Path(path) == Path(other) else 999) << 20)  # noqa: E731
+        monkeypatch.setattr(shutil, "disk_usage", full)
+        with user_error(part) if part else contextlib.nullcontext():
+            train_gpt.require_space(hyperparameters(**sizes))
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tmp_path):
