@@ -624,6 +624,7 @@ TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
 PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
+Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = Tensors
@@ -1458,6 +1459,7 @@ class Run:
         same on all ranks. No collective comes before they agree."""
         *_, kind = phases(self.hp)  # the last one needs most memory
         batch, full = self.loader.batch(0), False
+        self.log("warmup: a first step, to see whether it fits in memory", bar=("warm-up",))
         try:
             self.backward(batch, kind)
             if self.hp.gptq_batches:
@@ -1709,27 +1711,25 @@ class Run:
         state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
         evaluations."""
         hp, started = self.hp, perf_counter()
-        slow = "compiling takes minutes the first time" if self.runtime.compiled else "not compiled"
-        self.log(f"warmup: steps of {hp.train_batch_tokens} tokens; {slow}", bar=("warm-up",))
+        self.log("warmup: each graph once", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
             self.reserve_for_calibration()
         if not hp.warmup_steps:
             return
         state = list(self.tensors().values())
         before = [tensor.clone() for tensor in state]
-        *kinds, last = phases(hp)
-        kinds += [last] * hp.warmup_steps
-        for step, settings in enumerate(kinds):
-            if settings not in kinds[:step]:  # compiled now, which can take minutes
-                self.log(
-                    f"warmup_step:{step + 1}/{len(kinds)} seq_len:{settings.seq_len} "
-                    f"qat:{int(settings.qat)} looping:{int(settings.looping)} "
-                    f"seconds:{perf_counter() - started:.1f}",
-                    bar=("warm-up", step / len(kinds)),
-                )
-            self.train_step(step, settings)
-        self.log("warmup: the final scores; compiling takes minutes the first time")
-        warm_up_evaluation(self.make_scorer, hp)
+        steps = {
+            "qat:{2:d} seq_len:{3} looping:{4:d}".format(*kind): partial(self.train_step, 0, kind)
+            for kind in phases(hp)
+        }
+        compile_graphs(steps, "step", self.log, started)
+        *_, last = steps.values()
+        for _ in range(1, hp.warmup_steps):
+            last()
+        passes = final_passes(hp)
+        if hp.val_loss_every and hp.loop_visits > 1:
+            passes["validation"] = validation_pass(hp, looping=False)
+        warm_up_evaluation(self.make_scorer, passes, self.log, started)
         torch._foreach_copy_(state, before)
         self.optimizer.sync_banks()
         self.average.samples = 0
@@ -1850,13 +1850,16 @@ class Evaluator:
         """The windows (4, N) over the packed stream."""
         return plan_windows([(0, self.val.targets)], self.window, self.stride)
 
-    def warm_up(self):
-        """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
-        timed."""
+    def warm_up(self) -> Graphs:
+        """What scores a batch of each shape on each rank, by shape, so that nothing compiles while
+        an evaluation is timed."""
         windows = self.windows()
         *_, n = windows
-        firsts = np.unique(n, return_index=True)[1]
-        self.score(windows[:, np.repeat(firsts, self.runtime.comm.size * self.rows)])
+        batch = self.runtime.comm.size * self.rows
+        return {
+            f"targets:{size}": partial(self.score, windows[:, [first] * batch])
+            for size, first in zip(*np.unique(n, return_index=True), strict=True)
+        }
 
     @torch.no_grad()
     def score(self, windows: ndarray):
@@ -2018,10 +2021,9 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
-def warm_up_sgd(scorer: Evaluator):
+def warm_up_sgd(scorer: Evaluator) -> Graphs:
     """Windows of each shape, and the gradients of a chunk."""
-    scorer.warm_up()
-    sgd_gradients(scorer, 0)
+    return scorer.warm_up() | {"part:gradients": partial(sgd_gradients, scorer, 0)}
 
 
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
@@ -2172,16 +2174,17 @@ def lora_update(
         squares[name][index] = square
 
 
-def warm_up_lora(scorer: Evaluator):
+def warm_up_lora(scorer: Evaluator) -> Graphs:
     """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
-    if scorer.hp.eval_max_seconds:
-        scorer.warm_up()
     longest = np.ptp(scorer.val.spans(), 1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
     chunks = list(lora_chunks(scorer.hp, longest))
     # The first of each shape, as the last chunk of all takes no step.
-    for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}.values():
-        lora_step(scorer, state, *chunk)
+    shapes = {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}
+    return (scorer.warm_up() if scorer.hp.eval_max_seconds else {}) | {
+        "documents:{} width:{} losses:{}".format(*shape): partial(lora_step, scorer, state, *chunk)
+        for shape, chunk in shapes.items()
+    }
 
 
 # ---- Final scores --------------------------------------------------------------------------------
@@ -2191,7 +2194,7 @@ class Pass(NamedTuple):
     config: ForwardConfig
     stride: int  # between windows
     score: Callable = Evaluator.score_windows
-    warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
+    warm_up: Callable = Evaluator.warm_up  # what compiles each graph of `score`, by name
 
     def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
         """Score every target of the stream once, with the model as it is."""
@@ -2223,10 +2226,24 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
     return passes
 
 
-def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters):
-    """Compile what the final scores run."""
-    for scoring in final_passes(hp).values():
-        scoring.warm_up(make_scorer(scoring.config, scoring.stride))
+def compile_graphs(graphs: Graphs, what: str, log: Callable, started: float):
+    """Call what compiles each graph, after a line that names it: slow looks like stuck."""
+    for done, (name, call) in enumerate(graphs.items()):
+        seconds = perf_counter() - started
+        log(
+            f"warmup: {what} {done + 1}/{len(graphs)} {name} seconds:{seconds:.1f}",
+            bar=(f"warm-up: {what} {name}", done / len(graphs)),
+        )
+        call()
+
+
+def warm_up_evaluation(
+    make_scorer: Callable, passes: dict[str, Pass], log: Callable, started: float
+):
+    """Compile what these passes run, in a warm-up that has `started` then."""
+    for name, scoring in passes.items():
+        graphs = scoring.warm_up(make_scorer(scoring.config, scoring.stride))
+        compile_graphs(graphs, name, log, started)
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log) -> str:
@@ -2976,11 +2993,9 @@ def evaluate_only(environ: dict[str, str], path: str):
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        if runtime.compiled:
-            log("compiling, which takes minutes the first time", bar=("compiling", 0))
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
-        warm_up_evaluation(make_scorer, hp)
+        warm_up_evaluation(make_scorer, final_passes(hp), log, log.started)
         total = len(blob) + CODE_BYTES
         log.finish(score_artifact(make_scorer, hp, log), total)
         check_limits(total, 0.0, hp)
@@ -3011,6 +3026,10 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     if runtime.comm.rank == 0:
         require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
+    _, hidden, _ = bank_shape("mlp_bank", hp)
+    if hidden % 64:  # 2,457 took 30 % more time for 9 % more work (#1646)
+        slow = "no multiple of 64, which is slow on GPUs: change MLP_MULT"
+        notes.append(f"the MLP has {hidden} hidden units, {slow}")
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
@@ -3073,6 +3092,12 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             bits_per_weight=bits,
             expected_loss=expected,
         )
+        bpb = sum(expected.values()) / math.log(2) * run.val.targets / run.val.total_bytes
+        if len(blob) > 0.99 * max_bytes and not 0.004 <= bpb <= 0.010:
+            log(
+                f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
+                "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
+            )
     total = len(blob) + CODE_BYTES
     # "int6": the challenge's word
     log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes\nCode size: {CODE_BYTES} bytes")
@@ -3843,8 +3868,8 @@ class Log(AbstractContextManager):
             )
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
-            f"its artifact (EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl and "
+            f"RUN_ID={self.name} is used by an earlier run: set another, also to score its artifact "
+            f"(EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl and "
             ".npz; docs/formats.md says how to lengthen a finished run",
         )
 
@@ -3884,7 +3909,8 @@ class Log(AbstractContextManager):
             started=started,
             hyperparameters=vars(self.hp),
         )
-        for note in (*self.notes, *runtime.notes, *notes):
+        slow = ["compiling takes minutes the first time"] * runtime.compiled
+        for note in (*self.notes, *runtime.notes, *notes, *slow):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import math
 import os
@@ -237,7 +238,7 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     assert before == [shapes] and len(shapes) >= 2 and asked[-1] == (compiles == "1")
     printed = capsys.readouterr().out
     assert f" compile:{int(compiles == '1')}\n" in printed  # the log said 1 for an eager score
-    assert ("compiling, which takes minutes" in printed) == (compiles == "1")
+    assert ("note: compiling takes minutes the first time\n" in printed) == (compiles == "1")
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
@@ -426,13 +427,45 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_pa
     assert two == pytest.approx(one, abs=2e-6)
 
 
-def test_a_run_without_optional_parts(script):
-    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
+WIDTH = "note: the MLP has 96 hidden units, no multiple of 64, which is slow on GPUs: "
+
+
+def test_a_run_without_optional_parts(script, finished):
+    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0, "MLP_MULT": 2}
     result = script(COMPRESSOR="lzma", **off)
     assert "weights, no calibration" in result.stdout and "calibration:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
+    assert f"{WIDTH}change MLP_MULT" in finished[1].stdout and "hidden units" not in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "bits, size, advice",
+    [
+        (0.0039, 1000, "more"),
+        (0.0041, 1000, ""),
+        (0.0099, 1000, ""),
+        (0.0101, 1000, "fewer"),
+        (0.0039, 900, ""),  # it has bytes to spare: they are not what limits the model
+    ],
+)
+def test_the_expected_loss_of_rounding_has_a_sentence(bits, size, advice, run_of, monkeypatch):
+    training = run_of(val=True, TARGET_BYTES=train_gpt.CODE_BYTES + 1000)
+    monkeypatch.setattr(training.val, "total_bytes", 2 * training.val.targets)
+    expected = {"q": bits * math.log(2), "k": bits * math.log(2)}  # nats per token of two bytes
+    monkeypatch.setattr(train_gpt, "make_quantisers", lambda *_: {})
+    monkeypatch.setattr(train_gpt, "fit_bytes", lambda *_: bytes(size))
+    monkeypatch.setattr(train_gpt, "keep_artifact", lambda *_: Path("x"))
+    monkeypatch.setattr(train_gpt, "open_artifact", lambda _: ({"expected_loss": expected},))
+    lines = []
+    training.log = mock.Mock(side_effect=lambda line, *_, **__: lines.append(line))
+    train_gpt.export(training, {}, {})
+    said = (
+        f"note: that is {bits:.4f} bits per byte: {advice} weights would probably pay "
+        "(below 0.004 more, above 0.010 fewer; estimated from small models)"
+    )
+    assert [line for line in lines if "bits per byte" in line] == [said] * bool(advice)
 
 
 def test_time_for_calibration_is_reserved(run_of, monkeypatch):
@@ -529,6 +562,47 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for find in (lambda one: one.model.parameters(), lambda one: one.average.mean.values()):
         assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
+
+
+@pytest.mark.parametrize("mode, steps", [("sgd", 1), ("lora", 2)])
+def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, monkeypatch):
+    """Slow and stuck looked alike: low-rank training compiled for minutes after one line. Graph n of
+    m, with seconds; no validation compiles later."""
+    knobs = {
+        **PARTS,
+        "TTT_ENABLED": 1,
+        "TTT_MODE": mode,
+        "TTT_CHUNK_TOKENS": 112,
+        "EVAL_SEQ_LEN": 256,
+    }
+    knobs |= {"LATE_QAT": 1, "VAL_LOSS_EVERY": 4, "TTT_LORA_CHUNK": 8, "EVAL_MAX_SECONDS": 9}
+    training = run_of(val=True, WARMUP_STEPS=steps, VAL_BATCH_SIZE=512, **knobs)
+    happened, forward = [], train_gpt.GPT.forward
+
+    def noted(model, x, y, reduction="mean", config=None, adapter=None, hook=None, **rest):
+        graph = x.shape, y.shape, config, adapter is None
+        if hook is None and graph not in happened:
+            happened.append(graph)
+        return forward(model, x, y, reduction, config, adapter, hook, **rest)
+
+    monkeypatch.setattr(train_gpt.GPT, "forward", noted)
+    training.log = mock.Mock(side_effect=lambda line, *_, **__: happened.append(line))
+    training.warm_up()
+    warm = list(happened)
+    training.validate(0, looping=False)
+    training.validate(4, looping=True)
+    assert [graph for graph in happened if graph not in warm and type(graph) is tuple] == []
+    lines = [place for place, what in enumerate(warm) if type(what) is str]
+    between = [b - a - 1 for a, b in itertools.pairwise([*lines, len(warm)])]
+    assert max(between) == 1 and sum(between) > 7
+    found = [
+        re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:.* seconds:\d+\.\d$", warm[i]) for i in lines
+    ]
+    named = [match.groups() for match in found if match]
+    for name in ("step", "validation", "roundtrip", "sliding_window", f"ttt_{mode}"):
+        counts = [(int(n), int(m)) for which, n, m in named if which == name]
+        assert counts and counts == [(n, len(counts)) for n in range(1, len(counts) + 1)]
+    assert not any("compiling" in warm[i] for i in lines)
 
 
 def test_short_sequences_are_parts_of_the_long_ones(run_of):
