@@ -350,14 +350,28 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
         if words or not name.startswith(tuple(known)):  # machines set DEVICES and the like
             near += difflib.get_close_matches(name, known, cutoff=0.905)
         if near:
+            ours = f"did you mean {near[0]}?" if near[0] else "no knob here does the same."
             raise UserError(
-                f"{name} is set but is not a knob; did you mean {near[0]}? If it is not for this "
-                "program, unset it"
+                f"{name} is set but is not a knob; {ours} If it is not for this program, unset it"
             )
 
 
-RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}
-RENAMED["DEMO_SECONDS"] = "MAX_WALLCLOCK_SECONDS"
+# The names of older versions, then those of #399, #549 and #2135; ours are empty if there is none.
+RENAMED = """ROW_RANGE=ROUNDING SKIP_GATES=SKIPS SKIP_LERP=SKIPS DEMO_SECONDS=MAX_WALLCLOCK_SECONDS
+MUON_LR=MATRIX_LR MUON_ROW_NORMALIZE=MUON_EQ MUON_BETA2= HEAD_LR= EMBED_LR= EMBED_WD=ADAM_WD
+QAT_ENABLED=LATE_QAT LATE_QAT_THRESHOLD=QAT_THRESHOLD VAL_BATCH_TOKENS=VAL_BATCH_SIZE
+NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YARN=
+PARALLEL_START_LAYER=LANES_LAST_N PARALLEL_RESIDUAL_START=LANES_LAST_N SKIP_GATES_ENABLED=SKIPS
+GATED_ATTENTION=ATTN_GATE GATED_ATTN_ENABLED=ATTN_GATE SPARSE_ATTN_GATE_ENABLED=ATTN_GATE
+SMEAR_GATE_ENABLED=SMEAR_TOKEN NEGATIVE_SLOPE=MLP_SLOPE LEAKY_RELU_SLOPE=MLP_SLOPE
+MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
+LAWA_ENABLED= LAWA_K= LAWA_FREQ= GPTQ_CALIBRATION_BATCHES=GPTQ_BATCHES GPTQ_RESERVE_SECONDS=
+MATRIX_BITS= EMBED_BITS= MATRIX_CLIP_SIGMAS= EMBED_CLIP_SIGMAS= MLP_CLIP_SIGMAS= ATTN_CLIP_SIGMAS=
+LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= TTT_BETA2=
+TTT_EPOCHS= TTT_MOMENTUM= TTT_FREEZE_BLOCKS= TTT_BATCH_SEQS= TTT_GRAD_CLIP=
+TTT_CHUNK_SIZE=TTT_LORA_CHUNK TTT_WEIGHT_DECAY=TTT_LORA_WD
+TTT_K_LORA=TTT_LORA_TARGETS TTT_O_LORA=TTT_LORA_TARGETS TTT_MLP_LORA=TTT_LORA_TARGETS"""
+RENAMED = dict(pair.split("=") for pair in RENAMED.split())
 
 
 def todays_names(knobs: dict) -> dict:
@@ -613,6 +627,7 @@ TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
 PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
+Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
 Adapter = Tensors
@@ -1455,6 +1470,7 @@ class Run:
         same on all ranks. No collective comes before they agree."""
         *_, kind = phases(self.hp)  # the last one needs most memory
         batch, full = self.loader.batch(0), False
+        self.log("warmup: a first step, to see whether it fits in memory", bar=("warm-up",))
         try:
             self.backward(batch, kind)
             if self.hp.gptq_batches:
@@ -1709,27 +1725,25 @@ class Run:
         state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
         evaluations."""
         hp, started = self.hp, perf_counter()
-        slow = "compiling takes minutes the first time" if self.runtime.compiled else "not compiled"
-        self.log(f"warmup: steps of {hp.train_batch_tokens} tokens; {slow}", bar=("warm-up",))
+        self.log("warmup: each graph once", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
             self.reserve_for_calibration()
         if not hp.warmup_steps:
             return
         state = list(self.tensors().values())
         before = [tensor.clone() for tensor in state]
-        *kinds, last = phases(hp)
-        kinds += [last] * hp.warmup_steps
-        for step, settings in enumerate(kinds):
-            if settings not in kinds[:step]:  # compiled now, which can take minutes
-                self.log(
-                    f"warmup_step:{step + 1}/{len(kinds)} seq_len:{settings.seq_len} "
-                    f"qat:{int(settings.qat)} looping:{int(settings.looping)} "
-                    f"seconds:{perf_counter() - started:.1f}",
-                    bar=("warm-up", step / len(kinds)),
-                )
-            self.train_step(step, settings)
-        self.log("warmup: the final scores; compiling takes minutes the first time")
-        warm_up_evaluation(self.make_scorer, hp)
+        steps = {
+            "qat:{2:d} seq_len:{3} looping:{4:d}".format(*kind): partial(self.train_step, 0, kind)
+            for kind in phases(hp)
+        }
+        compile_graphs(steps, "step", self.log, started)
+        *_, last = steps.values()
+        for _ in range(1, hp.warmup_steps):
+            last()
+        passes = final_passes(hp)
+        if hp.val_loss_every and hp.loop_visits > 1:
+            passes["validation"] = validation_pass(hp, looping=False)
+        warm_up_evaluation(self.make_scorer, passes, self.log, started)
         torch._foreach_copy_(state, before)
         self.optimizer.sync_banks()
         self.average.samples = 0
@@ -1850,13 +1864,16 @@ class Evaluator:
         """The windows (4, N) over the packed stream."""
         return plan_windows([(0, self.val.targets)], self.window, self.stride)
 
-    def warm_up(self):
-        """Score a batch of each shape on each rank, so that nothing compiles while an evaluation is
-        timed."""
+    def warm_up(self) -> Graphs:
+        """What scores a batch of each shape on each rank, by shape, so that nothing compiles while
+        an evaluation is timed."""
         windows = self.windows()
         *_, n = windows
-        firsts = np.unique(n, return_index=True)[1]
-        self.score(windows[:, np.repeat(firsts, self.runtime.comm.size * self.rows)])
+        batch = self.runtime.comm.size * self.rows
+        return {
+            f"targets:{size}": partial(self.score, windows[:, [first] * batch])
+            for size, first in zip(*np.unique(n, return_index=True), strict=True)
+        }
 
     @torch.no_grad()
     def score(self, windows: ndarray):
@@ -2018,10 +2035,9 @@ def sgd_gradients(scorer: Evaluator, begin: int) -> Tensor:
     return total * (1 / (vector_norm(total) + 1e-6)).clamp(max=1)
 
 
-def warm_up_sgd(scorer: Evaluator):
+def warm_up_sgd(scorer: Evaluator) -> Graphs:
     """Windows of each shape, and the gradients of a chunk."""
-    scorer.warm_up()
-    sgd_gradients(scorer, 0)
+    return scorer.warm_up() | {"part:gradients": partial(sgd_gradients, scorer, 0)}
 
 
 LORA_BETA2, LORA_EPS = 0.99, 1e-10  # of AdamW without a first moment (#2135)
@@ -2172,16 +2188,17 @@ def lora_update(
         squares[name][index] = square
 
 
-def warm_up_lora(scorer: Evaluator):
+def warm_up_lora(scorer: Evaluator) -> Graphs:
     """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
-    if scorer.hp.eval_max_seconds:
-        scorer.warm_up()
     longest = np.ptp(scorer.val.spans(), 1).max()
     state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
     chunks = list(lora_chunks(scorer.hp, longest))
     # The first of each shape, as the last chunk of all takes no step.
-    for chunk in {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}.values():
-        lora_step(scorer, state, *chunk)
+    shapes = {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}
+    return (scorer.warm_up() if scorer.hp.eval_max_seconds else {}) | {
+        "documents:{} width:{} losses:{}".format(*shape): partial(lora_step, scorer, state, *chunk)
+        for shape, chunk in shapes.items()
+    }
 
 
 # ---- Final scores --------------------------------------------------------------------------------
@@ -2191,7 +2208,7 @@ class Pass(NamedTuple):
     config: ForwardConfig
     stride: int  # between windows
     score: Callable = Evaluator.score_windows
-    warm_up: Callable = Evaluator.warm_up  # compiles what `score` runs
+    warm_up: Callable = Evaluator.warm_up  # what compiles each graph of `score`, by name
 
     def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
         """Score every target of the stream once, with the model as it is."""
@@ -2223,10 +2240,24 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
     return passes
 
 
-def warm_up_evaluation(make_scorer: Callable, hp: Hyperparameters):
-    """Compile what the final scores run."""
-    for scoring in final_passes(hp).values():
-        scoring.warm_up(make_scorer(scoring.config, scoring.stride))
+def compile_graphs(graphs: Graphs, what: str, log: Callable, started: float):
+    """Call what compiles each graph, after a line that names it: slow looks like stuck."""
+    for done, (name, call) in enumerate(graphs.items()):
+        seconds = perf_counter() - started
+        log(
+            f"warmup: {what} {done + 1}/{len(graphs)} {name} seconds:{seconds:.1f}",
+            bar=(f"warm-up: {what} {name}", done / len(graphs)),
+        )
+        call()
+
+
+def warm_up_evaluation(
+    make_scorer: Callable, passes: dict[str, Pass], log: Callable, started: float
+):
+    """Compile what these passes run, in a warm-up that has `started` then."""
+    for name, scoring in passes.items():
+        graphs = scoring.warm_up(make_scorer(scoring.config, scoring.stride))
+        compile_graphs(graphs, name, log, started)
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepared: float) -> str:
@@ -2946,7 +2977,7 @@ def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
             words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
     launch = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
     launcher = launch if ranks > 1 else "python"
-    return " ".join((*words, launcher, sys.argv[0]))
+    return " ".join((*words, launcher, shlex.quote(sys.argv[0])))
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -3003,11 +3034,9 @@ def evaluate_only(environ: dict[str, str], path: str):
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        if runtime.compiled:
-            log("compiling, which takes minutes the first time", bar=("compiling", 0))
         forward = compile_whole(model.to(runtime.device), runtime.compiled)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
-        warm_up_evaluation(make_scorer, hp)
+        warm_up_evaluation(make_scorer, final_passes(hp), log, log.started)
         total = len(blob) + CODE_BYTES
         log.finish(score_artifact(make_scorer, hp, log, val.seconds + loaded), total)
         check_limits(total, 0.0, hp)
@@ -3042,6 +3071,10 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     if runtime.comm.rank == 0:
         require_space(hp)
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
+    _, hidden, _ = bank_shape("mlp_bank", hp)
+    if hidden % 64:  # 2,457 took 30 % more time for 9 % more work (#1646)
+        slow = "no multiple of 64, which is slow on GPUs: change MLP_MULT"
+        notes.append(f"the MLP has {hidden} hidden units, {slow}")
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
@@ -3104,6 +3137,12 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             bits_per_weight=bits,
             expected_loss=expected,
         )
+        bpb = sum(expected.values()) / math.log(2) * run.val.targets / run.val.total_bytes
+        if len(blob) > 0.99 * max_bytes and not 0.004 <= bpb <= 0.010:
+            log(
+                f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
+                "would probably pay (below 0.004 more, above 0.010 fewer; estimated from small models)"
+            )
     total = len(blob) + CODE_BYTES
     digest = hashlib.sha256(blob).hexdigest()
     # "int6": the challenge's word
@@ -3117,7 +3156,7 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         code_bytes=CODE_BYTES,
         wall_seconds=perf_counter() - started,
     )
-    log.kept = f"EVAL_ONLY={path} scores the artifact"
+    log.kept = f"EVAL_ONLY={shlex.quote(str(path))} scores the artifact"
     return blob, total
 
 
@@ -3809,6 +3848,7 @@ def replacing(path: Path) -> Iterator[Path]:
 # Their versions are logged; the last three decide the speed of kernels.
 PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]
+CUT = " <- cut\n"  # ends the last line of a resumed log, if a crash has cut it; tools leave it out
 
 
 class Log(AbstractContextManager):
@@ -3908,16 +3948,20 @@ class Log(AbstractContextManager):
             )
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: set another, also to score "
-            f"its artifact (EVAL_ONLY={self.artifact}), or delete {self.path}.txt, .jsonl, .npz and "
+            f"RUN_ID={self.name} is used by an earlier run: set another, also to score its artifact "
+            f"(EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl, .npz and "
             f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):
         """Write what is needed to repeat the run: source, versions, machine, every knob. A resumed
         run appends to its log."""
-        for file in self.files if not resumed else ():
-            file.truncate(0)
+        for file in self.files:
+            if not resumed:
+                file.truncate(0)
+            elif Path(file.name).read_bytes()[-1:] not in b"\n":
+                with writing(file.name):
+                    file.write(CUT)
         if self.files and not os.path.getsize(self.files[0].name):
             self(f"{SOURCE.decode()}\n{'=' * 100}", console=False)
         self.begun = True
@@ -3945,7 +3989,8 @@ class Log(AbstractContextManager):
             started=started,
             hyperparameters=vars(self.hp),
         )
-        for note in (*self.notes, *runtime.notes, *notes):
+        slow = ["compiling takes minutes the first time"] * runtime.compiled
+        for note in (*self.notes, *runtime.notes, *notes, *slow):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
@@ -4120,19 +4165,30 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
 
 
 def require_space(hp: Hyperparameters):
-    """Raise UserError if the disk has no room for log, artifact and checkpoints."""
+    """Raise UserError if a disk has no room for log, artifact and checkpoints. A folder may be a
+    link to another disk."""
     weights = count_numbers(meta_parameters(hp).values())
-    need = (1 << 25) + 4 * weights  # artifact and copy, 2 bytes per weight
+    # The artifact, 2 bytes per weight, and its copy
+    needs = dict.fromkeys((Path("logs"), Path.cwd()), (1 << 24) + 2 * weights)
     if hp.checkpoint_every:
         # Up to four fp32 numbers per weight; two are kept while a third is written.
-        kept = len(list((CHECKPOINTS / hp.run_id).glob(CHECKPOINT_FILES)))
-        need += max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    free = shutil.disk_usage(".").free
-    require(
-        free >= need,
-        f"the disk has {free >> 20} MiB of free space, but the run may need {need >> 20}: "
-        "free some, or start it in another folder",
-    )
+        folder = CHECKPOINTS / hp.run_id
+        kept = len(list(folder.glob(CHECKPOINT_FILES)))
+        needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
+    disks = collections.defaultdict(list)
+    for folder, need in needs.items():
+        place = folder.resolve()
+        while not place.exists():
+            place = place.parent
+        disks[place.stat().st_dev].append((folder, place, need))
+    for parts in disks.values():
+        folders, (place, *_), sizes = zip(*parts, strict=True)
+        free, need = shutil.disk_usage(place).free, sum(sizes)
+        require(
+            free >= need,
+            f"{', '.join(map(str, folders))}: the disk has {free >> 20} MiB of free space, but the "
+            f"run may need {need >> 20}: free some, or start it in another folder",
+        )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
@@ -4566,13 +4622,19 @@ def number_documents(ids: Tensor, limit: int = 0) -> Tensor:
 def check_documents(begins: ndarray, widths: tuple, attention: str, limit: int = 0):
     """Raise UserError if a row of one of these widths could hold more documents than `attention`
     has room for, given where they begin in the stream, (S,) in order."""
-    for width in widths:
+    for width in widths if attention == "fa3" else ():
         most = (np.searchsorted(begins, begins + width) - np.arange(len(begins))).max(initial=0)
-        room = most_documents(width) - (width // limit if limit else 0)
+        spare = most_documents(width) - most
         require(
-            attention != "fa3" or most <= room,
+            spare >= 0,
             f"{most} documents begin within {width} positions, but with DOC_ATTENTION=1 ATTENTION="
-            f"fa3 takes {room}: set ATTENTION=mem_efficient, which is slower, or join short documents",
+            f"fa3 takes {most + spare}: set ATTENTION=mem_efficient, which is slower, or join short "
+            "documents",
+        )
+        require(
+            not limit or width // limit <= spare,
+            f"DOC_LEN={limit} cuts rows of {width} positions into more documents than DOC_ATTENTION=1 "
+            f"with ATTENTION=fa3 takes: set DOC_LEN={width // (spare + 1) + 1} or more, or 0",
         )
 
 

@@ -174,15 +174,16 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
         ("fa3", 16, 0, 0),
         ("fa3", 17, 0, 16),
         ("flash", 17, 0, 0),
-        ("fa3", 16, 64, 15),
-        ("fa3", 15, 64, 14),  # in 128 positions, which are cut twice
+        ("fa3", 16, 64, 65),
+        ("fa3", 15, 64, 65),  # in 128 positions, which are cut twice
         ("fa3", 14, 64, 0),
     ],
 )
 def test_documents_are_counted_for_flash_attention_3(
     one_rank, tmp_path, data, attention, starts, limit, refused
 ):
-    """On a GPU, too many would be an error of indexing that kills the run. `refused`: the limit."""
+    """On a GPU, too many would be an error of indexing that kills the run. `refused`: the most, or
+    the DOC_LEN that is asked for."""
     shutil.copytree(data, tmp_path / "data")
     tokens = np.full(1000, VOCAB - 1)  # a letter
     tokens[500 : 500 + starts] = train_gpt.BOS
@@ -193,6 +194,10 @@ def test_documents_are_counted_for_flash_attention_3(
     hp, runtime = one_rank(DATA_PATH=tmp_path / "data", DOC_ATTENTION=1, **sizes)
     runtime = dataclasses.replace(runtime, attention=attention)
     sentence = f"{starts} documents begin within (64|128) positions, but .* takes {refused}:"
+    if limit:
+        sentence = (
+            f"DOC_LEN={limit} cuts rows of (64|128) positions .* set DOC_LEN={refused} or more"
+        )
     outcome = user_error(sentence) if refused else contextlib.nullcontext()
     loader = TrainingLoader(hp, runtime)
     with outcome:
@@ -205,6 +210,19 @@ def test_documents_are_counted_for_flash_attention_3(
     train_gpt.check_documents(begins, (64, 128), "fa3")
     with user_error("20 documents begin within 256 positions, .* takes 17"):
         train_gpt.check_documents(begins, (64, 128, 256), "fa3")
+
+
+@pytest.mark.parametrize("limit, least", [(128, 257), (256, 257), (1, 257), (257, 0), (0, 0)])
+def test_doc_len_that_makes_too_many_documents_is_raised(limit, least):
+    """At 128 the kernel "takes -48", and joining documents did not help."""
+    begins = np.arange(0, 16384, 1000)  # 17 of the 80 for which there is room
+    refused = f"DOC_LEN={limit} cuts rows of 16384 positions .* set DOC_LEN={least} or more, or 0"
+    with user_error(refused) if least else contextlib.nullcontext():
+        train_gpt.check_documents(begins, (16384,), "fa3", limit)
+    if least:
+        train_gpt.check_documents(begins, (16384,), "fa3", least)
+        with user_error("DOC_LEN=256 cuts"):
+            train_gpt.check_documents(begins, (16384,), "fa3", least - 1)
 
 
 TOKENS = np.arange(4, 300)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,9 @@ def test_ordinary_variables_are_not_misspelt_knobs():
         ("QK_GAIN", "QK_GAIN_INIT"),  # a word is missing
         ("GIRD", "GRID"),  # of run.sh
         ("SKIP_GATES", "SKIPS"),  # renamed
+        ("MUON_LR", "MATRIX_LR"),  # of other scripts
+        ("NUM_LOOPS", "LOOP_VISITS"),
+        ("GPTQ_CALIBRATION_BATCHES", "GPTQ_BATCHES"),
     ],
 )
 def test_a_misspelt_knob_is_an_error(wrong, right):
@@ -182,6 +186,35 @@ def test_a_misspelt_knob_is_an_error(wrong, right):
         with pytest.raises(UserError) as error:
             Hyperparameters.from_env({"RUN_SH": "SEEDS GRID", wrong: "secret", **others})
         assert str(error.value).startswith(expected) and "secret" not in str(error.value)
+
+
+# Those that this script lacks: of #399, #549 and #2135, whose usual values change a run.
+OTHERS = """
+    MUON_BETA2 HEAD_LR EMBED_LR MTP_NUM_HEADS MTP_LOSS_WEIGHT QAT_ENABLED LATE_QAT_THRESHOLD VE_ENABLED VE_DIM VE_LAYERS
+    DTG_ENABLED GATED_ATTENTION VALUE_RESIDUAL LAWA_ENABLED LAWA_K LAWA_FREQ TTT_EPOCHS TTT_MOMENTUM TTT_FREEZE_BLOCKS
+    TTT_BATCH_SEQS TTT_GRAD_CLIP NUM_LOOPS LOOP_END ENABLE_LOOPING_AT PARALLEL_START_LAYER PARALLEL_RESIDUAL_START
+    SKIP_GATES_ENABLED SMEAR_GATE_ENABLED GATED_ATTN_ENABLED SPARSE_ATTN_GATE_ENABLED MUON_ROW_NORMALIZE EMBED_WD
+    GPTQ_CALIBRATION_BATCHES GPTQ_RESERVE_SECONDS MATRIX_BITS EMBED_BITS MATRIX_CLIP_SIGMAS EMBED_CLIP_SIGMAS
+    MLP_CLIP_SIGMAS ATTN_CLIP_SIGMAS LQER_ENABLED LQER_RANK PHASED_TTT_ENABLED PHASED_TTT_NUM_PHASES TTT_CHUNK_SIZE
+    TTT_WEIGHT_DECAY TTT_BETA1 TTT_BETA2 TTT_K_LORA TTT_O_LORA TTT_MLP_LORA VAL_BATCH_TOKENS ROPE_YARN"""
+
+
+def test_a_knob_of_other_scripts_is_an_error():
+    """It was ignored. The error names ours, or says that there is none."""
+    ours = {f.name.upper() for f in train_gpt.KNOBS}
+    for name in OTHERS.split():
+        with pytest.raises(UserError, match=f"^{name} is set but is not a knob; ") as error:
+            Hyperparameters.from_env({name: "3"})
+        meant = re.search(r"did you mean (\w+)\?", str(error.value))
+        assert meant[1] in ours if meant else "; no knob here does the same. If" in str(error.value)
+
+
+def test_names_of_other_scripts_are_not_ours():
+    ours = {f.name.upper() for f in train_gpt.KNOBS}
+    assert not ours & train_gpt.RENAMED.keys() and not train_gpt.RENAMED.keys() & set(
+        ORDINARY.split()
+    )
+    assert set(train_gpt.RENAMED.values()) <= ours | {""}
 
 
 def test_description_marks_what_differs():

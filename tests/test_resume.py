@@ -113,6 +113,25 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     assert found.score and found.resumed == 1
 
 
+def test_a_resumed_run_ends_the_line_that_a_kill_has_cut(undisturbed, knobs, tmp_path, capsys):
+    """The start event was glued to it, and report.py refused the finished run."""
+    faulty("kill", 7, knobs, tmp_path, status=-signal.SIGKILL)
+    logs = [tmp_path / "logs" / f"r{suffix}" for suffix in (".txt", ".jsonl")]
+    for log in logs:  # the line of step 7
+        log.write_bytes(log.read_bytes()[:-40])
+    faulty("none", 0, knobs, tmp_path)
+    text, events = (log.read_text().splitlines() for log in logs)
+    for lines in (text, events):
+        assert sum(line.endswith(train_gpt.CUT.rstrip()) for line in lines) == 1
+    assert sum(line.startswith("started: ") for line in text) == 2
+    found, history = runs.read_run(logs[0]), runs.read_events(logs[1])
+    assert [point.step for point in found.train] == list(range(1, 13)) and found.score
+    assert [event["event"] for event in history].count("start") == 2
+    assert len(history) == len(events) - 1 and losses(tmp_path) == losses(undisturbed)
+    said = "left out: damaged lines of {}: 1, cut by a crash or a full disk\n"
+    assert capsys.readouterr().err == "".join(said.format(log) for log in logs)
+
+
 LOST = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
 KEPT = "RESUME=auto continues from {}"
 SCORES = "EVAL_ONLY=logs/r.npz scores the artifact"

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -12,6 +14,7 @@ import runpy
 import shlex
 import shutil
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -122,10 +125,10 @@ def test_events_are_json_with_the_scores_of_the_log(finished):
     kinds = re.findall(r'(?m)^\{"event": "(\w+)"', log)
     assert " ".join(dict.fromkeys(kinds)) == (
         "start warmup train val calibration final_average_exact rounding artifact "
-        "final_int6_roundtrip_exact final_int6_sliding_window_exact finished"
+        "final_int6_roundtrip_exact final_int6_sliding_window_exact evaluation finished"
     )
     assert kinds.count("train") == 12
-    last = json.loads(log.splitlines()[-2])
+    last = json.loads(log.splitlines()[-3])
     assert f"val_loss:{last['val_loss']:.8f} val_bpb:{last['val_bpb']:.8f}" in result.stdout
     found = re.search(r"val_tokens:(\d+) val_bytes:(\d+)", result.stdout)
     tokens, nbytes = map(int, found.groups())
@@ -138,7 +141,9 @@ def test_the_artifact_has_the_size_in_the_log_and_describes_the_run(finished):
     code = (ROOT / "train_gpt.py").stat().st_size
     assert (folder / "logs" / "tiny.npz").read_bytes() == blob
     assert events_of(folder / "logs" / "tiny.jsonl")["artifact"]["path"] == "logs/tiny.npz"
-    assert f"int6+ans: {len(blob)} bytes\nCode size: {code} bytes\n" in result.stdout
+    digest = hashlib.sha256(blob).hexdigest()
+    sizes = f"int6+ans: {len(blob)} bytes sha256:{digest}\nCode size: {code} bytes\n"
+    assert sizes in result.stdout
     assert f"Total submission size int6+ans: {len(blob) + code} bytes" in result.stdout
     assert sorted(p.name for p in folder.iterdir()) == ["final_model.npz", "logs"]
     header = train_gpt.open_artifact(blob)[0]
@@ -179,22 +184,33 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
 
 def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
     """It repeated a masked or banded score, or one after test-time training, as another one."""
-    monkeypatch.setattr(train_gpt.sys, "argv", ["train_gpt.py"])
+    monkeypatch.setattr(train_gpt.sys, "argv", ["my code/train_gpt.py"])
     modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_MAX_SECONDS": 9}
     learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
     hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
     names = train_gpt.knobs_with("score")
     assert all(knob in names for knob in vars(hp) if knob.startswith(("ttt_", "eval_m")))
     command = shlex.split(train_gpt.evaluation_command(hp, Path("logs/a b.npz"), 1))
-    assert command[-2:] == ["python", "train_gpt.py"]
+    assert command[-2:] == ["python", "my code/train_gpt.py"]
     again = train_gpt.Hyperparameters.from_env(dict(word.split("=") for word in command[:-2]))
     changed = {"eval_only": "logs/a b.npz"} | {name: getattr(hp, name) for name in names}
     assert again == train_gpt.Hyperparameters(**changed)
     # Each rank hands on what its own documents taught.
     many = train_gpt.evaluation_command(hp, Path("x"), 4)
     assert many.endswith(
-        " torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=4 train_gpt.py"
+        " torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=4 'my code/train_gpt.py'"
     )
+
+
+def test_advice_can_be_pasted_where_names_have_spaces(finished, env, tmp_path):
+    """The settings that score an artifact, in the log of a stopped run and in a refusal."""
+    knobs = env(RUN_ID="a b")
+    stopped = "export = lambda *a, real=train_gpt.export: (real(*a), os.kill(os.getpid(), 15))[0]"
+    code = f"import os, sys; sys.path.append({str(ROOT)!r}); import train_gpt; train_gpt.{stopped}"
+    result = run(["-c", f"{code}; train_gpt.main()"], knobs, tmp_path, status=143)
+    assert sentence(result).endswith("; EVAL_ONLY='logs/a b.npz' scores the artifact")
+    refused = run([ROOT / "train_gpt.py"], knobs, tmp_path, status=1)
+    assert "score its artifact (EVAL_ONLY='logs/a b.npz')" in sentence(refused)
 
 
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):
@@ -229,7 +245,7 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     assert before == [shapes] and len(shapes) >= 2 and asked[-1] == (compiles == "1")
     printed = capsys.readouterr().out
     assert f" compile:{int(compiles == '1')}\n" in printed  # the log said 1 for an eager score
-    assert ("compiling, which takes minutes" in printed) == (compiles == "1")
+    assert ("note: compiling takes minutes the first time\n" in printed) == (compiles == "1")
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
@@ -359,9 +375,17 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
 @pytest.mark.parametrize(
     "free, every, part",
     [
-        (10, "", "the disk has 10 MiB of free space, but the run may need 39: free some"),
+        (
+            10,
+            "",
+            "^logs, .*/test_space_.*: the disk has 10 MiB of free space, but the run may need 39: free some",
+        ),
         (80, "", ""),
-        (80, "5", "the disk has 80 MiB of free space, but the run may need 128"),
+        (
+            80,
+            "5",
+            "^logs, .*, checkpoints/r: the disk has 80 MiB of free space, but the run may need 128",
+        ),
     ],
 )
 def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_path, monkeypatch):
@@ -375,6 +399,32 @@ def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_p
         Path(f"checkpoints/r/step_{step:08d}.npz").touch()
     if free > 40:
         train_gpt.require_space(hp)
+
+
+@pytest.mark.parametrize(
+    "linked, free, part",
+    [
+        ("checkpoints", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
+        ("checkpoints/r", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
+        ("checkpoints", 90, ""),  # nothing else is written there
+        ("logs", 10, "^logs: the disk has 10 MiB .* may need 19"),
+        ("logs", 20, ""),
+    ],
+)
+def test_space_is_that_of_the_folders_that_are_written_to(
+    linked, free, part, hyperparameters, tmp_path, monkeypatch
+):
+    """No checkpoint was kept, or the log failed after the training. Here /dev/shm is a full disk;
+    the link may lead to a folder that is not there yet."""
+    (tmp_path / linked).parent.mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    sizes = {"RUN_ID": "r", "CHECKPOINT_EVERY": "5", "MODEL_DIM": 256, "VOCAB_SIZE": 400}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        Path(linked).symlink_to(Path(other, "new", "folder"))
+        full = lambda path: mock.Mock(free=(free if Path(path) == Path(other) else 999) << 20)  # noqa: E731
+        monkeypatch.setattr(shutil, "disk_usage", full)
+        with user_error(part) if part else contextlib.nullcontext():
+            train_gpt.require_space(hyperparameters(**sizes))
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tmp_path):
@@ -414,13 +464,45 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_pa
     assert two == pytest.approx(one, abs=2e-6)
 
 
-def test_a_run_without_optional_parts(script):
-    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
+WIDTH = "note: the MLP has 96 hidden units, no multiple of 64, which is slow on GPUs: "
+
+
+def test_a_run_without_optional_parts(script, finished):
+    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0, "MLP_MULT": 2}
     result = script(COMPRESSOR="lzma", **off)
     assert "weights, no calibration" in result.stdout and "calibration:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
+    assert f"{WIDTH}change MLP_MULT" in finished[1].stdout and "hidden units" not in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "bits, size, advice",
+    [
+        (0.0039, 1000, "more"),
+        (0.0041, 1000, ""),
+        (0.0099, 1000, ""),
+        (0.0101, 1000, "fewer"),
+        (0.0039, 900, ""),  # it has bytes to spare: they are not what limits the model
+    ],
+)
+def test_the_expected_loss_of_rounding_has_a_sentence(bits, size, advice, run_of, monkeypatch):
+    training = run_of(val=True, TARGET_BYTES=train_gpt.CODE_BYTES + 1000)
+    monkeypatch.setattr(training.val, "total_bytes", 2 * training.val.targets)
+    expected = {"q": bits * math.log(2), "k": bits * math.log(2)}  # nats per token of two bytes
+    monkeypatch.setattr(train_gpt, "make_quantisers", lambda *_: {})
+    monkeypatch.setattr(train_gpt, "fit_bytes", lambda *_: bytes(size))
+    monkeypatch.setattr(train_gpt, "keep_artifact", lambda *_: Path("x"))
+    monkeypatch.setattr(train_gpt, "open_artifact", lambda _: ({"expected_loss": expected},))
+    lines = []
+    training.log = mock.Mock(side_effect=lambda line, *_, **__: lines.append(line))
+    train_gpt.export(training, {}, {})
+    said = (
+        f"note: that is {bits:.4f} bits per byte: {advice} weights would probably pay "
+        "(below 0.004 more, above 0.010 fewer; estimated from small models)"
+    )
+    assert [line for line in lines if "bits per byte" in line] == [said] * bool(advice)
 
 
 def test_time_for_calibration_is_reserved(run_of, monkeypatch):
@@ -517,6 +599,47 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
             one.train_step(step, train_gpt.StepSettings(1.0, 0.9, False, 32))
     for find in (lambda one: one.model.parameters(), lambda one: one.average.mean.values()):
         assert all(torch.equal(a, b) for a, b in zip(*map(find, runs), strict=True))
+
+
+@pytest.mark.parametrize("mode, steps", [("sgd", 1), ("lora", 2)])
+def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, monkeypatch):
+    """Slow and stuck looked alike: low-rank training compiled for minutes after one line. Graph n of
+    m, with seconds; no validation compiles later."""
+    knobs = {
+        **PARTS,
+        "TTT_ENABLED": 1,
+        "TTT_MODE": mode,
+        "TTT_CHUNK_TOKENS": 112,
+        "EVAL_SEQ_LEN": 256,
+    }
+    knobs |= {"LATE_QAT": 1, "VAL_LOSS_EVERY": 4, "TTT_LORA_CHUNK": 8, "EVAL_MAX_SECONDS": 9}
+    training = run_of(val=True, WARMUP_STEPS=steps, VAL_BATCH_SIZE=512, **knobs)
+    happened, forward = [], train_gpt.GPT.forward
+
+    def noted(model, x, y, reduction="mean", config=None, adapter=None, hook=None, **rest):
+        graph = x.shape, y.shape, config, adapter is None
+        if hook is None and graph not in happened:
+            happened.append(graph)
+        return forward(model, x, y, reduction, config, adapter, hook, **rest)
+
+    monkeypatch.setattr(train_gpt.GPT, "forward", noted)
+    training.log = mock.Mock(side_effect=lambda line, *_, **__: happened.append(line))
+    training.warm_up()
+    warm = list(happened)
+    training.validate(0, looping=False)
+    training.validate(4, looping=True)
+    assert [graph for graph in happened if graph not in warm and type(graph) is tuple] == []
+    lines = [place for place, what in enumerate(warm) if type(what) is str]
+    between = [b - a - 1 for a, b in itertools.pairwise([*lines, len(warm)])]
+    assert max(between) == 1 and sum(between) > 7
+    found = [
+        re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:.* seconds:\d+\.\d$", warm[i]) for i in lines
+    ]
+    named = [match.groups() for match in found if match]
+    for name in ("step", "validation", "roundtrip", "sliding_window", f"ttt_{mode}"):
+        counts = [(int(n), int(m)) for which, n, m in named if which == name]
+        assert counts and counts == [(n, len(counts)) for n in range(1, len(counts) + 1)]
+    assert not any("compiling" in warm[i] for i in lines)
 
 
 def test_short_sequences_are_parts_of_the_long_ones(run_of):

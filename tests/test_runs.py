@@ -147,3 +147,26 @@ def test_what_is_not_a_single_run_is_refused(tmp_path):
     for name, part in (("none.txt", "cannot read"), ("x.jsonl", "give x.txt instead")):
         with user_error(part):
             runs.read_run(tmp_path / name)
+
+
+def test_damaged_lines_are_left_out_and_said(swept, tmp_path, capsys):
+    """In a log of ours the last line, if it has no end; events glued to one; a step glued to a line."""
+    log = logs_of(swept)[0]
+    text = log.read_text()
+    place = text.rindex("\nstep:12/12 train_loss")
+    cut = written(tmp_path, text[: place + 30])
+    assert [point.step for point in runs.read_run(cut).train] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    said = "left out: damaged lines of {}: 1, cut by a crash or a full disk\n"
+    assert capsys.readouterr().err == said.format(cut)
+    glued = written(tmp_path / "glued.txt", text[: place + 27] + "started: now" + text[place:])
+    assert runs.read_run(glued).train == runs.read_run(log).train
+    assert capsys.readouterr().err == said.format(glued)
+    lines = log.with_suffix(".jsonl").read_bytes().splitlines(keepends=True)
+    events = tmp_path / "a.jsonl"
+    events.write_bytes(b"".join([*lines[:2], b'{"event": "tr', *lines[2:], b"[1]\n", b"\0\xff\n"]))
+    assert len(runs.read_events(events)) == len(lines) - 1
+    said = f"left out: damaged lines of {events}: 3, cut by a crash or a full disk\n"
+    assert capsys.readouterr().err == said
+    assert (
+        runs.read_run(written(tmp_path, PUBLISHED.rstrip())).train and not capsys.readouterr().err
+    )

@@ -182,6 +182,16 @@ def test_a_growing_log_is_read_by_whole_lines(program, capsys):
     assert capsys.readouterr().out.count("waiting for logs/r.jsonl") == 1
 
 
+def test_a_damaged_line_is_left_out_and_said(program, capsys):
+    """What a crash has cut before the run was resumed."""
+    written(LOG.replace(FINISHED, '{"event": "tr <- cut\n' + FINISHED))
+    module = Recorder("wandb")
+    assert program("--to", "wandb", module=module) == 0
+    assert module.logged("train/loss") == [(1, 6.5), (2, 6.25)]
+    said = "left out: a line of logs/r.jsonl that a crash or a full disk has cut\n"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 @pytest.mark.parametrize("to", ["tensorboard", "wandb"])
 def test_a_run_that_replaces_the_log_is_another(to, program):
     """Also if the file has the same length or is for a moment empty or gone."""

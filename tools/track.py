@@ -17,7 +17,6 @@ import argparse
 import calendar
 import contextlib
 import importlib
-import json
 import re
 import signal
 import sys
@@ -26,9 +25,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
+from lib.runs import DAMAGED, parse_event
 from train_gpt import as_user_error, require, writing
 
 MODULES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb"}
@@ -73,16 +73,7 @@ class Tail:
         complete = data[: data.rfind(b"\n") + 1]
         self.position += len(complete)
         self.first = self.first or complete.partition(b"\n")[0]
-        yield from map(parse, complete.splitlines())
-
-
-def parse(line: bytes) -> dict:
-    """The event of a line; "damaged" if a full disk has cut it."""
-    with contextlib.suppress(ValueError):
-        event = json.loads(line)
-        if isinstance(event, dict) and "event" in event:
-            return event
-    return {"event": "damaged"}
+        yield from map(parse_event, complete.splitlines())
 
 
 def follow(path: Path) -> Iterator[dict | None]:
@@ -201,6 +192,9 @@ class Sender:
         fails."""
         if self.tracker is None:
             self.open(event)
+        if event["event"] == DAMAGED:
+            print(f"left out: a line of {self.arguments.log} that a crash or a full disk has cut")
+            return
         with self.sending():
             if event["event"] == "start":  # a resumed run has another
                 started = time.strptime(event["started"], "%Y-%m-%dT%H:%M:%SZ")

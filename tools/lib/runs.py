@@ -6,6 +6,7 @@ train_loss:2.43 train_time:16305ms` with `..._exact val_loss:... val_bpb:...` (#
 relatives), and `200/9000 train_loss: 2.43 train_time: 0.3m`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import glob
@@ -17,7 +18,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from train_gpt import RENAMED, Hyperparameters, UserError, knobs_with, todays_names
+from train_gpt import (
+    CUT,
+    RENAMED,
+    Hyperparameters,
+    UserError,
+    as_user_error,
+    knobs_with,
+    todays_names,
+)
 
 SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
 # Runs that differ in one of these are different experiments. Published logs list other names too;
@@ -29,6 +38,7 @@ WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVE
 CONFIGURATION -= WITHOUT_EFFECT
 # What an evaluation decides; all else is the training's.
 SCORING = {name.upper() for name in knobs_with("evaluation", "score")}
+DAMAGED = "damaged"  # the event of a line that is none
 UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 
 NUMBER = r"(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
@@ -249,18 +259,40 @@ def read_run(path: Path) -> Run:
 
 
 def read_events(path: Path) -> list[dict]:
-    """The events of a run's log of JSON lines."""
-    try:
-        events = [json.loads(line) for line in path.read_text().splitlines()]
-        if {"event", "hyperparameters"} <= events[0].keys() and all(
-            "event" in event for event in events
-        ):
-            return events
-        raise ValueError("it does not begin with a run's settings")
-    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"cannot read {path}: {error}; give the logs/<RUN_ID>.jsonl of a run"
-        ) from error
+    """The events of a run's log of JSON lines, without damaged ones, with a note."""
+    advice = "give the logs/<RUN_ID>.jsonl of a run"
+    with as_user_error(f"cannot read {path}", advice, OSError):
+        lines = path.read_bytes().splitlines()
+    events = [event for event in map(parse_event, lines) if event["event"] != DAMAGED]
+    if not events or "hyperparameters" not in events[0]:
+        raise UserError(f"cannot read {path}: it does not begin with a run's settings; {advice}")
+    note_damage(path, len(lines) - len(events))
+    return events
+
+
+def parse_event(line: bytes) -> dict:
+    """The event of a line; DAMAGED if a crash or a full disk has cut it."""
+    with contextlib.suppress(ValueError):
+        event = json.loads(line)
+        if isinstance(event, dict) and "event" in event:
+            return event
+    return {"event": DAMAGED}
+
+
+@functools.cache
+def note_damage(path: Path, count: int) -> None:
+    """Say, once, how many lines of a log are left out."""
+    if count:
+        cause = "cut by a crash or a full disk"
+        print(f"left out: damaged lines of {path}: {count}, {cause}", file=sys.stderr)
+
+
+def is_damaged(line: str) -> bool:
+    """Whether the line was cut, as a resumed run has marked it, or is a step without its loss."""
+    step = STEP.match(line)
+    return line.endswith(CUT.rstrip()) or bool(
+        step and not {"train_loss", "val_loss"} & _fields(step[3]).keys()
+    )
 
 
 def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
@@ -280,7 +312,11 @@ def _read_lines(path: Path) -> tuple[bytes | None, list[str]]:
     lines = [
         line for line in body.decode("utf-8", errors="replace").splitlines() if line != SEPARATOR
     ]
-    return source, lines
+    whole = [line for line in lines if not is_damaged(line)]
+    if b"\nruntime: ranks:" in body and body[-1:] != b"\n" and whole[-1:] == lines[-1:]:
+        whole.pop()  # of a killed run of ours; other logs may lack the last end of a line
+    note_damage(path, len(lines) - len(whole))
+    return source, whole
 
 
 def _find(text: str, pattern: str) -> str | None:
