@@ -142,7 +142,7 @@ def test_report(demonstrated):
     rows = {row[0]: row[1] for row in report.table(events, *text)}
     assert rows["all tokens equally likely"] > 3 and 1 < rows["xz -9e"] < 8
     assert f"{rows['artifact, sliding windows']:.4f}" in result.stdout
-    begun = ast.literal_eval(re.search(r"a sample, begun with (.+):", result.stdout)[1])
+    begun = ast.literal_eval(re.search(r"sample from the prompt (.+):", result.stdout)[1])
     assert len(begun) > 5 and text[1].decode().strip().startswith(begun)
     printed, _, curve = result.stdout.partition("\n\ntraining loss")
     assert curve.count("*") > 1
