@@ -4175,20 +4175,17 @@ def require_space(hp: Hyperparameters):
         folder = CHECKPOINTS / hp.run_id
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    disks = collections.defaultdict(list)
+    total, full = collections.Counter(), ""  # bytes by disk; the last message has the whole sum
     for folder, need in needs.items():
-        place = folder.resolve()
-        while not place.exists():
-            place = place.parent
-        disks[place.stat().st_dev].append((folder, place, need))
-    for parts in disks.values():
-        folders, (place, *_), sizes = zip(*parts, strict=True)
-        free, need = shutil.disk_usage(place).free, sum(sizes)
-        require(
-            free >= need,
-            f"{', '.join(map(str, folders))}: the disk has {free >> 20} MiB of free space, but the "
-            f"run may need {need >> 20}: free some, or start it in another folder",
-        )
+        place = next(filter(Path.exists, (folder / "file").resolve().parents))
+        disk, free = place.stat().st_dev, shutil.disk_usage(place).free
+        total[disk] += need
+        if free < total[disk]:
+            full = (
+                f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
+                f"{total[disk] >> 20}: free some, or start it in another folder"
+            )
+    require(not full, full)
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
