@@ -491,9 +491,10 @@ def importing(requirements: str):
     try:
         yield
     except ImportError as error:
-        install = f"`pip install -r {requirements}`"
-        activate = "`source .venv/bin/activate` if there is a .venv"
-        print_error(f"{error}: run `./run.sh setup`, then {activate}; or {install}")
+        print_error(
+            f"{error}: run `./run.sh setup`, then `source .venv/bin/activate` if there is a .venv; "
+            f"or `pip install -r {requirements}`"
+        )
         sys.exit(1)
     except KeyboardInterrupt:
         print_error("interrupted by Ctrl-C")
@@ -1733,7 +1734,9 @@ class Run:
         state = list(self.tensors().values())
         before = [tensor.clone() for tensor in state]
         steps = {
-            "qat:{2:d} seq_len:{3} looping:{4:d}".format(*kind): partial(self.train_step, 0, kind)
+            f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}": partial(
+                self.train_step, 0, kind
+            )
             for kind in phases(hp)
         }
         compile_graphs(steps, "step", self.log, started)
@@ -2243,9 +2246,9 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
 def compile_graphs(graphs: Graphs, what: str, log: Callable, started: float):
     """Call what compiles each graph, after a line that names it: slow looks like stuck."""
     for done, (name, call) in enumerate(graphs.items()):
-        seconds = perf_counter() - started
         log(
-            f"warmup: {what} {done + 1}/{len(graphs)} {name} seconds:{seconds:.1f}",
+            f"warmup: {what} {done + 1}/{len(graphs)} {name} "
+            f"seconds:{perf_counter() - started:.1f}",
             bar=(f"warm-up: {what} {name}", done / len(graphs)),
         )
         call()
@@ -2959,10 +2962,9 @@ def train_and_score(hp: Hyperparameters):
         run = prepare(hp, runtime, log)
         with run.checkpoints:
             blob, total, seconds = train_and_export(run, log)
-            started = perf_counter()
+            begun = perf_counter() - run.val.seconds
             run.model.load_state_dict(load_artifact(blob))
-            prepared = run.val.seconds + perf_counter() - started
-            score = score_artifact(run.make_scorer, hp, log, prepared)
+            score = score_artifact(run.make_scorer, hp, log, perf_counter() - begun)
         advice = evaluation_command(hp, log.artifact, runtime.comm.size)
         log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
@@ -2975,9 +2977,8 @@ def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
         value = getattr(hp, field.name)
         if field.metadata["role"] == "score" and value != field.default:
             words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
-    launch = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
-    launcher = launch if ranks > 1 else "python"
-    return " ".join((*words, launcher, shlex.quote(sys.argv[0])))
+    many = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
+    return " ".join((*words, many if ranks > 1 else "python", shlex.quote(sys.argv[0])))
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -3073,8 +3074,10 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     path, state, tensors, notes = find_checkpoint(hp, runtime.comm)  # guarded by the log's lock
     _, hidden, _ = bank_shape("mlp_bank", hp)
     if hidden % 64:  # 2,457 took 30 % more time for 9 % more work (#1646)
-        slow = "no multiple of 64, which is slow on GPUs: change MLP_MULT"
-        notes.append(f"the MLP has {hidden} hidden units, {slow}")
+        notes.append(
+            f"the MLP has {hidden} hidden units, no multiple of 64, which is slow on GPUs: change "
+            "MLP_MULT"
+        )
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
     run = make_run(hp, runtime, log, val)
@@ -3129,15 +3132,14 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
         f"kept as {path}; {max_bytes} are available; make the model smaller",
     )
     if expected := open_artifact(blob)[0]["expected_loss"]:  # which also checks the header
-        bits = 8 * len(blob) / count
+        bits, nats = 8 * len(blob) / count, sum(expected.values())
         log(
-            f"export: {bits:.2f} bits per weight, "
-            f"expected loss of rounding {sum(expected.values()):.4f} nats",
+            f"export: {bits:.2f} bits per weight, expected loss of rounding {nats:.4f} nats",
             "rounding",
             bits_per_weight=bits,
             expected_loss=expected,
         )
-        bpb = sum(expected.values()) / math.log(2) * run.val.targets / run.val.total_bytes
+        bpb = nats / math.log(2) * run.val.targets / run.val.total_bytes
         if len(blob) > 0.99 * max_bytes and not 0.004 <= bpb <= 0.010:
             log(
                 f"note: that is {bpb:.4f} bits per byte: {'more' if bpb < 0.004 else 'fewer'} weights "
@@ -3145,11 +3147,9 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
             )
     total = len(blob) + CODE_BYTES
     digest = hashlib.sha256(blob).hexdigest()
-    # "int6": the challenge's word
-    log(f"Serialized model int6+{hp.compressor}: {len(blob)} bytes sha256:{digest}")
-    log(f"Code size: {CODE_BYTES} bytes")
-    log(
-        f"Total submission size int6+{hp.compressor}: {total} bytes",
+    log(  # "int6": the challenge's word
+        f"Serialized model int6+{hp.compressor}: {len(blob)} bytes sha256:{digest}\n"
+        f"Code size: {CODE_BYTES} bytes\nTotal submission size int6+{hp.compressor}: {total} bytes",
         "artifact",
         path=str(path),
         model_bytes=len(blob),
@@ -3494,24 +3494,23 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> tuple[float, float]:
     size at most 0.94 did, but 1 where all tokens are single characters, and from a tokenizer of the
     same text in another alphabet."""
     pieces = sentencepiece.SentencePieceProcessor(model_proto=read_small(tokenizer_path))
-    start = 31 * [BOS]
 
     def runs(document):
-        return [tuple(document[i : i + 32]) for i in range(len(document) - 31)]
+        padded = 31 * [BOS] + document
+        return [tuple(padded[i : i + 32]) for i in range(len(document))]
 
     def gap(token):
         return 2 * pieces.is_control(token) + pieces.is_unknown(token)
 
-    documents, before, starts = [], [], False
+    documents, before, cut = [], [], 16 + 31
     for no_text, group in itertools.groupby(tokens[:20_000].tolist(), gap):
         if not no_text:
             documents.append(list(group))
-            before += runs(start + documents[-1] if starts else documents[-1][16:])
-        starts = no_text == 2
-    encoded = pieces.encode(pieces.decode(documents))
-    again = {run for document in encoded for run in runs(start + document)}
+            before += runs(documents[-1])[cut:]
+        cut = 0 if no_text == 2 else 16 + 31
+    again = {run for document in pieces.encode(pieces.decode(documents)) for run in runs(document)}
     back = [run in again for run in before[:-4]]
-    ids = itertools.chain.from_iterable(documents)
+    ids = sum(documents, [])
     single = [len(pieces.id_to_piece(i)) == 1 or pieces.is_byte(i) for i in ids]
     return np.mean(back or 1), np.mean(single if back else 1)
 
@@ -4175,20 +4174,17 @@ def require_space(hp: Hyperparameters):
         folder = CHECKPOINTS / hp.run_id
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    disks = collections.defaultdict(list)
+    total, full = collections.Counter(), ""  # bytes by disk; the last message has the whole sum
     for folder, need in needs.items():
-        place = folder.resolve()
-        while not place.exists():
-            place = place.parent
-        disks[place.stat().st_dev].append((folder, place, need))
-    for parts in disks.values():
-        folders, (place, *_), sizes = zip(*parts, strict=True)
-        free, need = shutil.disk_usage(place).free, sum(sizes)
-        require(
-            free >= need,
-            f"{', '.join(map(str, folders))}: the disk has {free >> 20} MiB of free space, but the "
-            f"run may need {need >> 20}: free some, or start it in another folder",
-        )
+        place = next(filter(Path.exists, (folder / "file").resolve().parents))
+        disk, free = place.stat().st_dev, shutil.disk_usage(place).free
+        total[disk] += need
+        if free < total[disk]:
+            full = (
+                f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
+                f"{total[disk] >> 20}: free some, or start it in another folder"
+            )
+    require(not full, full)
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
