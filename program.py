@@ -77,6 +77,8 @@ def output_file(text: str) -> Path:
     path, folder = Path(text), Path(text).parent
     for wrong, why in (
         (path.is_dir(), "is a folder: add the name of a file"),
+        # A file that is moved there would replace a device, for all programs.
+        (path.exists() and not path.is_file(), "is no regular file: choose another name"),
         (not folder.is_dir(), f"is in no folder: make {folder} first"),
         (len(os.fsencode(path.name)) > LONGEST_NAME, "is too long: choose a shorter name"),
         (not is_writable(folder), "is in a folder that is not writable: choose another folder"),

@@ -197,6 +197,7 @@ def test_a_mistake_is_named_and_leaves_no_file(command, status, part, tmp_path):
         (".", "is a folder: add the name of a file"),
         ("", "is a folder"),
         ("folder", "is a folder"),
+        ("device", "is no regular file: choose another name"),  # root replaced /dev/null
         ("no/x", "is in no folder: make no first"),
         ("file/x", "is in no folder: make file first"),
         ("é" * 120, "is too long: choose a shorter name"),
@@ -211,6 +212,7 @@ def test_a_file_that_cannot_be_written_is_refused(name, why, tmp_path, monkeypat
         (tmp_path / folder).mkdir()
     for file in ("file", "locked.txt"):
         (tmp_path / file).touch()
+    os.mkfifo("device")
     monkeypatch.setattr(program.os, "access", lambda path, _: "locked" not in Path(path).name)
     with pytest.raises(argparse.ArgumentTypeError, match=f"^{re.escape(f'{name} {why}')}"):
         program.output_file(name)

@@ -512,6 +512,9 @@ def test_numbers_that_no_file_can_hold_are_refused(trained, calibration, name, n
     nn.init.constant_(broken.get_parameter(name), number)
     with user_error(sentence):
         quantise.quantise(broken, calibration, 9000)
+    if not math.isfinite(number):  # it said that a loss is not finite
+        with user_error(sentence):
+            quantise.calibrate(broken, texts(1, seed=2), nats)
 
 
 def test_an_expected_loss_that_is_not_finite_is_refused(trained, calibration):
@@ -927,6 +930,11 @@ INCOMPLETE = {
         dict,
         {"num_hidden_layers": 2},
     ),
+    "integers": (
+        "it is rounded already: model.safetensors lm_head.weight",
+        lambda t: t | {"lm_head.weight": t["lm_head.weight"].mul(1000).to(torch.int8)},
+        {},
+    ),
     "other shapes": (
         r"it has other shapes: lm_head.weight .*\[256, 32\].* not .*\[300, 32\].*, model.embed_t",
         dict,
@@ -963,7 +971,7 @@ def test_a_folder_that_is_not_all_of_its_model_is_refused(kind, changed):
 def test_tensors_without_a_place_in_the_model_are_named(changed, capsys):
     path = changed(lambda t: t | {"model.layers.1.up.weight": torch.ones(3)}, {})
     quantise.read_model(path)
-    note = f"note: the model of {path}/config.json has no place for model.layers.1.up.weight: check"
+    note = f"note: the model of {path}/config.json has no place for model.layers.1.up.weight: is"
     assert note in capsys.readouterr().err
 
 

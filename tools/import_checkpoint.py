@@ -23,8 +23,8 @@ per GPU). On a CPU use --tokens 65536; TRAIN_BATCH_TOKENS is 16384 there unless 
 
 The table at the end: "predicted" is the loss that the export expects of its rounding, "found" that
 of the artifact, both in rows without overlap. --their-bpb and --their-bytes put the other script's
-export beside it, scored on the same text in such rows. Bytes are of weights, without code,
-everywhere.
+export beside it, scored on the same text in such rows. The table's bytes are of weights, without
+code.
 """
 
 import argparse

@@ -227,6 +227,7 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
     those that do not count. One backward per batch: with random weights of mean 0 and variance 1
     the squared gradient of their sum is, on average, the sum of the tokens' squared gradients. So
     many small batches are better than a few large ones. Raises UserError."""
+    check_finite(tensors_of(model))
     matrices = matrices_of(model)
     names = {tensor: name for tensor, name in names_of(model).items() if name in matrices}
     uses, hessians, squares, tokens = Uses(names), {}, defaultdict(float), 0
@@ -254,7 +255,8 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
     for name, total in (*squares.items(), *uses.outputs.items(), *inputs):
         require(
             total.isfinite().all(),
-            f"gradients or inputs of {name} are not finite: use bf16 or fp32",
+            f"gradients or inputs of {name} are not finite: use bf16 or fp32, or scale the weights "
+            "before it down",
         )
     require(
         any(total.any() for total in squares.values()),
@@ -321,6 +323,13 @@ def check_loss(nats: object) -> None:
     require(nats.isfinite().all(), "a loss is not finite: check the model and the batches")
 
 
+def check_finite(tensors: dict[str, Tensor]) -> None:
+    """Raise UserError if a parameter is not finite. A buffer may be a mask."""
+    for name, tensor in tensors.items():
+        masks = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
+        require(masks or finite(tensor).all(), f"{name} is not finite: check the model")
+
+
 def quantise(
     model: nn.Module,
     calibration: Calibration,
@@ -334,10 +343,7 @@ def quantise(
     does. The model does not change. Raises UserError."""
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     tensors = tensors_of(model)
-    for name, tensor in tensors.items():
-        # A buffer may be a mask.
-        masks = not isinstance(tensor, nn.Parameter) or not tensor.is_floating_point()
-        require(masks or finite(tensor).all(), f"{name} is not finite: check the model")
+    check_finite(tensors)
     groups, make = make_groups(model, calibration, states, progress)
     quantisers = [emptied(make(group)) for group in progress(groups)]
     pack_all = functools.partial(pack, model, groups, make, states, progress=progress)
@@ -635,22 +641,42 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     # Without trust_remote_code=False a model with code of its own asks on standard input.
     options = {"local_files_only": True, "trust_remote_code": False}
     with train_gpt.as_user_error(f"cannot load {folder}", advice, Exception):
+        require(Path(folder).is_dir(), "there is no such folder")
         # transformers only warns of what it has made at random.
         report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, use_safetensors=True, **options, **report
         )
         other = [f"{name} {there} not {here}" for name, there, here in found["mismatched_keys"]]
-        for what, names in ("lacks", found["missing_keys"]), ("has other shapes", other):
+        codes = [
+            f"{path.name} {name}"
+            for path in Path(folder).glob("*.safetensors")
+            for name, kind in stored_types(path).items()
+            if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16")
+        ]
+        wrong = {
+            "lacks": found["missing_keys"],
+            "has other shapes": other,
+            "is rounded already": codes,
+        }
+        for what, names in wrong.items():
             require(not names, f"it {what}: {listed(names)}")
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if unused := found["unexpected_keys"]:
         print(
-            f"note: the model of {folder}/config.json has no place for {listed(unused)}: check its "
-            "number of layers",
+            f"note: the model of {folder}/config.json has no place for {listed(unused)}: is it all of "
+            "your model?",
             file=sys.stderr,
         )
     return model.eval(), tokenizer
+
+
+def stored_types(path: Path) -> dict[str, str]:
+    """The types of the tensors in a safetensors file, by name."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
 def listed(names: Collection[str]) -> str:
