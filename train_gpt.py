@@ -4176,7 +4176,7 @@ def require_space(hp: Hyperparameters):
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
     total, full = collections.Counter(), ""  # bytes by disk; the last message has the whole sum
     for folder, need in needs.items():
-        place = next(filter(Path.exists, (folder / "file").resolve().parents))
+        place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
         disk, free = place.stat().st_dev, shutil.disk_usage(place).free
         total[disk] += need
         if free < total[disk]:

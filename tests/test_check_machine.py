@@ -71,7 +71,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
 @pytest.mark.parametrize(
     "fault, changes, sentence",
     [
-        ("disk", {}, "disk of rank 0: logs, /"),
+        ("disk", {}, "disk of rank 0: /"),
         ("nan", {}, "training of rank 0: the mean training loss is nan: lower the learning rates"),
         ("memory", {}, "Tried to allocate 20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
         ("none", {"MAX_WALLCLOCK_SECONDS": 0.001, "GPTQ_BATCHES": 4}, "=0.001 is less than the"),
