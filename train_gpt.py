@@ -753,18 +753,16 @@ def xsa(y: Tensor, v: Tensor) -> Tensor:
     return (grouped - along * v).to(y.dtype).flatten(2, 3)
 
 
-def activation(z: Tensor, slope: float) -> Tensor:
+def activation(z: Tensor, hp: Hyperparameters) -> Tensor:
     """The MLP's, a squared leaky ReLU (#493). `mlp_kernel` has it and its derivative, too."""
-    return F.leaky_relu(z, slope).square()
+    return F.leaky_relu(z, hp.mlp_slope).square()
 
 
-def is_homogeneous() -> bool:
-    """Whether activation(2 z) = 4 activation(z): exactly, as doubling has no rounding."""
-    z = torch.linspace(-9, 9, 100).sinh()
-    return torch.equal(activation(2 * z, 0.5), 4 * activation(z, 0.5))
-
-
-HOMOGENEOUS = is_homogeneous()  # of degree 2: the norm can be one factor after the activation
+def is_homogeneous(hp: Hyperparameters) -> bool:
+    """Whether activation(2 z) = 4 activation(z): exactly, as doubling has no rounding. Then the norm
+    can be one factor after it."""
+    z = torch.linspace(-9, 9, 100, device="cpu").sinh()
+    return torch.equal(activation(2 * z, hp), 4 * activation(z, hp))
 
 
 def filled(*shape: int, value: float = 0.0) -> nn.Parameter:
@@ -789,6 +787,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.hp, self.attend, self.dtype, self.fused_mlp = hp, attend, dtype, fused_mlp
+        self.homogeneous = is_homogeneous(hp)
         layers, dim = hp.num_layers, hp.model_dim
         for bank in BANKS:
             setattr(self, bank, nn.Parameter(torch.zeros(bank_shape(bank, hp), dtype=dtype)))
@@ -943,12 +942,13 @@ class GPT(nn.Module):
     def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
         """The MLP of rms_norm(stream), (B, T, D) (#1948). If `activation` allows it, the norm is one
         factor after it, which is faster."""
-        # The square of the norm's factor
-        x, scale = (stream, 1 / mean_square(stream)) if HOMOGENEOUS else (rms_norm(stream), 1)
+        x, scale = stream, 1 / mean_square(stream)  # the square of the norm's factor
+        if not self.homogeneous:
+            x, scale = rms_norm(stream), 1
         if self.fused_mlp and not (call.hook or call.factors):
             y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
         else:
-            hidden = activation(call.linear(x, "up"), self.hp.mlp_slope) * scale
+            hidden = activation(call.linear(x, "up"), self.hp) * scale
             y = call.linear(hidden.to(self.dtype), "down")
         if "mlp.a" in call.factors:
             y = call.adapt(y, rms_norm(stream), "mlp")
@@ -4836,9 +4836,9 @@ class FusedMLP(torch.autograd.Function):
         return dx, dscale, inner.mT @ x, grad.mT @ hidden, None
 
 
-def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, slope: float) -> Tensor:
+def plain_mlp(x: Tensor, scale: Tensor, up: Tensor, down: Tensor, hp: Hyperparameters) -> Tensor:
     """The MLP of `FusedMLP`, for x (B, T, D) and scale (B, T, 1), as the model writes it."""
-    hidden = activation(F.linear(x, up), slope) * scale
+    hidden = activation(F.linear(x, up), hp) * scale
     return F.linear(hidden.to(x.dtype), down)
 
 
@@ -4846,13 +4846,13 @@ def try_fused_mlp(hp: Hyperparameters, runtime: Runtime) -> Callable:
     """The fused MLP, compiled if the run is. Raises an error if it does not run, or differs from
     `plain_mlp`."""
     device = runtime.device
-    require(HOMOGENEOUS, "`activation` is not homogeneous of degree 2")
+    require(is_homogeneous(hp), "`activation` is not homogeneous of degree 2")
     require(
         device.type == "cpu" or runtime.dtype == torch.bfloat16,
         "on a GPU it needs COMPUTE_DTYPE=bfloat16",
     )
     fused = compile_whole(load_fused_mlp(hp.mlp_slope, device), runtime.compiled)
-    compare_kernel(fused, partial(plain_mlp, slope=hp.mlp_slope), mlp_inputs(TRIAL, hp, runtime))
+    compare_kernel(fused, partial(plain_mlp, hp=hp), mlp_inputs(TRIAL, hp, runtime))
     return fused
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import os
 import re
+import subprocess
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -169,29 +170,47 @@ def with_activation(tmp_path, monkeypatch):
     return load
 
 
-SQUARED = "F.leaky_relu(z, slope).square()"
-CURVED = ("F.gelu(z)", "F.silu(z).square()", "F.relu(z)", "F.relu(z - 1).square()", "z**2 + 1")
+SQUARED = "F.leaky_relu(z, hp.mlp_slope).square()"
+CURVED = (
+    "F.gelu(z)",
+    "F.gelu(z) if hp.num_layers == 2 else F.relu(z).square()",
+    "F.silu(z).square()",
+    "F.relu(z)",
+    "F.relu(z - 1).square()",
+    "z**2 + 1",
+)
 
 
 @pytest.mark.parametrize("formula", [SQUARED, "z * z.abs()", "F.relu(z).square()", *CURVED])
 def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, with_activation):
     """README: edit `activation` alone. The norm was a factor after it, right for degree 2 only."""
     script = with_activation(formula)
-    assert script.HOMOGENEOUS is (formula not in CURVED)
     model = noise(made(hyperparameters(NUM_LAYERS=2)))
+    model.homogeneous = script.is_homogeneous(model.hp)
+    assert model.homogeneous is (formula not in CURVED)
     call = train_gpt.LayerCall(1, 1, model.matrices(), {}, None, ())
     stream = 3 * torch.randn(2, 5, model.hp.model_dim, generator=torch.Generator().manual_seed(1))
     up, down = call.matrix("up").double(), call.matrix("down").double()
-    expected = script.activation(norm(stream.double()) @ up.T, model.hp.mlp_slope) @ down.T
+    expected = script.activation(norm(stream.double()) @ up.T, model.hp) @ down.T
     found = script.GPT.mlp(model, stream, call).double()
     assert (found - expected).norm() < 2e-6 * expected.norm()
 
 
-def test_calibration_is_the_same_if_the_norm_comes_first(hyperparameters, monkeypatch):
+def test_an_import_starts_no_thread(with_activation):
+    """tools/demo_settings.py forks afterwards: a product in a child waited for a thread for ever."""
+    folder = os.path.dirname(with_activation("F.gelu(z)").__file__)
+    environ = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONPATH": f"{folder}:{ROOT}"}
+    counts = set()
+    for name in ("edited", "train_gpt"):
+        code = f"import os, {name}; print(len(os.listdir('/proc/self/task')))"
+        counts.add(subprocess.check_output([sys.executable, "-c", code], env=environ))
+    assert len(counts) == 1
+
+
+def test_calibration_is_the_same_if_the_norm_comes_first(hyperparameters):
     model = random_model(hyperparameters())
     found = []
-    for last in (True, False):
-        monkeypatch.setattr(train_gpt, "HOMOGENEOUS", last)
+    for model.homogeneous in (True, False):
         calibration = train_gpt.Calibration(model, 69)
         calibration.add(documents(model.hp))
         found.append(calibration.sums)
@@ -206,7 +225,7 @@ def test_the_fused_mlp_needs_an_activation_of_degree_2(monkeypatch, one_rank):
     for name in ("load_fused_mlp", "compare_kernel", "compile_whole"):
         monkeypatch.setattr(train_gpt, name, lambda *_: None)
     train_gpt.try_fused_mlp(hp, runtime)
-    monkeypatch.setattr(train_gpt, "HOMOGENEOUS", False)
+    monkeypatch.setattr(train_gpt, "is_homogeneous", lambda hp: False)
     with user_error("`activation` is not homogeneous of degree 2"):
         train_gpt.try_fused_mlp(hp, runtime)
 

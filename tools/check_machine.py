@@ -239,7 +239,7 @@ def fa3_build(source: str) -> ModuleType:
 def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     """The same for the forms of the MLP."""
     inputs = train_gpt.mlp_inputs((forward_rows(hp, runtime), hp.train_seq_len), hp, runtime)
-    plain = functools.partial(train_gpt.plain_mlp, slope=hp.mlp_slope)
+    plain = functools.partial(train_gpt.plain_mlp, hp=hp)
 
     def load(name: str) -> Callable[..., torch.Tensor]:
         if name == "fused":
