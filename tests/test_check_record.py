@@ -304,6 +304,11 @@ def test_each_statement_is_contradicted_by_the_logs(made):
     assert found.status == "ok"
 
 
+def test_a_figure_is_right_in_all_its_digits():
+    for given, right in ((1.1194, True), (1.1195, False), (1.119381, False), (1.12, False)):
+        assert check_record.close(given, 1.11938, 4) is right, given
+
+
 def fields_of(given: dict, **claims) -> dict:
     return {**given, "compliance": given["compliance"] | claims}
 
@@ -327,6 +332,10 @@ def test_a_run_with_the_tilt_says_that_it_counts_n_grams(made):
     assert status == 0 and any(
         "no_ngram_cache is False, as NGRAM_TILT=1" in x for x in lines["n/a"]
     )
+    path = folder / "submission.json"
+    path.write_text(json.dumps(fields_of(given, no_slot=False)))
+    (found,) = check_record.claims(check_record.Folder(folder))
+    assert found.status == "FAIL" and found.detail == "no_slot is False, not true"
 
 
 def test_hints_count_within_the_time_limit(made):
@@ -387,6 +396,50 @@ def test_a_score_of_its_own_belongs_to_the_submission(swept, sweep_knobs, tmp_pa
     written(folder, other, "eval_seed1.log")
     problem = "eval_seed1.log scores an artifact whose training has no log"
     assert any(problem in line.detail for line in failures(folder))
+    other = "#1\nACCESS_TOKEN=12345678" + scored.read_text()
+    path = written(folder, other, "eval_seed1.log")
+    damaged = check_record.Folder(folder)
+    assert "eval_seed1.log does not begin with it" in check_record.same_script(damaged).detail
+    assert any(
+        "eval_seed1.log contains what" in line.detail for line in check_record.files(damaged)
+    )
+    with user_error("train_seed1.log and eval_seed1.log begin with different scripts"):
+        train = runs.read_run(folder / "train_seed1.log")
+        make_record.make([train, runs.read_run(path)], {**about, "name": "Other"}, "t")
+
+
+def test_an_evaluation_is_judged_as_its_training_is(swept):
+    """Machine, script, settings and seconds of both count; one that did not finish has no score."""
+    machine = {"ranks": 8, "device": "NVIDIA H100"}
+    training = dataclasses.replace(runs.read_run(logs_of(swept)[0]), **machine)
+    training.settings["EVAL_STRIDE"] = "999"  # of a score that does not count
+
+    def joined(changes=None, **other) -> list[runs.Run]:
+        settings = training.settings | {
+            "EVAL_ONLY": "x.npz",
+            "EVAL_STRIDE": "64",
+            **(changes or {}),
+        }
+        changed = {"settings": settings, "changed": list(changes or ()), "prepare_seconds": 30.0}
+        return runs.with_evaluations([training, dataclasses.replace(training, **changed | other)])
+
+    (good,) = joined()
+    assert good.eval_seconds == good.score.seconds + 30
+    claims = make_record.compliance([good], 1)
+    assert claims["hardware_8xh100"] and claims["no_slot"] and claims["no_ngram_cache"]
+    for claim, value, others in (
+        ("hardware_8xh100", False, joined(ranks=4)),
+        ("no_slot", None, joined(source=b"another")),
+        ("no_ngram_cache", False, joined({"NGRAM_TILT": "True"})),
+        ("eval_under_600s", False, joined(prepare_seconds=600.0)),
+    ):
+        assert make_record.compliance(others, 1)[claim] is value, claim
+    assert "WORLD_SIZE of its score=8 and 2" in runs.differences([good, *joined(ranks=2)])
+    changes = {"NGRAM_TILT": "True", "MATRIX_LR": "9.0"}
+    training = dataclasses.replace(training, changed=["EVAL_STRIDE", "NUM_LAYERS"])
+    (found,) = joined(changes)
+    assert found.changes == {"NUM_LAYERS": training.settings["NUM_LAYERS"], "NGRAM_TILT": "True"}
+    assert [run.evaluation for run in joined(finished=False)] == [None, None]
 
 
 def test_paths_of_the_machine_are_not_in_the_readme(made, data, capsys):

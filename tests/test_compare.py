@@ -47,6 +47,8 @@ def test_welch_is_the_textbook_one(tmp_path):
         ({1: 1.896, 2: 1.8962, 3: 1.8961}, False, "better by 0.0039 nats, and at least 0.005"),
         ({1: 1.910, 2: 1.9102, 3: 1.9101}, False, "worse by 0.0101 nats"),
         ({1: 1.880, 2: 1.9, 3: 1.886}, False, "seeds of each would show it: "),
+        # Better at all with p = 0.0006, by more than the margin with 0.02
+        ({1: 1.8938, 2: 1.8944, 3: 1.8935}, False, "large enough, but it may be chance (p = 0.0"),
         ({1: 1.880}, False, "3 and 1 seeds cannot show it"),
     ],
 )
@@ -103,6 +105,12 @@ def test_unequal_seeds_are_told(tmp_path):
     page = tmp_path / "x.html"
     html_page.write(page, [str(tmp_path / "a"), str(tmp_path / "b")])
     assert f"But {told}." in " ".join(page.read_text().split())
+
+
+def test_a_side_of_several_texts_is_refused(tmp_path):
+    mixed = group(tmp_path / "a", {1: 1.9}) + group(tmp_path / "b", {2: 1.9}, rate=1.7005)
+    with user_error("the logs of one side were scored on different texts or tokenizers"):
+        compare.losses(mixed, mixed[:1])
 
 
 def test_other_tokenizers_are_compared_by_bits(tmp_path):

@@ -55,6 +55,11 @@ def source_of(members: list[Run]) -> bytes:
                 f"{run.path} does not begin with the script that ran: "
                 "give the logs/<RUN_ID>.txt that train_gpt.py wrote, not its console output"
             )
+        if run.source != members[0].source:
+            raise UserError(
+                f"{members[0].path.name} and {run.path.name} begin with different scripts: "
+                "score the artifact with the script that trained it"
+            )
     return members[0].source
 
 
