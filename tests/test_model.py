@@ -170,7 +170,14 @@ def with_activation(tmp_path, monkeypatch):
 
 
 SQUARED = "F.leaky_relu(z, slope).square()"
-CURVED = ("F.gelu(z)", "F.silu(z).square()", "F.relu(z)", "F.relu(z - 1).square()", "z**2 + 1")
+CURVED = (
+    "F.gelu(z)",
+    "F.elu(z).square()",
+    "F.silu(z).square()",
+    "F.relu(z)",
+    "F.relu(z - 1).square()",
+    "z**2 + 1",
+)
 
 
 @pytest.mark.parametrize("formula", [SQUARED, "z * z.abs()", "F.relu(z).square()", *CURVED])
