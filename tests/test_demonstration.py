@@ -113,8 +113,11 @@ def test_only_a_killed_build_of_the_demonstration_is_repeated(
         assert demo_corpus.build(tmp_path, library) == "made"
 
 
-@pytest.mark.parametrize("name", ["fineweb_train_000000.bin", "fineweb_train_000009.bin"])
-def test_foreign_shards_beside_the_manifest_are_kept(built, library, tmp_path, name):
+FOREIGN = ["fineweb_train_000000.bin", "fineweb_train_000009.bin", "tokenizer.model"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_files_beside_the_manifest_are_kept(built, library, tmp_path, name):
     folder = shutil.copytree(built[0], tmp_path / "data")
     write_shard(folder / name, np.arange(9))
     with user_error("holds something else than the demonstration's data: choose another folder"):

@@ -502,11 +502,14 @@ def test_mask_and_tilt_do_not_change_what_is_compared_with_theirs(run_of, traine
     import_checkpoint.compare(run, weights_of(trained), arguments, [log.artifact])
     plain, own = copy.copy(run.val), run.val
     plain.refused = plain.hints = None
+    with import_checkpoint.across_documents(trained):
+        across = evaluate(trained, plain, run.hp, run.runtime, 32).val_loss
     plain, own = (
         evaluate(trained, text, run.hp, run.runtime, 32).val_loss for text in (plain, own)
     )
     losses = {name: fields.get("val_loss") for name, fields in events.items()}
     assert losses["final_average_exact"] == pytest.approx(plain, abs=1e-6)
+    assert losses["final_average_across_documents_exact"] == pytest.approx(across, abs=1e-6)
     assert losses.get("final_average_mask_or_tilt_exact", plain) == pytest.approx(own, abs=1e-6)
     assert (abs(own - plain) > 1e-5) == bool(mask or tilt)
     *_, shown = lines

@@ -174,6 +174,7 @@ SQUARED = "F.leaky_relu(z, hp.mlp_slope).square()"
 CURVED = (
     "F.gelu(z)",
     "F.gelu(z) if hp.num_layers == 2 else F.relu(z).square()",
+    "F.elu(z).square()",
     "F.silu(z).square()",
     "F.relu(z)",
     "F.relu(z - 1).square()",

@@ -106,6 +106,7 @@ def test_a_run_over_a_limit_is_not_done(limit, copied, sweep_knobs, monkeypatch,
     capsys.readouterr()
     checkpoints = copied / "checkpoints" / log.stem
     checkpoints.mkdir(parents=True)
+    (checkpoints / "step_00000012.npz").touch()
     assert sweep.sweep(["false"]) == 1, "it was started again"
     said = capsys.readouterr().out
     assert f"failed: {log.stem}: error: " in said and part in said and "no run finished" in said
