@@ -472,7 +472,12 @@ def no_grad(model, rows):
         (no_grad, 1, r"the loss has no gradient: compute it without torch.no_grad\(\)"),
         (lambda model, rows: nats(model, rows) * torch.inf, 1, "a loss is not finite"),
         (nats, 0, "there is no batch to calibrate with"),
-        (lambda _, rows: nats(Model(), rows), 1, "the loss does not depend on the model"),
+        (lambda _, rows: nats(Model(), rows), 1, "all squared gradients are 0 in fp32: check that"),
+        (
+            lambda model, rows: nats(model, rows) * 1e-30,
+            1,
+            "are 0 in fp32: .* weights are not tiny",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(loss, count, sentence):
@@ -481,9 +486,12 @@ def test_a_mistake_is_one_sentence(loss, count, sentence):
 
 
 def test_what_cannot_be_rounded_is_one_sentence(trained, calibration):
-    sentence = "3[0-9]{3}, with 172 numbers that are not rounded: unused.weight, norm.weight"
-    with user_error(f"3000 bytes are too few: the smallest file has {sentence}"):
-        quantise.quantise(trained, calibration, 3000)
+    sentence = "[0-9]{4}, with 172 numbers that are not rounded: unused.weight, norm.weight"
+    with user_error(r"9 bytes are too few: the smallest file has \d+$") as error:
+        quantise.quantise(trained, calibration, 9)
+    most = int(str(error.value).split()[-1]) - 300  # they take 348 bytes
+    with user_error(f"{most} bytes are too few: the smallest file has {sentence}"):
+        quantise.quantise(trained, calibration, most)
     with user_error("states=5: choose 0, 4, 8"):
         quantise.quantise(trained, calibration, 9000, states=5)
     with user_error("the calibration is of another model"):
@@ -587,7 +595,7 @@ def test_a_conjugate_view_and_8_bits_are_stored(trained, calibration, tmp_path):
     assert torch.equal(twin.eight.float(), eight.float())
 
 
-def test_parameters_over_the_same_numbers_are_one(trained, calibration, packed):
+def test_parameters_over_the_same_numbers_are_one(trained, calibration, packed, tmp_path):
     """As after `head.weight.data = embed.weight.data`: both were rounded, one after the other."""
     model = copy.deepcopy(trained)
     model.head.weight = nn.Parameter(torch.empty(0))
@@ -598,6 +606,14 @@ def test_parameters_over_the_same_numbers_are_one(trained, calibration, packed):
     for name, squares in calibration.squares.items():
         torch.testing.assert_close(found.squares[name], squares)
     assert quantise.quantise(model, calibration, 5000)[0] == packed
+    parted, path = copy.deepcopy(model), tmp_path / "a.npz"
+    path.write_bytes(packed)
+    for call in (
+        lambda: quantise.load(parted, path),
+        lambda: quantise.quantise(parted, calibration, 5000),
+    ):
+        with user_error("of another model.*a copy of a model parts parameters that were tied by"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -788,8 +804,21 @@ def test_a_file_of_another_model_is_refused(packed, tmp_path):
         with user_error(re.escape(f"{path} is of another model: {sentence}")):
             quantise.load(model, path)
     assert torch.equal(model.conv.weight, Model(seed=1).conv.weight)
-    with user_error("none.npz cannot be loaded: No such file"):
+    with user_error("there is no file .*none.npz: check the path$"):
         quantise.load(nn.Linear(4, 4), tmp_path / "none.npz")
+
+
+def test_a_file_is_loaded_as_in_the_document(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = llama(**SMALL)
+    calibration = quantise.calibrate(model, texts(2, seed=2), quantise.nats_of)
+    (tmp_path / "model.npz").write_bytes(quantise.quantise(model, calibration, 10**6)[0])
+    text = (ROOT / "docs" / "quantiser.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```py\n(.*?)```", text, re.S)
+    names, twin = {"FOLDER": folder / "model"}, llama(**SMALL)
+    exec(example, names)
+    quantise.load(twin, "model.npz")
+    assert torch.equal(names["model"].lm_head.weight, twin.lm_head.weight)
 
 
 def test_the_example_of_the_document_runs(tmp_path):
@@ -889,16 +918,22 @@ def test_the_program_rounds_to_several_sizes_from_one_calibration(
     assert tokenizer.decode(seen[0].flatten())[:200] == text[7200:7400]
 
 
-def test_few_tokens_of_calibration_are_named_beside_the_prediction(program, capsys):
-    program("--bits 3 --rows 64")
-    sentence = ", probably too low: 1984 tokens calibrated, not 50000 (--rows); most of it:"
-    assert f"expected loss in thousandths of a nat per token{sentence}" in capsys.readouterr().out
+def test_few_tokens_of_calibration_are_named_first(program, capsys):
+    """And files far below their limit."""
+    program("--bits 3 16 --rows 64")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "note: 1984 tokens calibrated, not 50000: what is expected is probably "
+    )
+    [note] = [line for line in lines if line.startswith("note:")]
+    assert re.fullmatch(r"note: \d+ bytes were allowed; no finer steps are used", note)
+    assert lines[lines.index(note) - 1].startswith("a_16.npz: ")
 
 
 def test_enough_tokens_of_calibration_are_not(program, capsys, monkeypatch):
     monkeypatch.setattr(quantise, "ENOUGH", 1984)
     program("--bits 3 --rows 64")
-    assert "expected loss in thousandths of a nat per token; most" in capsys.readouterr().out
+    assert "note:" not in capsys.readouterr().out
 
 
 def test_a_kept_calibration_is_of_these_weights(tmp_path, monkeypatch):
@@ -913,15 +948,38 @@ def test_a_kept_calibration_is_of_these_weights(tmp_path, monkeypatch):
         quantise.kept_calibration(path, model, rows)
 
 
+def test_a_file_that_is_no_calibration_or_a_damaged_one_is_refused(tmp_path):
+    model, rows, path = llama(**SMALL), torch.randint(256, (8, 9)), tmp_path / "kept"
+    quantise.kept_calibration(path, model, rows)
+    whole = path.read_bytes()
+    place = whole.index(b"/data/1") + 200  # torch.load reads it
+    flipped = whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :]
+    for file in (whole[: len(whole) // 2], flipped, b"a text"):
+        path.write_bytes(file)
+        with user_error(
+            "cannot read .*kept: .*; delete it if it is a damaged calibration, else na"
+        ):
+            quantise.kept_calibration(path, model, rows)
+
+
 def without(tensors, name):
     return {key: one for key, one in tensors.items() if name not in key}
 
 
 INCOMPLETE = {
-    "a tensor less": ("it lacks: lm_head.weight;", lambda t: without(t, "lm_head"), {}),
+    "a tensor less": (
+        "it lacks: lm_head.weight .is the head the embedding. set tie_word_embeddings in .* to true",
+        lambda t: without(t, "lm_head"),
+        {},
+    ),
+    "a head of its own": (
+        "its head is not the embedding: set tie_word_embeddings in config.json to false;",
+        dict,
+        {"tie_word_embeddings": True},
+    ),
     "names of a wrapper": (
         "it lacks: lm_head.weight, model.embed_tokens.weight, model.layers.0.input_layernorm.weight "
-        "and 9 more;",
+        "and 9 more .all names have module. or _orig_mod. before them: save the model inside",
         lambda t: {f"module.{name}": one for name, one in t.items()},
         {},
     ),
@@ -957,6 +1015,20 @@ def changed(folder, tmp_path):
         return str(path)
 
     return change
+
+
+def test_a_folder_without_a_tokenizer_or_safetensors_says_what_to_do(changed, tmp_path):
+    path = changed(dict, {})
+    for file in (tmp_path / "changed").glob("tokenizer*"):
+        file.unlink()
+    sentence = f"no tokenizer can be loaded from {path}: .*; save it there with tokenizer.save_p"
+    with user_error(sentence):
+        quantise.read_model(path)
+    (tmp_path / "changed/model.safetensors").rename(tmp_path / "changed/pytorch_model.bin")
+    with user_error(
+        "weights are .bin files, which may run code: if you trust them, load the model"
+    ):
+        quantise.read_model(path)
 
 
 @pytest.mark.parametrize("kind", INCOMPLETE)

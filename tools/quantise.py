@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import zipfile
 from collections import defaultdict
@@ -46,6 +47,7 @@ from torch import Tensor, nn
 
 VERSION = 4
 ENOUGH = 50_000  # tokens of calibration; a prediction from fewer is too low
+PARTED = "a copy of a model parts parameters that were tied by .data: tie them again"
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -260,7 +262,8 @@ def calibrate(model: nn.Module, batches: Iterable, loss: Callable) -> Calibratio
         )
     require(
         any(total.any() for total in squares.values()),
-        "the loss does not depend on the model: compute it with the model that loss() gets",
+        "all squared gradients are 0 in fp32: check that loss() uses the model that it gets, and that "
+        "the model's weights are not tiny",
     )
     outputs = {n: total for n, total in uses.outputs.items() if not matrices[n].lookup}
     return Calibration(hessians, dict(squares), tokens, outputs)
@@ -360,12 +363,12 @@ def quantise(
     )
     plain = {name: one.numel() for name, one in tensors.items() if name not in predicted}
     largest = ", ".join(sorted(plain, key=plain.get, reverse=True)[:3])
+    sizes = {n: tensors[n].itemsize if n in header["exact"] else 2 for n in plain}
+    matter = sum(sizes[n] * plain[n] for n in plain) >= len(file) - max_bytes
     require(
         len(file) <= max_bytes,
         f"{max_bytes} bytes are too few: the smallest file has {len(file)}"
-        + (
-            f", with {sum(plain.values())} numbers that are not rounded: {largest}" if plain else ""
-        ),
+        + f", with {sum(plain.values())} numbers that are not rounded: {largest}" * matter,
     )
     return file, predicted
 
@@ -377,7 +380,10 @@ def make_groups(
     has used; and what makes the quantiser of such a group. It takes several times the memory of the
     group's weights, so each pass makes it anew."""
     matrices, by_shape, groups = matrices_of(model), defaultdict(list), []
-    require(matrices.keys() == calibration.squares.keys(), "the calibration is of another model")
+    require(
+        matrices.keys() == calibration.squares.keys(),
+        f"the calibration is of another model ({PARTED})",
+    )
     used = [name for name in matrices if calibration.squares[name].any()]
     count, rotated = sum(matrices[name].parameter.numel() for name in used), set()
 
@@ -498,6 +504,7 @@ def pack(
 def load(model: nn.Module, path: str | Path) -> None:
     """Give a model of the same shapes the tensors of a file. Raises UserError if it is of another
     model, truncated or altered; the model is then as before."""
+    require(Path(path).is_file(), f"there is no file {path}: check the path")
     advice = "if truncated or altered, copy it again"
     sentence = f"{path} cannot be loaded"
     tensors = tensors_of(model)
@@ -510,7 +517,7 @@ def load(model: nn.Module, path: str | Path) -> None:
         require(
             there == here,
             f"{path} is of another model: {name} is {there} in the file and {here} in the model; "
-            "load it into a model with the names and shapes of the one that was rounded",
+            f"load it into a model with the names and shapes of the one that was rounded ({PARTED})",
         )
     with train_gpt.as_user_error(sentence, advice, Exception):
         found = read(model, header, arrays)
@@ -642,6 +649,11 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     options = {"local_files_only": True, "trust_remote_code": False}
     with train_gpt.as_user_error(f"cannot load {folder}", advice, Exception):
         require(Path(folder).is_dir(), "there is no such folder")
+        require(
+            any(Path(folder).glob("*.safetensors")) or not any(Path(folder).glob("*.bin")),
+            "its weights are .bin files, which may run code: if you trust them, load the model and "
+            "save_pretrained it again",
+        )
         # transformers only warns of what it has made at random.
         report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -654,15 +666,25 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
             for name, kind in stored_types(path).items()
             if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16")
         ]
-        wrong = {
-            "lacks": found["missing_keys"],
-            "has other shapes": other,
-            "is rounded already": codes,
-        }
-        for what, names in wrong.items():
-            require(not names, f"it {what}: {listed(names)}")
+        missing, unused, hint = found["missing_keys"], found["unexpected_keys"], ""
+        tied = set(model._tied_weights_keys or ())
+        if unused and all(re.match(r"module\.|_orig_mod\.", name) for name in unused):
+            hint = " (all names have module. or _orig_mod. before them: save the model inside)"
+        elif missing and tied.issuperset(missing):
+            hint = " (is the head the embedding? set tie_word_embeddings in config.json to true)"
+        require(not missing, f"it lacks: {listed(missing)}{hint}")
+        head, table = model.get_output_embeddings(), model.get_input_embeddings()
+        require(
+            not (tied and head and getattr(model.config, "tie_word_embeddings", False))
+            or head.weight is table.weight,
+            "its head is not the embedding: set tie_word_embeddings in config.json to false",
+        )
+        require(not other, f"it has other shapes: {listed(other)}")
+        require(not codes, f"it is rounded already: {listed(codes)}")
+    advice = "save it there with tokenizer.save_pretrained"
+    with train_gpt.as_user_error(f"no tokenizer can be loaded from {folder}", advice, Exception):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if unused := found["unexpected_keys"]:
+    if unused:
         print(
             f"note: the model of {folder}/config.json has no place for {listed(unused)}: is it all of "
             "your model?",
@@ -723,7 +745,10 @@ def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calib
         digest.update(to_bytes([tensor]))
     of = digest.hexdigest()
     if path and path.is_file():
-        with train_gpt.as_user_error(f"cannot read {path}", "delete it", Exception):
+        advice = "delete it if it is a damaged calibration, else name another file"
+        with train_gpt.as_user_error(f"cannot read {path}", advice, Exception):
+            with zipfile.ZipFile(path) as archive:  # torch.load does not look at checksums
+                require(not archive.testzip(), "it is damaged")
             kept = torch.load(path, weights_only=True)
             other = kept.pop("of") != of
             calibration = Calibration(**kept)
@@ -802,6 +827,11 @@ def main() -> None:
     count = train_gpt.count_numbers(model.parameters())
     before = mean_loss(model, test)
     calibration = kept_calibration(arguments.calibration, model, rows)
+    if calibration.tokens < ENOUGH:
+        print(
+            f"note: {calibration.tokens} tokens calibrated, not {ENOUGH}: what is expected is probably "
+            "too low; give more --rows or text"
+        )
     for path, size in arguments.outputs.items():
         max_bytes = size if arguments.bytes else int(size * count / 8)
         progress = functools.partial(bar, name=f"rounding to {max_bytes} bytes")
@@ -810,9 +840,9 @@ def main() -> None:
             partial.write_bytes(file)
         total = 1000 * sum(predicted.values())
         print(f"{path}: {len(file)} bytes, {8 * len(file) / count:.2f} bits per parameter")
-        doubt = f", probably too low: {calibration.tokens} tokens calibrated, not {ENOUGH} (--rows)"
-        doubt = doubt if calibration.tokens < ENOUGH else ""
-        print(f"{total:10.4f} expected loss in thousandths of a nat per token{doubt}; most of it:")
+        if len(file) < 0.95 * max_bytes:
+            print(f"note: {max_bytes} bytes were allowed; no finer steps are used")
+        print(f"{total:10.4f} expected loss in thousandths of a nat per token; most of it:")
         for name, loss in sorted(predicted.items(), key=lambda item: -item[1])[:10]:
             print(f"{1000 * loss:10.4f} {name}", flush=True)
     for path in arguments.outputs:
