@@ -44,7 +44,10 @@ def read_env(path: str | Path) -> dict[str, str]:
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     for word in " ".join(line for line in lines if not line.startswith("#")).split():
         name, _, found[name] = word.partition("=")
-        require(name in known, f"{path}: {word[:40]!r} sets no knob of train_gpt.py")
+        require(
+            name in known,
+            f"{path}: {word[:40]!r} sets no knob of train_gpt.py: give a file like configs/399.env",
+        )
     return found
 
 

@@ -3529,8 +3529,8 @@ def require_own_tokenizer(
     require(
         back >= 0.999,
         f"{back:.2%} of the first validation tokens come back when {tokenizer_path} encodes their "
-        "text again, not all: give the tokenizer that made the shards, as TOKENIZER_PATH or "
-        "--tokenizer (if it did, but encoded otherwise, say so: docs/formats.md, canonical)",
+        "text again, not all: give the tokenizer that made the shards (if it did, but encoded "
+        "otherwise, say so: docs/formats.md, canonical)",
     )
     if single > 0.5 and not (manifest or shard_paths(data_path, "val_bytes")):
         log(

@@ -159,6 +159,18 @@ def test_a_width_that_no_quotient_gives():
     assert int(float(shown["MLP_MULT"]) * 11) == 15
 
 
+def test_all_that_contradicts_a_configuration_is_named_at_once(tmp_path):
+    torch.save(foreign("399") | {"skip_gates": torch.ones(2, 32)}, tmp_path / "a.pt")
+    sentence = (
+        "smear.gate of the shape .* but the model's smear_gate has .* look at SMEAR_TOKEN; it has "
+    )
+    sentence += (
+        "no blocks.*attn_gate_w, .* look at ATTN_GATE; it has skip_gates, but the model has no"
+    )
+    with user_error(sentence):
+        imported(tmp_path / "a.pt", "399", ATTN_GATE="1", SMEAR_TOKEN="1")
+
+
 class Code:
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -226,7 +238,10 @@ def compressed(whole: bytes) -> bytes:
 @pytest.mark.parametrize(
     "damage, part",
     [
-        (lambda whole: whole[: len(whole) // 2], "not a zip file"),
+        (
+            lambda whole: whole[: len(whole) // 2],
+            "not a zip file; copy it again if it is truncated",
+        ),
         # torch.load reads it.
         (lambda whole: whole.replace(whole[9000:9008], b"otherbit"), "/data/. is damaged: copy"),
         (lambda _: b"\xfd7zXZ" + bytes(999), "neither a zip"),
@@ -421,7 +436,12 @@ def checkpoint(trained, tmp_path_factory) -> Path:
             f"XSA_LAST_N=11 is not at most NUM_LAYERS=5; XSA_LAST_N is of {as_file('2135')}, which",
             1,
         ),
-        (["--as", str(ROOT / "run.sh")], {}, "sets no knob of train_gpt.py", 1),
+        (
+            ["--as", str(ROOT / "run.sh")],
+            {},
+            "sets no knob of train_gpt.py: give a file like configs/399.env",
+            1,
+        ),
         (["--as", "none.env"], {}, "cannot use none.env", 1),
         (["--as", as_file("399")], {"NPROC": "x"}, "NPROC=x is not a number of proc", 1),
         (["--as", as_file("399")], {"TARGET_BYTES": "1"}, "counts the code: give --bytes", 1),
@@ -549,6 +569,10 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, trained, 
     theirs = ["0.50000", f"{0.5 * per_bpb - across:+.5f}", "31,000"]
     assert found["theirs"][1:4] == theirs and "note: theirs is below the weights before" in output
     assert "final_int6_sliding_window_exact" not in events  # the same as in rows
+    assert re.search(r"note: \d+ tokens are scored: below 65536 a loss says little", output)
+    size, code = events["artifact"]["model_bytes"], train_gpt.CODE_BYTES
+    parts = f"weights {size:,} and code {code:,} bytes, {size + code:,} of 16,000,000 bytes"
+    assert f" bits per byte, {parts}" in output
     assert {path.name for path in tmp_path.iterdir()} == {"logs", "final_model.npz"}
 
 

@@ -953,6 +953,7 @@ def test_a_tokenizer_of_other_shards_is_found(data, other_tokenizer, tmp_path, c
     (folder / "manifest.json").unlink()
     (found,) = inspect_shards.inspect(folder, Path(other_tokenizer), 1)
     assert f"% of the first validation tokens come back when {other_tokenizer} encodes" in found
+    assert "give the tokenizer that made the shards (if it did, but" in found  # for each program
     shard = folder / "fineweb_val_000000.bin"
     tokens = train_gpt.read_shard(shard).copy()
     tokens[20:22] = 5

@@ -110,6 +110,7 @@ FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
 # Four of them are the fewest tokens, 50,000, that calibrate well (docs/quantiser.md), and a bit more.
 CPU_BATCH = 16_384
+FEW = 65_536  # tokens: a standard error of 0.01 nats, if a token deviates by 2.5 (estimated)
 BEFORE_ROUNDING = "give the final_model.pt that the script writes before it rounds"
 NESTED = ("model", "state_dict", "model_state_dict")  # of checkpoints with more than weights
 # What torch.save's pickle of a state dict names.
@@ -133,7 +134,8 @@ def read_file(path: str) -> dict:
     load_file = None
     if head[8:] == b"{":  # a missing package is no fault of the file
         from safetensors.torch import load_file
-    with as_user_error(f"{path} cannot be used", BEFORE_ROUNDING, Exception):
+    advice = f"copy it again if it is truncated, else {BEFORE_ROUNDING}"
+    with as_user_error(f"{path} cannot be used", advice, Exception):
         if load_file:
             return load_file(path)
         require(head.startswith(b"PK"), "it is neither a zip file of torch.save nor safetensors")
@@ -367,22 +369,25 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
     weights = {
         name: torch.zeros(like.shape) for name, like in train_gpt.meta_parameters(hp).items()
     }
+    faults = []
     for _, name, view in train_gpt.artifact_tensors(weights):
         view = weights.get(name, view)
         look = f"; look at {KNOBS_OF[name]}" if name in KNOBS_OF else ""
-        require(name in rest, f"{path} has no {theirs(name)}, which the model needs{look}")
-        shape, tensor = tuple(view.shape), rest.pop(name)
-        require(
-            tensor.shape == shape,
-            f"{path}: {adopted.names[name]} has the shape {tuple(tensor.shape)}, but the model's "
-            f"{name} has {shape}{look}",
-        )
-        view.copy_(tensor)
-    for name in rest:
-        raise UserError(
-            f"{path} has {adopted.names[name]}, but the model has no {name}; look at "
-            f"{KNOBS_OF[name]}"
-        )
+        shape, tensor = view.shape, rest.pop(name, None)
+        if tensor is None:
+            faults.append(f"no {theirs(name)}, which the model needs{look}")
+        elif tensor.shape == shape:
+            view.copy_(tensor)
+        else:
+            faults.append(
+                f"{adopted.names[name]} of the shape {tuple(tensor.shape)}, but the model's {name} "
+                f"has {tuple(shape)}{look}"
+            )
+    faults += [
+        f"{adopted.names[name]}, but the model has no {name}; look at {KNOBS_OF[name]}"
+        for name in rest
+    ]
+    require(not faults, f"{path} has {'; it has '.join(faults)}")
     notes += doubts(adopted.tensors)
     return weights
 
@@ -542,8 +547,9 @@ def compare(
                 "note: theirs is below the weights before rounding, so it is not of this text, or "
                 "not of rows without overlap: sliding windows score lower"
             )
-    score, total = exported[-1].nats / per_bpb, exported[-1].size + train_gpt.CODE_BYTES
-    run.log.finish(f"{score:.4f} bits per byte", total, f"{', '.join(map(str, paths))}, ")
+    score, size, code = exported[-1].nats / per_bpb, exported[-1].size, train_gpt.CODE_BYTES
+    parts = f"{score:.4f} bits per byte, weights {size:,} and code {code:,} bytes"
+    run.log.finish(parts, size + code, f"{', '.join(map(str, paths))}, ")
 
 
 def adopt(arguments: argparse.Namespace) -> None:
@@ -578,6 +584,10 @@ def adopt(arguments: argparse.Namespace) -> None:
         log(f"{path}: {' '.join(f'{name}={value}' for name, value in shown.items())}")
         log("\n".join((*adopted.notes, f"meant as {' '.join(values)}")))
         val = beginning(train_gpt.read_validation(hp, runtime.device, log), arguments.tokens)
+        if val.targets < FEW:
+            log(
+                f"note: {val.targets} tokens are scored: below {FEW} a loss says little of the text's"
+            )
         compare(train_gpt.make_run(hp, runtime, log, val), weights, arguments, paths)
 
 
