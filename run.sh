@@ -24,10 +24,10 @@ TEXT
 
 caller=$(pwd -P)
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
-given=""  # the user's data and script, as words of a command
-for name in DATA_PATH TOKENIZER_PATH SCRIPT VOCAB_SIZE; do
+given=""  # the user's data, script and settings of run.sh, as words of a command
+for name in DATA_PATH TOKENIZER_PATH SCRIPT VOCAB_SIZE DEVICE NPROC DEMO_SIZE MAX_WALLCLOCK_SECONDS; do
     if [ -z "${!name:-}" ]; then continue; fi
-    if [ "$name" != VOCAB_SIZE ] && [ "$caller" != "$PWD" ] && [[ "${!name}" != /* ]]; then
+    if [[ "$name" =~ PATH|SCRIPT ]] && [ "$caller" != "$PWD" ] && [[ "${!name}" != /* ]]; then
         export "$name=$caller/${!name}"
     fi
     given+="$name=$(printf %q "${!name}") "
@@ -186,7 +186,7 @@ next_steps() {
     launcher=$python
     if [ "${NPROC:-1}" != 1 ]; then launcher+=" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node=$NPROC"; fi
     if [ -z "${SEEDS:-}${GRID:-}" ]; then
-        echo "    $data$python tools/sample.py $artifact --prompt 'The '"
+        echo "    $data$python tools/sample.py $artifact --prompt '${prompt:-The }'"
         echo "    ${data}${score}EVAL_ONLY=$artifact $launcher $(printf %q "$script")"
         echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
     else

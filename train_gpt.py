@@ -2928,8 +2928,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
         here, there = parse(field, environ), getattr(stored, field.name)
         require(
             field.metadata["role"] != "model" or here == there,
-            f"{field.name.upper()}={here} is set, but EVAL_ONLY={path} was made with {there}: "
-            "unset it",
+            f"{field.name.upper()}={here} is set, but {path} was made with {there}: unset it",
         )
     hp = Hyperparameters.from_env(environ)
     meta_parameters(hp)  # a banded pass has longer rotary tables than the artifact's own windows
@@ -2937,8 +2936,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     tokenizer = Path(hp.tokenizer_path)
     require(
         not digest or not tokenizer.is_file() or sha256_of(tokenizer) == digest,
-        f"TOKENIZER_PATH={tokenizer} is not the tokenizer of EVAL_ONLY={path}, by its sha256: "
-        "set it to that",
+        f"TOKENIZER_PATH={tokenizer} is not the tokenizer of {path}, by its sha256: set it to that",
     )
     return blob, hp
 
@@ -3947,7 +3945,8 @@ class Log(AbstractContextManager):
             )
         require(
             not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by an earlier run: set another, also to score its artifact "
+            f"RUN_ID={self.name} is used by {'a finished' if self.hp.resume else 'an earlier'} run: "
+            "set another, also to score its artifact "
             f"(EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl, .npz and "
             f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
         )

@@ -93,7 +93,9 @@ def test_the_p_of_several_variants_are_corrected(swept, tmp_path, monkeypatch, c
         ([1], "one seed does not show how much"),
     ],
 )
-def test_a_ratio_of_times_has_a_mark_if_it_is_the_machines(factors, why, swept):
+def test_a_ratio_of_times_has_a_mark_if_it_is_the_machines(
+    factors, why, swept, tmp_path, monkeypatch, capsys
+):
     base = [runs.read_run(log) for log in logs_of(swept)][: len(factors)]
     slower = [
         dataclasses.replace(one, step_seconds=factor * one.step_seconds)
@@ -104,6 +106,11 @@ def test_a_ratio_of_times_has_a_mark_if_it_is_the_machines(factors, why, swept):
     assert bool(found) == bool(why) and why in found and not ablate.unsure(rows[0])
     _, plain, marked = ablate.table(rows).splitlines()
     assert "?" not in plain and (f"{rows[1]['time_ratio']:.3f}?" in marked) == bool(why)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ablate, "measure", lambda *_: {"base": base, "x": slower})
+    ablate.comparison({}, small_arguments(tokens_per_weight=0))
+    line = f"\nx: time_ratio is uncertain, as {found}\n" if why else "is uncertain"
+    assert (line in capsys.readouterr().out) == bool(why)
 
 
 def small_arguments(**changes):

@@ -313,6 +313,18 @@ def test_another_validation_text_is_not_compared(tmp_path):
         assert ("not compared: it was scored on another text" in report) is expected
 
 
+@pytest.mark.parametrize(
+    "changes", [{"CANONICAL_MASK": True}, {"NGRAM_TILT": True}, {"EVAL_MODE": "banded"}]
+)
+def test_a_validation_of_another_kind_is_not_compared(tmp_path, changes):
+    """A lower loss that is not the model's would be ahead of the track."""
+    ok, text = followed(tmp_path, "399", log_of("399", "42", **changes))
+    ((name, value),) = changes.items()
+    compared = [line for line in text.splitlines() if " val " in line]
+    assert ok and all(f"not compared: it has {name}={value}" in line for line in compared)
+    assert compared and "on the published track in all" in text, "training losses"
+
+
 def test_another_learning_rate_is_not_compared(tmp_path):
     """A faster machine begins its warmdown at a later step."""
     text = log_of("399", "42")

@@ -2,11 +2,13 @@
 
 import ast
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -283,6 +285,15 @@ def test_what_is_measured_ends_with_a_killed_program(tmp_path):
     process.kill()
     process.communicate(timeout=50)  # until the last one has closed its output
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_what_hangs_is_not_measured(monkeypatch):
+    """As a step whose ranks wait for each other. It hung ./run.sh."""
+    monkeypatch.setattr(demo_settings, "PATIENCE", 0.2)
+    began = time.monotonic()
+    assert demo_settings.forked([lambda: 1.0, lambda: time.sleep(60)]) == 0
+    assert time.monotonic() - began < 30 and not multiprocessing.active_children()
 
 
 def log_of(size: str, path: Path) -> None:

@@ -954,10 +954,10 @@ def test_windows_of_the_run_are_defaults_and_the_tokenizer_is_checked(model, pac
     stride = hp.eval_stride
     assert stride == model.hp.eval_stride != Hyperparameters().eval_stride
     assert train_gpt.read_artifact(str(path), environ | {"EVAL_STRIDE": "3"})[1].eval_stride == 3
-    with user_error(f"MODEL_DIM=64 is set, but EVAL_ONLY={path} was made with 32"):
+    with user_error(f"MODEL_DIM=64 is set, but {path} was made with 32"):
         train_gpt.read_artifact(str(path), environ | {"MODEL_DIM": "64"})
     tokenizer.write_bytes(b"others")
-    with user_error(f"is not the tokenizer of EVAL_ONLY={path}"):
+    with user_error(f"is not the tokenizer of {path}"):
         train_gpt.read_artifact(str(path), environ)
 
 

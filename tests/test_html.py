@@ -258,6 +258,27 @@ def test_published_logs_are_read(tmp_path):
     assert "a: 1.1217 bits per byte. No other configuration that can be compared has" in found.text
 
 
+@pytest.mark.parametrize(
+    "gain, end",
+    [
+        (0.010, "Not a record (p < 0.01), but enough for the later board (p < 0.25)."),
+        (0.030, "A record (p < 0.01)."),
+        (0.005, "Not a record."),
+    ],
+)
+def test_the_headline_names_the_level_that_is_reached(gain, end, tmp_path):
+    """That of the later board alone was called a record."""
+    logs = []
+    for name, nats in {"a": 1.9, "b": 1.9 - gain}.items():
+        for seed, moved in enumerate((-0.002, 0.0, 0.002)):
+            loss = nats + moved
+            score = f"{loss:.8f} val_bpb:{loss / 1.7:.8f}"
+            text = PUBLISHED.replace("1.89385556 val_bpb:1.12165091", score)
+            text = text.replace("seed:42", f"seed:{seed}")
+            logs.append(written(tmp_path, text, f"{name}_seed{seed}.log"))
+    assert f" {end}" in written_page(tmp_path, *logs).text
+
+
 def test_the_published_track_is_drawn_on_demand(tmp_path, capsys):
     log = written(tmp_path, log_of("399", "42"))
     assert len(written_page(tmp_path, log).curves[0]["step"]["data"]) == 1

@@ -309,7 +309,9 @@ def log_of(hyperparameters, folder, *kinds, **changes):
 def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, changes, used):
     log = log_of(hyperparameters, tmp_path, *kinds, **changes)
     score = r"set another, also to score its artifact \(EVAL_ONLY=.*/r.npz\), or delete "
-    with user_error(f"RUN_ID=r is used by .*: {score}") if used else contextlib.nullcontext():
+    by = "a finished" if "RESUME" in changes else "an earlier"
+    sentence = f"RUN_ID=r is used by {by} run: {score}"
+    with user_error(sentence) if used else contextlib.nullcontext():
         log.require_unused()
 
 
@@ -751,7 +753,7 @@ def test_what_only_newer_versions_of_torch_have_is_asked_for():
         ({"EVAL_ONLY": "step_00000012.npz"}, "step_00000012.npz is a checkpoint: give logs/<RUN"),
         ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
         # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
-        ({"EVAL_ONLY": "a.xz", "NUM_LAYERS": 1, "XSA_LAST_N": 4}, "NUM_LAYERS=1 is set, but EVAL"),
+        ({"EVAL_ONLY": "a.xz", "NUM_LAYERS": 1, "XSA_LAST_N": 4}, "NUM_LAYERS=1 is set, but a.xz"),
         ({"SCALAR_LR": 4e9, "GRAD_CLIP_NORM": 0}, "the training loss of step"),
         ({"DEVICE": "cuda"}, "DEVICE=cuda, but torch finds 0 GPUs on this node for LOCAL_RANK=0"),
         ({"WORLD_SIZE": 2}, "WORLD_SIZE=2: the ranks cannot meet: "),

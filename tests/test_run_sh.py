@@ -502,6 +502,17 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
     assert "EVAL_ONLY=logs/own text.npz" in shlex.split(evaluate)
 
 
+def test_the_end_repeats_the_users_settings_and_the_prompt(complete):
+    """They are those that run.sh names. Text that is not Python begins with "The "."""
+    given = {"MAX_WALLCLOCK_SECONDS": "30", "DEVICE": "cpu", "DEMO_SIZE": "small", "NPROC": "1"}
+    sample, *_, seeds = complete.run(**given).stdout.partition("\nnext:\n")[2].splitlines()
+    settings = dict(word.split("=") for word in shlex.split(seeds)[:-1])
+    assert settings == given | {"SEEDS": "1337 42 2025"}
+    assert shlex.split(sample)[-1] == "def __init__(self,"
+    sample, *_ = complete.run(DATA_PATH="mine").stdout.partition("\nnext:\n")[2].splitlines()
+    assert shlex.split(sample)[-1] == "The "
+
+
 def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
     """A link to a link, found in PATH. CDPATH is the user's."""
     places = tmp_path / "bin", tmp_path / "here"

@@ -158,6 +158,22 @@ def test_sweep_goes_on_after_a_failed_run(sweep_knobs, tmp_path):
     assert re.search(table, result.stdout)
 
 
+def test_a_sweep_whose_script_is_edited_ends_with_its_table(
+    copied, sweep_knobs, monkeypatch, capsys
+):
+    monkeypatch.chdir(copied)
+    knobs = {**sweep_knobs, "GRID": "MATRIX_LR=0.025", "SEEDS": "1 2"}
+    monkeypatch.setattr(sweep.os, "environ", knobs)
+    log = logs_of(copied)[1]
+    text = log.read_text()
+    log.write_text("")
+    monkeypatch.setattr(sweep, "execute", lambda *_: log.write_text(f"# edited\n{text}") and "")
+    with user_error("another train_gpt.py"):
+        sweep.sweep(["train"])
+    said = capsys.readouterr().out
+    assert re.search(r"\nseed 1 ", said) and f"not finished: {log.stem}; start" in said
+
+
 def test_a_run_goes_on_if_nobody_reads_its_messages(tmp_path, monkeypatch):
     code = (
         "import pathlib, sys; print('x', file=sys.stderr, flush=True); pathlib.Path('end').touch()"
@@ -191,9 +207,10 @@ def test_a_signal_ends_a_sweep_with_what_is_there(number, copied, sweep_knobs):
 @pytest.mark.parametrize(
     "variables, part",
     [
-        ({"GRID": "MATRIX_LRR=1"}, "GRID has 'MATRIX_LRR=1'"),
-        ({"GRID": "matrix_lr=1"}, "GRID has 'matrix_lr=1'"),
-        ({"GRID": "MATRIX_LR"}, "not KNOB=value"),
+        ({"GRID": "MATRIX_LRR=1"}, "GRID: MATRIX_LRR is not a knob"),
+        ({"GRID": "matrix_lr=1"}, "GRID: matrix_lr is not a knob"),
+        ({"GRID": "MATRIX_LR"}, "GRID has 'MATRIX_LR', which is not KNOB=value"),
+        ({"SEED": "1 2", "GRID": "MATRIX_LR=1"}, "SEED='1 2' has several seeds: set SEEDS='1 2'"),
         ({"SEEDS": "1 1"}, "names a seed twice"),
         ({"GRID": f"MATRIX_LR=0.{'0' * 210}1"}, " has 236 bytes: set one of at most 230"),
         ({"GRID": "NUM_HEADS=5"}, "MODEL_DIM=32 is not a multiple"),

@@ -68,6 +68,7 @@ SHAPE = ("NUM_LAYERS", "MODEL_DIM", "TRAIN_SEQ_LEN", "TRAIN_BATCH_TOKENS")  # te
 # FLOP/s of products for the large model. Up to 2.8e12, on 2 idle cores with AMX, were too few; this
 # is four times as much, not tried.
 ENOUGH = 1.1e13
+PATIENCE = 120.0  # seconds until what is timed counts as hanging
 
 
 def positive(environ: Mapping[str, str], name: str) -> int | None:
@@ -158,8 +159,8 @@ def candidates(
 
 
 def forked(calls: list[Callable[[], float]]) -> float:
-    """The value of the first of these calls, each in a process of its own; 0 if one failed. Only
-    Linux can fork safely with torch loaded, as long as it has no threads."""
+    """The value of the first of these calls, each in a process of its own; 0 if one failed or hung.
+    Only Linux can fork safely with torch loaded, as long as it has no threads."""
     if sys.platform != "linux":
         return calls[0]() if len(calls) == 1 else 0.0
     context = multiprocessing.get_context("fork")
@@ -182,13 +183,14 @@ def forked(calls: list[Callable[[], float]]) -> float:
         process.start()
     running = {process.sentinel: process for process in processes}
     while running:
-        for sentinel in multiprocessing.connection.wait(running):
-            process = running.pop(sentinel)
+        ended = [running.pop(s) for s in multiprocessing.connection.wait(running, PATIENCE)]
+        for process in ended:
             process.join()
-            if process.exitcode:
-                for other in running.values():
-                    other.kill()
-                return 0.0
+        if not ended or any(process.exitcode for process in ended):
+            for process in processes:
+                process.kill()
+                process.join()
+            return 0.0
     return value.value
 
 

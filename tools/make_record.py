@@ -132,7 +132,7 @@ def seed_result(run: Run, code_bytes: int) -> dict:
 # validation text before the export, and caches of n-grams.
 ABSENT = ("no_slot", "no_pre_quant_ttt", "no_ngram_cache")
 ATTRIBUTION = "descends from #399 by abaybektursun"
-UNKNOWN = "(to fill: true or false)"
+UNKNOWN = "(to fill: true or false; the logs do not show it, as of a changed script)"
 
 
 def is_ours(members: list[Run]) -> bool:

@@ -42,10 +42,9 @@ def combinations(grid: str) -> list[dict[str, str]]:
     axes = []
     for part in grid.split():
         name, _, values = part.partition("=")
-        if name not in runs.KNOBS or not values:
-            raise UserError(
-                f"GRID has {part!r}, which is not KNOB=value,value; python train_gpt.py --help lists knobs"
-            )
+        require(values, f"GRID has {part!r}, which is not KNOB=value,value")
+        known = name in runs.KNOBS
+        require(known, f"GRID: {name} is not a knob; python train_gpt.py --help lists knobs")
         is_list = "," in str(getattr(Hyperparameters, name.lower()))
         axes.append([(name, value) for value in values.split("|" if is_list else ",")])
     return [dict(chosen) for chosen in itertools.product(*axes)]
@@ -58,6 +57,8 @@ def members(environ: Mapping[str, str]) -> list[dict[str, str]]:
         raise UserError(
             f"SEEDS={environ['SEEDS']!r} names a seed twice; a repeated run is not another sample"
         )
+    several = seeds[0].split()[1:]
+    require(not several, f"SEED={seeds[0]!r} has several seeds: set SEEDS={seeds[0]!r}")
     prefix = environ.get("RUN_ID") or "run"
     planned = []
     for values, seed in itertools.product(combinations(environ.get("GRID", "")), seeds):
@@ -237,7 +238,8 @@ def sweep(command: list[str]) -> int:
                 )
     except KeyboardInterrupt:
         status = 130
-    print(report(planned, done, failed))
+    finally:  # also if the script was edited meanwhile
+        print(report(planned, done, failed))
     return status or int(bool(failed))
 
 

@@ -178,7 +178,10 @@ def headline(groups: list[Group], table: Table) -> str:
         rule.level for rule, cell in zip(LEVELS.values(), cells, strict=True) if cell == "reached"
     ]
     tested = f"p = {p}" if p != "untested" else p
-    end = f"A record (p < {levels[0]})" if levels else "Not a record"
+    record, later = (rule.level for rule in LEVELS.values())
+    end = f"A record (p < {record})" if record in levels else "Not a record"
+    if levels == [later]:
+        end += f" (p < {record}), but enough for the later board (p < {later})"
     gain = f"{-float(nats):.5f} nats per token better than {done[0].name} ({tested})"
     sides = done[0].members, best.members
     unequal = compare.unequal_seeds(*sides, *compare.losses(*sides)[:2])

@@ -4,8 +4,9 @@
 in tools/golden/curves.json: three seeds of #399, #1493 and #2135, from the logs in their
 record folders. A loss is compared where both runs have the same learning rate. Training losses are
 compared only for #399 and SHUFFLE_SEED=0, which reads the same tokens in every step; validation
-losses for #399 only on a text of as many tokens. #2135 cuts the text of its validation otherwise,
-so none of its losses is compared; the page of `tools/report.py` draws them.
+losses only without mask, tilt and banded mode, and for #399 only on a text of as many tokens. #2135
+cuts the text of its validation otherwise, so none of its losses is compared; the page of
+`tools/report.py` draws them.
 """
 
 import json
@@ -40,6 +41,8 @@ def rate_2135(step: int, seconds: float) -> float:
 
 RATES = {"399": rate_399, "1493": rate_1493, "2135": rate_2135}
 VAL_TOKENS_399 = 62_021_632  # targets of its validation text
+# What makes our validation loss another one than a record's
+SCORED = {"CANONICAL_MASK": "False", "NGRAM_TILT": "False", "EVAL_MODE": "sliding"}
 VOCABULARIES = {"399": "1024", "1493": "8192", "2135": "8192"}
 
 
@@ -126,6 +129,7 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
     rates = {
         point.step: point.fields["lr_scale"] for point in run.train if "lr_scale" in point.fields
     }
+    own = [f"{k}={run.settings[k]}" for k, v in SCORED.items() if run.settings.get(k, v) != v]
     finished = bool(run.scores)
     last = run.val[-1].step if run.val and finished else None
     points = [
@@ -143,6 +147,8 @@ def rows_of(run: Run, name: str) -> Iterator[Row]:
             why_not = "it trained on other tokens"
         elif kind == "val" and other_text:
             why_not = "it was scored on another text"
+        elif kind == "val" and own:
+            why_not = f"it has {' '.join(own)}, which #{name} has not"
         elif not final and None not in (here, there) and abs(here - there) > SAME_RATE:
             why_not = f"its learning rate is {here:.2f} of the peak, there {there:.2f}"
         ours = point.fields[f"{kind}_loss"]
