@@ -33,6 +33,7 @@ import argparse
 import atexit
 import bisect
 import collections
+import copy
 import dataclasses
 import difflib
 import gc
@@ -566,6 +567,8 @@ class MatrixKind(NamedTuple):
     zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
     gain: str = ""  # name of the learned gain (L, out) of its outputs
     normed: bool = False  # multiplied by the layer scale, 1/sqrt(layer + 1)
+    norm_after: bool = False  # its outputs may be normalised in place of its inputs
+    target: str = ""  # the name in LORA_TARGETS of low-rank changes of its outputs
 
     def shape(self, hp: Hyperparameters) -> tuple[int, int]:
         """(out, in)."""
@@ -586,20 +589,27 @@ class MatrixKind(NamedTuple):
 #     up        the stream, or its rms_norm: see GPT.mlp  the layer scale
 #     down      the hidden units                          `mlp_scale`
 #
-# The forward multiplies by a matrix with `call.linear(x, NAME)`. Parameter, Muon, checkpoint,
-# Hessian and export follow from its row. For a new one see docs/experiment.md.
+# The forward multiplies by a matrix with `linear(x, layer.NAME)`, a field of `Layer`. Parameter,
+# Muon, checkpoint, Hessian and export follow from its row. For a new one see docs/experiment.md.
 MATRICES = (
-    MatrixKind("q", "qo_bank", "q", normed=True),
-    MatrixKind("out", "qo_bank", "out", zero=True, gain="attn_scale"),
-    MatrixKind("k", "kv_bank", "q", out="kv", normed=True),
-    MatrixKind("v", "kv_bank", "q", out="kv", normed=True),
-    MatrixKind("up", "mlp_bank", "up", out="mlp", normed=True),
+    MatrixKind("q", "qo_bank", "q", normed=True, target="q"),
+    MatrixKind("out", "qo_bank", "out", zero=True, gain="attn_scale", target="out"),
+    MatrixKind("k", "kv_bank", "q", out="kv", normed=True, target="k"),
+    MatrixKind("v", "kv_bank", "q", out="kv", normed=True, target="v"),
+    MatrixKind("up", "mlp_bank", "up", out="mlp", normed=True, norm_after=True),
     MatrixKind(
-        "down", "mlp_bank", "down", into="mlp", transposed=True, zero=True, gain="mlp_scale"
+        "down",
+        "mlp_bank",
+        "down",
+        into="mlp",
+        transposed=True,
+        zero=True,
+        gain="mlp_scale",
+        target="mlp",
     ),
 )
 TABLES = (
-    MatrixKind("tok_emb", "", "tok_emb"),
+    MatrixKind("tok_emb", "", "tok_emb", target="head"),
     MatrixKind("bigram_emb", "", ""),
     MatrixKind("bigram_proj", "", "bigram_proj"),
 )
@@ -627,7 +637,6 @@ REFUSED_NATS = math.log(1e6)  # subtracted from the logits of refused tokens: lo
 TILT_CONTEXT, TILT_SHARE, TILT_NATS = 15, 0.8, 2.625
 NORM_EPS = torch.finfo(torch.float32).eps  # of the norms; torch's default for fp32
 Tensors = dict[str, Tensor]  # by name: weights, state, sums
-PerLayer = dict[str, tuple[Tensor, ...]]  # by name, a tensor per layer
 Graphs = dict[str, Callable]  # by name, what compiles a graph
 # Low-rank changes of the outputs in LORA_TARGETS: NAME.a (B, depth, rank, in) and NAME.b
 # (B, depth, out, rank), by the position of a layer in the order; the head has depth 1.
@@ -653,7 +662,7 @@ def token_losses(logits: Tensor, targets: Tensor, reduction: str, hints: Tensor 
 
 
 class ForwardConfig(NamedTuple):
-    """How a forward runs. A compiled model has one graph per value and set of shapes."""
+    """How a forward runs."""
 
     layer_order: tuple[int, ...]  # depth recurrence repeats some layers
     qat: bool = False  # round the banks to multiples of `Rule.default_steps`
@@ -661,39 +670,61 @@ class ForwardConfig(NamedTuple):
     doc_len: int = 0  # cut documents every n tokens; 0: never
 
 
-class LayerCall(NamedTuple):
-    """What one call of a layer reads: the matrices and low-rank factors of all layers, in the
-    compute dtype, and what attention sees. Embeddings and head read them as layer and depth 0.
+class Scope(NamedTuple):
+    """What attention sees."""
 
-    A block does not show `attn_scale`, `mlp_scale` and the layer scale: `GPT.matrices` multiplies
-    "out" and "down" by the gains, and the readers of the normalised stream by the layer scale."""
+    band: int = 0  # as in ForwardConfig
+    document: Tensor | None = None  # of each position, (B, T); or what `prepare` of a kernel makes
+    longest: int = 0  # no document is longer, unless it is 0
 
-    layer: int
-    depth: int  # position in the order of the layers
-    matrices: PerLayer  # (out, in)
-    factors: PerLayer  # NAME.a (B, rank, in), NAME.b (B, out, rank) by depth
-    hook: Callable | None
-    # What attention is given: `ForwardConfig.band`, the number of each position's document (B, T) or
-    # None, `ForwardConfig.doc_len`
-    seen: tuple
 
-    def matrix(self, name: str) -> Tensor:
-        return self.matrices[name][self.layer]
+class Matrix(NamedTuple):
+    """A matrix with which a forward multiplies."""
 
-    def linear(self, x: Tensor, *names: str) -> Tensor:
-        """x (B, T, in) -> (B, T, out) by these matrices, concatenated."""
-        matrices = [self.matrix(name) for name in names]
-        y = F.linear(x, torch.cat(matrices) if len(names) > 1 else matrices[0])
-        if self.hook:
-            self.hook(names, self.layer, x, y)
+    weight: Tensor  # (out, in), in the compute dtype
+    low_rank: tuple[Tensor, Tensor] | None = None  # (B, rank, in), (B, out, rank)
+    observe: Callable | None = None  # called with inputs and outputs, in eager mode only
+
+
+class Layer(NamedTuple):
+    """One visit of a layer: what `GPT.block` reads of the model. A block does not show `attn_scale`,
+    `mlp_scale` and the layer scale: `GPT.matrices` multiplies "out" and "down" by the gains, and the
+    readers of the normalised stream by the layer scale."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    out: Matrix
+    up: Matrix
+    down: Matrix
+    mix: Tensor  # (2, D): of the stream and the embedding
+    q_gain: Tensor  # (H,)
+    xsa: bool
+    attn_gate: Tensor | None  # (H, GATE_INPUTS)
+    mlp_gate: Tensor | None  # (GATE_INPUTS + 1,)
+    lane_mix: Tensor | None  # (2, 3); None: one lane
+    skip_scale: Tensor | None  # (D,); None: no U-Net skip ends here
+    skip_gate: Tensor | None  # (D,)
+
+
+def linear(x: Tensor, *matrices: Matrix) -> Tensor:
+    """x (B, T, in) -> (B, T, out) by these matrices, concatenated, without low-rank products."""
+    weights = [matrix.weight for matrix in matrices]
+    y = F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0])
+    if not matrices[0].observe:
         return y
+    parts = y.split([len(weight) for weight in weights], -1)
+    for matrix, part in zip(matrices, parts, strict=True):
+        matrix.observe(x, part)
+    return torch.cat(parts, -1)  # or hooks on the parts would see no gradient
 
-    def adapt(self, y: Tensor, x: Tensor, target: str) -> Tensor:
-        """y (B, T, ...), plus the low-rank product of x (B, T, in) if this target has one."""
-        if f"{target}.a" not in self.factors:
-            return y
-        a, b = (self.factors[f"{target}.{part}"][self.depth] for part in "ab")
-        return y + (x @ a.mT @ b.mT).view_as(y)
+
+def adapt(y: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
+    """y (B, T, ...), plus the low-rank product of x (B, T, in) if this matrix has one."""
+    if matrix.low_rank is None:
+        return y
+    a, b = matrix.low_rank
+    return y + (x @ a.mT @ b.mT).view_as(y)
 
 
 def count_numbers(tensors: Iterable[Tensor]) -> int:
@@ -852,7 +883,7 @@ class GPT(nn.Module):
         reduction: str = "mean",
         config: ForwardConfig | None = None,
         adapter: Adapter | None = None,
-        hook: Callable | None = None,
+        observe: Callable | None = None,
         refused: Tensor | None = None,
         hints: Tensor | None = None,
     ) -> Tensor:
@@ -861,104 +892,187 @@ class GPT(nn.Module):
 
         `refused` (V, V): after token a, token b is a million times less likely if refused[a, b].
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
-        `hook(matrices, layer, input, output)` runs after each product, in eager mode only."""
-        hp = self.hp
-        config = config or ForwardConfig(hp.layer_order())
-        factors = self.low_rank_factors(adapter or {}, list(config.layer_order))
-        document = number_documents(ids, config.doc_len) if hp.doc_attention else None
-        seen = config.band, document, config.doc_len
-        base = LayerCall(0, 0, self.matrices(config.qat), factors, hook, seen)
-        x = x0 = self.embed(ids, base)  # (B, T, D)
-        lane = None  # the second one, (B, T, D)
-        skips = []
-        half = len(config.layer_order) // 2
-        for depth, layer in enumerate(config.layer_order):
-            if lane is None and layer >= hp.num_layers - hp.lanes_last_n:
-                lane = x  # without the skip of this layer (#2135)
-            if depth >= half and skips:
-                x = self.add_skip(x, skips.pop(), depth - half)
-            x, lane = self.block(x, lane, x0, base._replace(layer=layer, depth=depth))
-            if depth < half:
-                skips.append(x)
+        `observe(kind, layer, input, output)` runs after each product, in eager mode only."""
+        config = config or ForwardConfig(self.hp.layer_order())
+        layers, projection, head = self.layers(config, adapter or {}, observe)
+        document = None
+        if self.hp.doc_attention:
+            document = number_documents(ids, config.doc_len)
+            if hasattr(self.attend, "prepare"):
+                document = self.attend.prepare(document)
+        scope = Scope(config.band, document, config.doc_len)
+        x0 = self.embed(ids, projection)  # (B, T, D)
+        x, change, *x0s = self.fan_out(x0, len(layers))
+        lane, inputs, half = None, [], len(layers) // 2
+        for depth, layer in enumerate(layers):
+            # The skip of a layer is the input of the one as far before the middle.
+            skip = inputs[2 * half - depth] if half < depth < 2 * half else None
+            before, x, change, lane = self.block(x, change, lane, x0s[depth], skip, layer, scope)
+            inputs.append(before)
+        return self.head(x, change, lane, head, ids, targets, reduction, refused, hints)
+
+    @staticmethod
+    def fan_out(x0: Tensor, n: int) -> tuple[Tensor, ...]:
+        """The first stream, a change of 0, and the stream of the embedding of n visits."""
+        return x0, torch.zeros_like(x0), *[x0] * n
+
+    def layers(
+        self, config: ForwardConfig, adapter: Adapter, observe: Callable | None
+    ) -> tuple[list[Layer], Matrix | None, Matrix]:
+        """(the visits in their order; the bigram's projection or None; the head)."""
+        hp, order = self.hp, config.layer_order
+        weights = {name: t.unbind(0) for name, t in self.matrices(config.qat).items()}
+        pairs = self.low_rank_pairs(adapter, order)
+        pairs = {name: [t.unbind(1) for t in pair] for name, pair in pairs.items()}
+
+        def matrix(kind: MatrixKind, layer: int = 0, depth: int = 0) -> Matrix | None:
+            if kind.name not in weights:
+                return None
+            a, b = pairs.get(kind.name, (None, None))
+            pair = a and (a[depth], b[depth])
+            observer = observe and partial(observe, kind, layer)
+            return Matrix(weights[kind.name][layer], pair, observer)
+
+        parameters = dict(self.named_parameters())
+        # In fp32 these would make the gradients of the stream fp32.
+        for name in {"resid_mix", "skip_scale", "skip_gate"} & parameters.keys():
+            parameters[name] = parameters[name].to(self.dtype)
+        if hp.attn_gate:
+            parameters["attn_gate"] = self.attn_gate * self.layer_scale
+
+        def rows(name: str, first: int, count: int) -> dict[int, Tensor]:
+            """The first rows of a parameter by layer or depth; {} without this parameter."""
+            row = parameters[name].unbind(0) if name in parameters else ()
+            return dict(enumerate(row[:count], first))
+
+        count, half = hp.num_layers, len(order) // 2
+        mix, q_gain, attn_gate, mlp_gate = (
+            rows(name, 0, count) for name in ("resid_mix", "q_gain", "attn_gate", "mlp_gate")
+        )
+        lane_mix = rows("lane_mix", count - hp.lanes_last_n, count)
+        skip_scale, skip_gate = (rows(name, half, half) for name in ("skip_scale", "skip_gate"))
+        layers = [
+            Layer(
+                **{kind.name: matrix(kind, layer, depth) for kind in MATRICES},
+                mix=mix[layer],
+                q_gain=q_gain[layer],
+                xsa=layer >= hp.num_layers - hp.xsa_last_n,
+                attn_gate=attn_gate.get(layer),
+                mlp_gate=mlp_gate.get(layer),
+                lane_mix=lane_mix.get(layer),
+                skip_scale=skip_scale.get(depth),
+                skip_gate=skip_gate.get(depth),
+            )
+            for depth, layer in enumerate(order)
+        ]
+        head, _, projection = map(matrix, TABLES)
+        return layers, projection, head
+
+    def head(
+        self,
+        x: Tensor,
+        change: Tensor | None,
+        lane: Tensor | None,
+        matrix: Matrix,
+        ids: Tensor,
+        targets: Tensor | None,
+        reduction: str,
+        refused: Tensor | None,
+        hints: Tensor | None,
+    ) -> Tensor:
+        """The last stream (B, T, D), and second lane or None -> what `forward` returns."""
+        x = x if change is None else x + change
         x = rms_norm(x if lane is None else x + lane)
         if targets is not None:
             x = x[:, -targets.size(1) :]
-        logits = base.adapt(base.linear(x, "tok_emb"), x, "head").float()
-        logits = hp.logit_softcap * (logits / hp.logit_softcap).tanh()
+        logits = adapt(linear(x, matrix), x, matrix).float()
+        logits = self.hp.logit_softcap * (logits / self.hp.logit_softcap).tanh()
         if refused is not None:
             logits = logits - REFUSED_NATS * refused[ids[:, -logits.size(1) :]]
         if targets is None:
             return logits
         return token_losses(logits, targets, reduction, hints)
 
-    def add_skip(self, x: Tensor, skip: Tensor, number: int) -> Tensor:
+    def add_skip(self, x: Tensor, skip: Tensor, layer: Layer) -> Tensor:
         """The stream x with a U-Net skip mixed in, (B, T, D) each."""
-        scale = self.skip_scale[number]
+        scale = layer.skip_scale
         if self.hp.skips == "lerp":  # (#1218, #2135)
-            mixed = torch.lerp(scale * skip, x.float(), self.skip_gate[number].sigmoid())
-        else:
-            mixed = x + (scale.sigmoid() if self.hp.skips == "gates" else scale) * skip
-        return mixed.to(self.dtype)
+            return torch.lerp(scale * skip, x, layer.skip_gate.sigmoid())
+        return x + (scale.sigmoid() if self.hp.skips == "gates" else scale) * skip
 
     def block(
-        self, x: Tensor, lane: Tensor | None, x0: Tensor, call: LayerCall
-    ) -> tuple[Tensor, Tensor | None]:
-        """One layer of the stream x and, in layers with lanes, of the second lane, (B, T, D)."""
-        mixed = self.resid_mix[call.layer, 0] * x + self.resid_mix[call.layer, 1] * x0
-        mixed = mixed.to(self.dtype)
-        attended = self.attention(rms_norm(mixed), call)
+        self,
+        x: Tensor,
+        change: Tensor | None,
+        lane: Tensor | None,
+        x0: Tensor,
+        skip: Tensor | None,
+        layer: Layer,
+        scope: Scope,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """One layer: (the stream before it, the stream after it as two summands, the second lane).
+
+        The stream is x plus the change of the last layer: left to the first kernel of the next
+        block, this sum costs no kernel of its own. x0 is the stream of the embedding. All are
+        (B, T, D). Compiled once per kind of layer and shape, as nothing here depends on the layer's
+        number or depth."""
+        before = x = x if change is None else x + change
+        if layer.lane_mix is not None and lane is None:
+            lane = x  # without the skip of this layer (#2135)
+        if layer.skip_scale is not None:
+            x = self.add_skip(x, before if skip is None else skip, layer)
+        mixed = layer.mix[0] * x + layer.mix[1] * x0
+        attended = self.attention(rms_norm(mixed), layer, scope)
+        # Autograd would fill the gradient of an output that nobody reads with zeros.
+        before = None if layer.skip_scale is not None else before
         if lane is None:
             x = mixed + attended
-            return x + self.mlp(x, call), None
-        change = self.mlp(lane, call)
-        mix = self.lane_mix[call.layer - self.hp.num_layers]  # (2, 3)
+            return before, x, self.mlp(x, layer), None
+        change = self.mlp(lane, layer)
         x, lane = (
             (m[0] * old + m[1] * attended + m[2] * change).to(self.dtype)
-            for m, old in zip(mix, (x, lane), strict=True)
+            for m, old in zip(layer.lane_mix, (x, lane), strict=True)
         )
-        return x, lane
+        return before, x, None, lane
 
-    def attention(self, x: Tensor, call: LayerCall) -> Tensor:
+    def attention(self, x: Tensor, layer: Layer, scope: Scope) -> Tensor:
         """Causal grouped-query attention of the normalised x (B, T, D) with partial RoPE."""
         hp = self.hp
         # The gradient of one split is one concatenation, filled without a copy.
         sizes = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
-        qkv = call.linear(x, "q", "k", "v").unflatten(-1, (-1, hp.head_dim)).split(sizes, dim=2)
+        matrices = layer.q, layer.k, layer.v
+        qkv = linear(x, *matrices).unflatten(-1, (-1, hp.head_dim)).split(sizes, dim=2)
         # q (B, T, H, E), k and v (B, T, K, E)
-        q, k, v = (call.adapt(y, x, name) for y, name in zip(qkv, "qkv", strict=True))
+        q, k, v = (adapt(y, x, matrix) for y, matrix in zip(qkv, matrices, strict=True))
         cos, sin = self.cos[: x.size(1)], self.sin[: x.size(1)]
-        q = NormRotate.apply(q, self.q_gain[call.layer][:, None], cos, sin)
+        q = NormRotate.apply(q, layer.q_gain[:, None], cos, sin)
         k = NormRotate.apply(k, cos.new_ones(1, 1), cos, sin)
-        y = self.attend(q, k, v, *call.seen)
-        if call.layer >= hp.num_layers - hp.xsa_last_n:
+        y = self.attend(q, k, v, *scope)
+        if layer.xsa:
             y = xsa(y, v)
         if hp.attn_gate:  # (#1667); initially 1/2
-            weights = self.attn_gate[call.layer] * self.layer_scale[call.layer]
-            gate = F.linear(x[..., :GATE_INPUTS], weights.to(x.dtype))  # (B, T, H)
+            gate = F.linear(x[..., :GATE_INPUTS], layer.attn_gate.to(x.dtype))  # (B, T, H)
             y = y * (0.5 * gate).sigmoid()[..., None]
         # The matrix "out" includes `attn_scale`. Another gain here must not make the stream fp32.
-        return call.adapt(call.linear(y.flatten(2), "out"), x, "out")
+        return adapt(linear(y.flatten(2), layer.out), x, layer.out)
 
-    def mlp(self, stream: Tensor, call: LayerCall) -> Tensor:
+    def mlp(self, stream: Tensor, layer: Layer) -> Tensor:
         """The MLP of rms_norm(stream), (B, T, D) (#1948). If `activation` allows it, the norm is one
         factor after it, which is faster."""
         x, scale = stream, 1 / mean_square(stream)  # the square of the norm's factor
         if not self.homogeneous:
             x, scale = rms_norm(stream), 1
-        if self.fused_mlp and not (call.hook or call.factors):
-            y = self.fused_mlp(x, scale, call.matrix("up"), call.matrix("down"))
-        else:
-            hidden = activation(call.linear(x, "up"), self.hp) * scale
-            y = call.linear(hidden.to(self.dtype), "down")
-        if "mlp.a" in call.factors:
-            y = call.adapt(y, rms_norm(stream), "mlp")
-        if self.hp.mlp_gate:  # (#1941)
-            weights = self.mlp_gate[call.layer].to(stream.dtype)
-            gate = F.linear(stream[..., :GATE_INPUTS], weights[None, :-1], weights[-1:])
-            y = y * torch.sigmoid(gate)
-        return y
+        gate = 1
+        if self.hp.mlp_gate:  # (#1941), as a factor of the hidden units, where it costs no kernel
+            weights = layer.mlp_gate.to(stream.dtype)
+            gate = F.linear(stream[..., :GATE_INPUTS], weights[None, :-1], weights[-1:]).sigmoid()
+        if self.fused_mlp and not (layer.up.observe or layer.down.low_rank):
+            return self.fused_mlp(x, scale * gate, layer.up.weight, layer.down.weight)
+        hidden = activation(linear(x, layer.up), self.hp) * (scale * gate)
+        y = linear(hidden.to(self.dtype), layer.down)
+        return y if layer.down.low_rank is None else adapt(y, gate * rms_norm(stream), layer.down)
 
-    def embed(self, ids: Tensor, base: LayerCall) -> Tensor:
+    def embed(self, ids: Tensor, projection: Matrix | None) -> Tensor:
         """ids (B, T) -> stream (B, T, D): token and hashed bigram embedding (BigramHash),
         normalised, mixed with the previous position (SmearGate).
 
@@ -970,7 +1084,7 @@ class GPT(nn.Module):
             hashed = ((36313 * ids) ^ (27191 * F.pad(ids[:, :-1], (1, 0)))) % buckets
             hashed = hashed.masked_fill(starts, buckets)
             pair = F.embedding(hashed, self.bigram_emb).to(self.dtype)
-            x = x + self.bigram_scale * base.linear(pair, "bigram_proj")
+            x = x + self.bigram_scale * linear(pair, projection)
         if not self.hp.smear_token:
             x = rms_norm(x)
         previous = F.pad(x[:, :-1], (0, 0, 1, 0)) * ~starts[..., None]
@@ -981,9 +1095,9 @@ class GPT(nn.Module):
         gate = self.smear_gate.sigmoid()
         return ((1 - gate) * x + gate * previous).to(self.dtype)
 
-    def matrices(self, qat: bool = False) -> PerLayer:
-        """The (out, in) matrices by name, one per layer, in the compute dtype. Gains and layer
-        scales are folded in; `qat` rounds the banks, with a straight-through gradient."""
+    def matrices(self, qat: bool = False) -> Tensors:
+        """The matrices (L or 1, out, in) by name, in the compute dtype. Gains and layer scales are
+        folded in; `qat` rounds the banks, with a straight-through gradient."""
         matrices = {}
         for kind in MATRICES:
             bank = bank_part(getattr(self, kind.bank), kind)
@@ -996,26 +1110,55 @@ class GPT(nn.Module):
                 bank = bank * getattr(self, kind.gain)[..., None]
             if kind.normed:
                 bank = bank * self.layer_scale
-            matrices[kind.name] = bank.to(self.dtype).unbind(0)
+            matrices[kind.name] = bank.to(self.dtype)
         for kind in TABLES:
             if kind.hessian and hasattr(self, kind.name):
-                matrices[kind.name] = (getattr(self, kind.name).to(self.dtype),)
+                matrices[kind.name] = getattr(self, kind.name).to(self.dtype)[None]
         return matrices
 
-    def low_rank_factors(self, adapter: Adapter, layers: list[int]) -> PerLayer:
-        """The adapter by depth in this order of layers, (B, ., .) in the compute dtype. Layer scale
-        and output gain are folded into b, as into the matrices."""
-        gains = {"out.b": self.attn_scale, "mlp.b": self.mlp_scale}
-        factors = {}
-        for name, factor in adapter.items():
-            if name.endswith(".b"):
-                factor = factor * (self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank)
-                if name != "head.b":
-                    factor = factor * self.layer_scale[layers]
-            if name in gains:
-                factor = factor * gains[name][layers, :, None]
-            factors[name] = factor.to(self.dtype).unbind(1)
-        return factors
+    def low_rank_pairs(
+        self, adapter: Adapter, order: tuple[int, ...]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """The adapter by name of the matrix whose outputs it changes: (B, depth, rank, in) and
+        (B, depth, out, rank) in the compute dtype. Gains and layer scales are folded in."""
+        pairs = {}
+        for kind in (*MATRICES, *TABLES):
+            if f"{kind.target}.a" in adapter:
+                a, b = (adapter[f"{kind.target}.{part}"] for part in "ab")
+                b = b * (self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank)
+                if kind.bank:
+                    b = b * self.layer_scale[list(order)]
+                if kind.gain:
+                    b = b * getattr(self, kind.gain)[list(order), :, None]
+                pairs[kind.name] = a.to(self.dtype), b.to(self.dtype)
+        return pairs
+
+
+class FanOut(torch.autograd.Function):
+    """`GPT.fan_out` for compiled blocks. The tensors are views and the change has a gradient, as
+    another graph would be compiled for one object in two places, or without a gradient. `add` sums
+    the n + 1 gradients when all are there: autograd adds them in pairs, three times the traffic."""
+
+    @staticmethod
+    def forward(ctx, add: Callable, x0: Tensor, n: int) -> tuple[Tensor, ...]:
+        ctx.add = add
+        return tuple(t.view_as(t) for t in GPT.fan_out(x0, n))
+
+    @staticmethod
+    def backward(ctx, stream: Tensor, _change: Tensor, *grads: Tensor) -> tuple:
+        return None, ctx.add(stream, *grads), None
+
+
+def compile_blocks(model: GPT, compiled: bool) -> GPT:
+    """The model with the same parameters, whose parts are compiled functions; unchanged if not
+    `compiled`. So the graphs do not depend on the number and order of the layers."""
+    if not compiled:
+        return model
+    whole = copy.copy(model)
+    for part in ("matrices", "low_rank_pairs", "embed", "block", "head"):
+        setattr(whole, part, compile_whole(getattr(model, part), compiled))
+    whole.fan_out = partial(FanOut.apply, compile_whole(lambda *grads: sum(grads), compiled))
+    return whole
 
 
 # ---- Optimizer: Parallel Muon for the banks, Adam for the rest -----------------------------------
@@ -1450,13 +1593,14 @@ class Run:
         # Shared, because another node's CPU may round differently.
         weights = self.comm.broadcast(self.model.initialise(hp.seed))
         self.model.load_state_dict(weights)
-        self.forward = compile_whole(self.model.to(runtime.device), runtime.compiled)
+        self.forward = compile_blocks(self.model.to(runtime.device), runtime.compiled)
         self.optimizer = ParallelMuon(
             self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
-        # On a CPU most texts are scored before their forward would be compiled.
-        self.eval_forward = self.forward if self.on_gpu or hp.compile == "1" else self.model
+        # By block, as there are many shapes; on a CPU most texts are scored before it is compiled.
+        by_block = runtime.compiled and (self.on_gpu or hp.compile == "1")
+        self.eval_forward = compile_blocks(self.model, by_block)
         self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
@@ -2351,7 +2495,7 @@ class Calibration:
         A backward has the gradient of a sum over tokens. With random weights of mean 0 and variance
         1 its square is, on average, the sum of the tokens' squares."""
         for rows in batch.to(torch.int64).chunk(4):  # an eager forward keeps more for its backward
-            nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, hook=self)
+            nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, observe=self.observe)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
             loss = (nats * weights).sum()
             grads = torch.autograd.grad(loss, self.parameters.values(), materialize_grads=True)
@@ -2360,21 +2504,21 @@ class Calibration:
                 if kind:
                     self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(-1)
 
-    def __call__(self, names: tuple[str, ...], layer: int, x: Tensor, y: Tensor):
+    def observe(self, kind: MatrixKind, layer: int, x: Tensor, y: Tensor):
+        """Add a product's inputs x (B, T, in) and, in the backward, the gradients of its outputs y."""
         x = x.detach()
-        # The MLP may normalise after its first product: then x is not normalised yet.
-        self.add_products(names[0], layer, rms_norm(x) if names[0] == "up" else x)
-        kinds = [kind for kind in MATRICES if kind.name in names]
+        if kind.hessian == kind.name:
+            # The MLP may normalise after its first product: then x is not normalised yet.
+            self.add_products(kind.name, layer, rms_norm(x) if kind.norm_after else x)
         norm = mean_square(x).sqrt()
 
         def add_outputs(grad):
-            sizes = [kind.shape(self.model.hp)[0] for kind in kinds]
-            for kind, part in zip(kinds, (norm * grad).split(sizes, -1), strict=True):
-                if kind.gain:  # is in the matrix, but not in the bank
-                    part = part * self.parameters[kind.gain][layer].detach()
-                self.add_products(f"{kind.name}.output", layer, part)
+            grad = norm * grad
+            if kind.gain:  # is in the matrix, but not in the bank
+                grad = grad * self.parameters[kind.gain][layer].detach()
+            self.add_products(f"{kind.name}.output", layer, grad)
 
-        if f"{names[0]}.output" in self.sums:
+        if f"{kind.name}.output" in self.sums:
             y.register_hook(add_outputs)
 
     def add_products(self, name: str, layer: int, x: Tensor):
@@ -3033,7 +3177,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         model.load_state_dict(weights)
-        forward = compile_whole(model.to(runtime.device), runtime.compiled)
+        forward = compile_blocks(model.to(runtime.device), runtime.compiled)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, final_passes(hp), log, log.started)
         total = len(blob) + CODE_BYTES
@@ -4653,7 +4797,9 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
         lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
         unfit = [n for n in lengths if n % TILE]
         require(not unfit, f"sequences of {unfit} tokens are no multiple of {TILE}")
-    attend = compile_whole(load_attention(name), runtime.compiled and device.type == "cuda")
+    kernel = load_attention(name)
+    attend = compile_whole(kernel, runtime.compiled and device.type == "cuda")
+    prepare = getattr(kernel, "prepare", lambda document: document)
     heads = hp.num_heads, hp.num_kv_heads, hp.num_kv_heads
     qkv = [torch.randn(*TRIAL, n, hp.head_dim, device=device).to(runtime.dtype) for n in heads]
     document = None
@@ -4661,7 +4807,12 @@ def try_attention(name: str, hp: Hyperparameters, runtime: Runtime) -> Callable:
         document = (torch.arange(TRIAL[1], device=device) >= 100).long().expand(TRIAL)
     for band in (0, TRIAL[1] // 2) if hp.eval_mode == "banded" else (0,):
         with torch.set_grad_enabled(band == 0):  # only evaluations have a band
-            compare_kernel(attend, reference_attention, qkv, band=band, document=document)
+            compare_kernel(
+                partial(attend, document=document if document is None else prepare(document)),
+                partial(reference_attention, document=document),
+                qkv,
+                band=band,
+            )
     return attend
 
 
@@ -4725,12 +4876,13 @@ def load_fa3() -> Callable:
         else:
             rows = (t.flatten(0, 1) for t in (q, k, v))
             # A backward starts a block for each 128 positions up to `length` of each document.
-            bounds, length = cu_seqlens(document), min(longest or inf, q.size(1))
-            out = fa3.flash_attn_varlen_func(*rows, bounds, bounds, length, length, **options)
+            length = min(longest or inf, q.size(1))
+            out = fa3.flash_attn_varlen_func(*rows, document, document, length, length, **options)
         # Older builds return (out, log-sum-exp).
         out = out[0] if isinstance(out, tuple) else out
         return out.view(q.shape)
 
+    attend.prepare = cu_seqlens  # once for all layers
     return attend
 
 

@@ -238,13 +238,14 @@ class Separate(train_gpt.GPT):
             for bank in [getattr(self, kind.bank).detach()]
         }
 
-    def matrices(self, qat: bool = False) -> train_gpt.PerLayer:
+    def matrices(self, qat: bool = False) -> dict[str, torch.Tensor]:
         tables = [kind.name for kind in train_gpt.TABLES if kind.hessian]
-        found = {name: (getattr(self, name).to(self.dtype),) for name in tables}
+        found = {name: getattr(self, name).to(self.dtype)[None] for name in tables}
         for kind in train_gpt.MATRICES:
             factors = getattr(self, kind.gain)[..., None] if kind.gain else self.layer_scale
             pairs = zip(self.apart[kind.name], factors, strict=True)
-            found[kind.name] = tuple((weight * factor).to(self.dtype) for weight, factor in pairs)
+            parts = [(weight * factor).to(self.dtype) for weight, factor in pairs]
+            found[kind.name] = torch.stack(parts)
         return found
 
 

@@ -68,7 +68,7 @@ def test_only_plain_forwards_are_fused(hyperparameters):
     assert not torch.equal(model(ids), plain)
     assert calls == [((2, 16, 32), (2, 16, 1), (96, 32), (32, 96))] * 2
     hook = train_gpt.Calibration(model, 32)
-    assert torch.equal(model(ids, hook=hook), plain) and hook.sums["up"].norm() > 0
+    assert torch.equal(model(ids, observe=hook.observe), plain) and hook.sums["up"].norm() > 0
     adapter = {"mlp.a": torch.ones(2, 2, 1, 32), "mlp.b": torch.zeros(2, 2, 32, 1)}
     assert torch.equal(model(ids, adapter=adapter), plain) and len(calls) == 2
 

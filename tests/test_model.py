@@ -189,11 +189,11 @@ def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, wi
     model = noise(made(hyperparameters(NUM_LAYERS=2)))
     model.homogeneous = script.is_homogeneous(model.hp)
     assert model.homogeneous is (formula not in CURVED)
-    call = train_gpt.LayerCall(1, 1, model.matrices(), {}, None, ())
+    (_, layer), *_ = model.layers(train_gpt.ForwardConfig(model.hp.layer_order()), {}, None)
     stream = 3 * torch.randn(2, 5, model.hp.model_dim, generator=torch.Generator().manual_seed(1))
-    up, down = call.matrix("up").double(), call.matrix("down").double()
+    up, down = layer.up.weight.double(), layer.down.weight.double()
     expected = script.activation(norm(stream.double()) @ up.T, model.hp) @ down.T
-    found = script.GPT.mlp(model, stream, call).double()
+    found = script.GPT.mlp(model, stream, layer).double()
     assert (found - expected).norm() < 2e-6 * expected.norm()
 
 
@@ -322,7 +322,7 @@ def test_second_moments_alone_use_tensor_cores(hyperparameters):
 
     hook.sums["q"] = [Sum()]
     with pytest.raises(KeyboardInterrupt):
-        hook(("q",), 0, torch.ones(2, 32), torch.ones(2, 32))
+        hook.observe(train_gpt.MATRICES[0], 0, torch.ones(2, 32), torch.ones(2, 32))
     assert seen == ["tf32"] and matmul.fp32_precision == before != "tf32"
 
 

@@ -396,9 +396,9 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
 def across_documents(model: train_gpt.GPT) -> Iterator[None]:
     """Let SmearGate and BigramHash look across the start of a document, as in #399 and #2135."""
 
-    def embed(ids: Tensor, base: train_gpt.LayerCall) -> Tensor:
+    def embed(ids: Tensor, projection: train_gpt.Matrix | None) -> Tensor:
         with mock.patch.object(train_gpt, "BOS", -1):  # attention's documents stay
-            return train_gpt.GPT.embed(model, ids, base)
+            return train_gpt.GPT.embed(model, ids, projection)
 
     with mock.patch.object(model, "embed", embed):
         yield
