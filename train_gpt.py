@@ -689,7 +689,8 @@ class Matrix(NamedTuple):
 class Layer(NamedTuple):
     """One visit of a layer: what `GPT.block` reads of the model. A block does not show `attn_scale`,
     `mlp_scale` and the layer scale: `GPT.matrices` multiplies "out" and "down" by the gains, and the
-    readers of the normalised stream by the layer scale."""
+    readers of the normalised stream by the layer scale. The tensors are rows of the parameters with
+    their names."""
 
     q: Matrix
     k: Matrix
@@ -697,7 +698,7 @@ class Layer(NamedTuple):
     out: Matrix
     up: Matrix
     down: Matrix
-    mix: Tensor  # (2, D): of the stream and the embedding
+    resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
     xsa: bool
     attn_gate: Tensor | None  # (H, GATE_INPUTS)
@@ -922,7 +923,7 @@ class GPT(nn.Module):
         """(the visits in their order; the bigram's projection or None; the head)."""
         hp, order = self.hp, config.layer_order
         weights = {name: t.unbind(0) for name, t in self.matrices(config.qat).items()}
-        pairs = self.low_rank_pairs(adapter, order)
+        pairs = self.low_rank_pairs(adapter, order) if adapter else {}
         pairs = {name: [t.unbind(1) for t in pair] for name, pair in pairs.items()}
 
         def matrix(kind: MatrixKind, layer: int = 0, depth: int = 0) -> Matrix | None:
@@ -933,38 +934,27 @@ class GPT(nn.Module):
             observer = observe and partial(observe, kind, layer)
             return Matrix(weights[kind.name][layer], pair, observer)
 
-        parameters = dict(self.named_parameters())
-        # In fp32 these would make the gradients of the stream fp32.
-        for name in {"resid_mix", "skip_scale", "skip_gate"} & parameters.keys():
-            parameters[name] = parameters[name].to(self.dtype)
+        rows = {name: p for name, p in self.named_parameters() if name in Layer._fields}
         if hp.attn_gate:
-            parameters["attn_gate"] = self.attn_gate * self.layer_scale
+            rows["attn_gate"] = self.attn_gate * self.layer_scale
+        for name in {"resid_mix", "skip_scale", "skip_gate"} & rows.keys():
+            rows[name] = rows[name].to(self.dtype)  # or the gradients of the stream would be fp32
+        rows = {name: tensor.unbind(0) for name, tensor in rows.items()}
 
-        def rows(name: str, first: int, count: int) -> dict[int, Tensor]:
-            """The first rows of a parameter by layer or depth; {} without this parameter."""
-            row = parameters[name].unbind(0) if name in parameters else ()
-            return dict(enumerate(row[:count], first))
+        def row(name: str, index: int) -> Tensor | None:
+            return rows[name][index] if name in rows and index >= 0 else None
 
-        count, half = hp.num_layers, len(order) // 2
-        mix, q_gain, attn_gate, mlp_gate = (
-            rows(name, 0, count) for name in ("resid_mix", "q_gain", "attn_gate", "mlp_gate")
-        )
-        lane_mix = rows("lane_mix", count - hp.lanes_last_n, count)
-        skip_scale, skip_gate = (rows(name, half, half) for name in ("skip_scale", "skip_gate"))
-        layers = [
-            Layer(
-                **{kind.name: matrix(kind, layer, depth) for kind in MATRICES},
-                mix=mix[layer],
-                q_gain=q_gain[layer],
-                xsa=layer >= hp.num_layers - hp.xsa_last_n,
-                attn_gate=attn_gate.get(layer),
-                mlp_gate=mlp_gate.get(layer),
-                lane_mix=lane_mix.get(layer),
-                skip_scale=skip_scale.get(depth),
-                skip_gate=skip_gate.get(depth),
-            )
-            for depth, layer in enumerate(order)
-        ]
+        layers, half = [], len(order) // 2
+        for depth, layer in enumerate(order):
+            lane = layer - hp.num_layers + hp.lanes_last_n
+            skip = depth - half if depth < 2 * half else -1
+            of_layer = ("resid_mix", "q_gain", "attn_gate", "mlp_gate")
+            index = dict.fromkeys(of_layer, layer) | {"lane_mix": lane}
+            index |= {"skip_scale": skip, "skip_gate": skip}
+            matrices = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
+            parameters = {name: row(name, place) for name, place in index.items()}
+            xsa = layer >= hp.num_layers - hp.xsa_last_n
+            layers.append(Layer(**matrices, **parameters, xsa=xsa))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
@@ -1021,7 +1011,7 @@ class GPT(nn.Module):
             lane = x  # without the skip of this layer (#2135)
         if layer.skip_scale is not None:
             x = self.add_skip(x, before if skip is None else skip, layer)
-        mixed = layer.mix[0] * x + layer.mix[1] * x0
+        mixed = layer.resid_mix[0] * x + layer.resid_mix[1] * x0
         attended = self.attention(rms_norm(mixed), layer, scope)
         # Autograd would fill the gradient of an output that nobody reads with zeros.
         before = None if layer.skip_scale is not None else before
@@ -1157,7 +1147,8 @@ def compile_blocks(model: GPT, compiled: bool) -> GPT:
     whole = copy.copy(model)
     for part in ("matrices", "low_rank_pairs", "embed", "block", "head"):
         setattr(whole, part, compile_whole(getattr(model, part), compiled))
-    whole.fan_out = partial(FanOut.apply, compile_whole(lambda *grads: sum(grads), compiled))
+    add = compile_whole(lambda *grads: sum(grads), compiled)
+    whole.fan_out = lambda x0, n: FanOut.apply(add, x0.requires_grad_(torch.is_grad_enabled()), n)
     return whole
 
 

@@ -327,11 +327,12 @@ def test_windows_and_lengths_of_flash_attention_3(fa3, band, document, monkeypat
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: band == 7)
     q, k, v = torch.randn(2, 88, 4, 8), torch.randn(2, 88, 2, 8), torch.randn(2, 88, 2, 8)
     expected = train_gpt.reference_attention(q, k, v, band, document)
+    bounds = document if document is None else fa3.prepare(document)
     for limit, longest in ((0, 88), (64, 64), (99, 88)):
-        torch.testing.assert_close(fa3(q, k, v, band, document, limit), expected)
+        torch.testing.assert_close(fa3(q, k, v, band, bounds, limit), expected)
         assert document is None or fa3.longest == longest
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-        fa3(q, k, k, band, torch.arange(88).expand(2, 88))
+        fa3.prepare(torch.arange(88).expand(2, 88))
 
 
 def noting_shapes(model) -> set:
@@ -554,26 +555,28 @@ def changed_model(hp, attend, dense) -> train_gpt.GPT:
 
     def changed_matrices(qat):
         found = matrices(qat)
-        scales = model.layer_scale
         for name in ("q", "k", "v"):
-            pairs = zip(found[name], scales * dense[name], strict=True)
-            found[name] = [w + change for w, change in pairs]
-        found["tok_emb"] = [found["tok_emb"][0] + dense["head"][0]]
+            found[name] = found[name] + model.layer_scale * dense[name]
+        found["tok_emb"] = found["tok_emb"] + dense["head"]
         return found
 
     def bypass(x, name, gain, layer):
         return (x * model.layer_scale[layer]) @ dense[name][layer].T * gain[layer]
 
-    def changed_mlp(x, call):
-        y = bypass(train_gpt.rms_norm(x), "mlp", model.mlp_scale, call.layer)
+    def changed_mlp(x, layer):
+        y = bypass(train_gpt.rms_norm(x), "mlp", model.mlp_scale, number(layer))
         gated = torch.ones(())
         if hp.mlp_gate:
-            gate = model.mlp_gate[call.layer]
+            gate = layer.mlp_gate
             gated = torch.sigmoid(x[..., : len(gate) - 1] @ gate[:-1] + gate[-1])[..., None]
-        return mlp(x, call) + gated * y
+        return mlp(x, layer) + gated * y
 
-    def changed_attention(x, call):
-        return attention(x, call) + bypass(x, "out", model.attn_scale, call.layer)
+    def number(layer):
+        [found] = [i for i, gain in enumerate(model.q_gain) if torch.equal(gain, layer.q_gain)]
+        return found
+
+    def changed_attention(x, layer, scope):
+        return attention(x, layer, scope) + bypass(x, "out", model.attn_scale, number(layer))
 
     model.matrices, model.mlp, model.attention = changed_matrices, changed_mlp, changed_attention
     return model

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt
 from conftest import ROOT, made, matrices_of, noise, quantised, run, user_error, weights_of
@@ -168,6 +170,45 @@ def with_activation(tmp_path, monkeypatch):
         return module
 
     return load
+
+
+PARTS = {"NUM_HEADS": 4, "NUM_KV_HEADS": 2, "XSA_LAST_N": 2, "EVAL_SEQ_LEN": 64}
+LOOP = {"LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2, "LANES_LAST_N": 2, "SKIPS": "lerp"}
+GATES = {"ATTN_GATE": 1, "MLP_GATE": 1, "DOC_ATTENTION": 1}
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "kinds"),
+    [({}, 8), (LOOP | GATES, 9), ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9)],
+)
+def test_compiled_blocks_compute_what_the_model_does(
+    parts, kinds, adapted, hyperparameters, monkeypatch
+):
+    """With as many graphs for ten layers as for eight, one for each kind of layer and four more, and
+    all gradients, of the embedding and of the skips as well."""
+    graphs = []
+    for layers in (8, 10):
+        hp = hyperparameters(NUM_LAYERS=layers, **PARTS, **parts)
+        model = noise(made(hp, train_gpt.load_attention("math")), seed=5)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiling = partial(torch.compile, backend=counter, dynamic=False, fullgraph=True)
+        monkeypatch.setattr(train_gpt, "compile_whole", lambda f, _, c=compiling: c(f))
+        torch._dynamo.reset()
+        ids, sought, adapter = documents(hp), list(model.parameters()), None
+        if adapted:
+            sought = train_gpt.lora_adapter(hp, torch.device("cpu"))
+            sought = {n: f.repeat(3, 1, 1, 1).add(0.1).requires_grad_() for n, f in sought.items()}
+            adapter, sought = sought, list(sought.values())
+            model.requires_grad_(False)
+        results = []
+        for forward in (model, train_gpt.compile_blocks(model, True)):
+            loss = forward(ids, ids, adapter=adapter)
+            results.append([loss, *torch.autograd.grad(loss, sought)])
+        for right, found in zip(*results, strict=True):
+            assert (found - right).norm() <= 1e-5 * right.norm() + 1e-9
+        graphs.append(counter.frame_count)
+    assert graphs == [kinds, kinds]
 
 
 SQUARED = "F.leaky_relu(z, hp.mlp_slope).square()"

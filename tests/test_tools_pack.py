@@ -16,7 +16,7 @@ import train_gpt
 from conftest import ROOT, assert_mistake, exported, made, run, user_error, weights_of
 
 SOURCE = (ROOT / "train_gpt.py").read_bytes()
-LIMIT = 46_000  # bytes of the packed script: a fifth of the plain one
+LIMIT = 47_000  # bytes of the packed script: a fifth of the plain one
 
 
 @pytest.fixture(scope="module")
