@@ -344,6 +344,7 @@ def quantise(
     rounding is expected to cost). `states` of the trellis are 0, 4, 8, 16, 64 or 256; more take
     longer. `progress` wraps the list of matrices, then that of groups in each of a few passes, as tqdm
     does. The model does not change. Raises UserError."""
+    require(isinstance(max_bytes, (int, float)), f"max_bytes={max_bytes} is not a number")
     require(states in (0, *train_gpt.PARITY), f"states={states}: choose 0, 4, 8, 16, 64 or 256")
     tensors = tensors_of(model)
     check_finite(tensors)
@@ -365,9 +366,10 @@ def quantise(
     largest = ", ".join(sorted(plain, key=plain.get, reverse=True)[:3])
     sizes = {n: tensors[n].itemsize if n in header["exact"] else 2 for n in plain}
     matter = sum(sizes[n] * plain[n] for n in plain) >= len(file) - max_bytes
+    bits = 8 * len(file) / sum(one.numel() for one in tensors.values())
     require(
         len(file) <= max_bytes,
-        f"{max_bytes} bytes are too few: the smallest file has {len(file)}"
+        f"{max_bytes} bytes are too few: the smallest file has {len(file)}, {bits:.2f} bits per parameter"
         + f", with {sum(plain.values())} numbers that are not rounded: {largest}" * matter,
     )
     return file, predicted
@@ -648,7 +650,7 @@ def read_model(folder: str) -> tuple[nn.Module, Callable]:
     # Without trust_remote_code=False a model with code of its own asks on standard input.
     options = {"local_files_only": True, "trust_remote_code": False}
     with train_gpt.as_user_error(f"cannot load {folder}", advice, Exception):
-        require(Path(folder).is_dir(), "there is no such folder")
+        require(Path(folder).is_dir(), "it is not a folder")
         require(
             any(Path(folder).glob("*.safetensors")) or not any(Path(folder).glob("*.bin")),
             "its weights are .bin files, which may run code: if you trust them, load the model and "
@@ -841,7 +843,7 @@ def main() -> None:
         total = 1000 * sum(predicted.values())
         print(f"{path}: {len(file)} bytes, {8 * len(file) / count:.2f} bits per parameter")
         if len(file) < 0.95 * max_bytes:
-            print(f"note: {max_bytes} bytes were allowed; no finer steps are used")
+            print("note: that is less than allowed; there are no finer steps")
         print(f"{total:10.4f} expected loss in thousandths of a nat per token; most of it:")
         for name, loss in sorted(predicted.items(), key=lambda item: -item[1])[:10]:
             print(f"{1000 * loss:10.4f} {name}", flush=True)
