@@ -1589,9 +1589,8 @@ class Run:
             self.model, weights, hp, self.comm, self.accumulation > 1, runtime.compiled
         )
         self.average = WeightAverage(self.optimizer.owned, hp)
-        # By block, as there are many shapes; on a CPU most texts are scored before it is compiled.
-        by_block = runtime.compiled and (self.on_gpu or hp.compile == "1")
-        self.eval_forward = compile_blocks(self.model, by_block)
+        # On a CPU most texts are scored before their forward would be compiled.
+        self.eval_forward = self.forward if self.on_gpu or hp.compile == "1" else self.model
         self.make_scorer = partial(Evaluator, self.eval_forward, val, hp, runtime)
         self.checkpoints = Checkpoints(hp, self.comm, log)
         self.clock = Clock(hp.max_wallclock_seconds, in_flight=2 if self.on_gpu else 0)
