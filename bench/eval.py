@@ -110,7 +110,9 @@ def forward_of(script: ModuleType, hp, runtime, weights: dict | None = None) -> 
         model.initialise(0)
     else:
         model.load_state_dict(weights)
-    return script.compile_whole(model.to(runtime.device), runtime.compiled)
+    # Older scripts compile the whole model.
+    compile_model = getattr(script, "compile_blocks", script.compile_whole)
+    return compile_model(model.to(runtime.device), runtime.compiled)
 
 
 def modes(windows: int, rounds: int, artifact: str | None) -> None:

@@ -110,7 +110,7 @@ class Variant:
         model = train_gpt.GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         weights = model.initialise(hp.seed)
         self.forward = self.timed(
-            "forward", train_gpt.compile_whole(model.to(runtime.device), compiled)
+            "forward", train_gpt.compile_blocks(model.to(runtime.device), compiled)
         )
         self.optimizer = train_gpt.ParallelMuon(
             model, weights, hp, OneOf(0, ranks), len(self.parts) > 1, compiled
@@ -267,7 +267,7 @@ def compare_separate(
         losses[name].backward()
 
     ways = {
-        name: functools.partial(both, name, train_gpt.compile_whole(model, runtime.compiled))
+        name: functools.partial(both, name, train_gpt.compile_blocks(model, runtime.compiled))
         for name, model in models.items()
     }
     report("forward and backward", take_turns(ways, rounds, runtime.synchronize))

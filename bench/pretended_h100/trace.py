@@ -378,6 +378,12 @@ def build_model(script, hp, runtime) -> torch.nn.Module:
     return model.to(runtime.device)
 
 
+def compiled_model(script, model, runtime):
+    """The model as the script compiles it: by block, or whole before 2026-11-28."""
+    compile_model = getattr(script, "compile_blocks", script.compile_whole)
+    return compile_model(model, runtime.compiled)
+
+
 def evaluator_of(script, forward, val, hp, runtime, stride: int):
     """With windows `stride` apart; 0: of a banded pass. The previous version has other names."""
     make = script.ForwardConfig if hasattr(script, "ForwardConfig") else script.Pass
@@ -388,7 +394,7 @@ def evaluator_of(script, forward, val, hp, runtime, stride: int):
 
 def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of windows, or of the blocks of a banded pass."""
-    forward = script.compile_whole(build_model(script, hp, runtime), runtime.compiled)
+    forward = compiled_model(script, build_model(script, hp, runtime), runtime)
     banded = hp.eval_mode == "banded"
     only_read, stride = (
         script.band_block(hp) if banded else (hp.eval_seq_len - hp.eval_stride, hp.eval_stride)
@@ -418,7 +424,7 @@ def sgd_adaptation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One chunk that is scored and trained on, and one that is only scored. The text's first window
     is a batch of its own, so the first chunk's windows are another part."""
     model = build_model(script, hp, runtime)
-    forward = script.compile_whole(model, runtime.compiled)
+    forward = compiled_model(script, model, runtime)
     val = Data(hp, runtime, 2 * hp.ttt_chunk_tokens)
     gradients = script.sgd_gradients
     counting = CountOperators()
@@ -471,7 +477,7 @@ def low_rank_adaptation(script, hp, runtime, options: dict) -> Callable[[], None
     options["repeats"] gets how often rank 0 does each of them in the challenge's validation
     split."""
     model = build_model(script, hp, runtime)
-    forward = script.compile_whole(model, runtime.compiled)
+    forward = compiled_model(script, model, runtime)
     examples, options["repeats"] = chunks_of(script, hp, runtime, model)
     scorer = evaluator_of(
         script, forward, Data(hp, runtime, 2 * hp.eval_seq_len), hp, runtime, hp.eval_stride
