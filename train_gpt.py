@@ -1144,12 +1144,14 @@ def compile_blocks(model: GPT, compiled: bool) -> GPT:
     `compiled`. So the graphs do not depend on the number and order of the layers."""
     if not compiled:
         return model
-    whole = copy.copy(model)
+    by_block = copy.copy(model)
     for part in ("matrices", "low_rank_pairs", "embed", "block", "head"):
-        setattr(whole, part, compile_whole(getattr(model, part), compiled))
+        setattr(by_block, part, compile_whole(getattr(model, part), compiled))
     add = compile_whole(lambda *grads: sum(grads), compiled)
-    whole.fan_out = lambda x0, n: FanOut.apply(add, x0.requires_grad_(torch.is_grad_enabled()), n)
-    return whole
+    by_block.fan_out = lambda x0, n: FanOut.apply(
+        add, x0.requires_grad_(torch.is_grad_enabled()), n
+    )
+    return by_block
 
 
 # ---- Optimizer: Parallel Muon for the banks, Adam for the rest -----------------------------------

@@ -369,8 +369,10 @@ def quantise(
     bits = 8 * len(file) / sum(one.numel() for one in tensors.values())
     require(
         len(file) <= max_bytes,
-        f"{max_bytes} bytes are too few: the smallest file has {len(file)}, {bits:.2f} bits per parameter"
-        + f", with {sum(plain.values())} numbers that are not rounded: {largest}" * matter,
+        f"{max_bytes} bytes are too few: the smallest file has {len(file)}, {bits:.2f} bits per "
+        "parameter"
+        + f", with {sum(plain.values())} numbers that are not rounded: {largest}"
+        * matter,
     )
     return file, predicted
 
