@@ -2,8 +2,8 @@
 word "check" tools/check_machine.py, without what needs numbers.
 
 The device computes nothing, and its memory holds zeros or what was copied there. So five things are
-replaced: the report of a step, the check that every target was scored, the check that kernels agree
-with the plain form, the Cholesky factors inside GPTQ, whose library is not pretended, and codes out
+replaced: the report of a step, the check that every target was scored, the check that gradients
+agree with the plain form, the Cholesky factors inside GPTQ, whose library is not pretended, and codes out
 of their range.
 """
 

@@ -193,7 +193,7 @@ def test_ranks_that_cannot_share_a_batch(hyperparameters):
     for ranks in (16, 48):  # 1.5 and 0.5 sequences per rank
         assert scaling.sequences(hp, ranks) == 0
         comm = train_gpt.Comm(0, ranks)
-        runtime = types.SimpleNamespace(comm=comm, device=torch.device("cpu"), attention="flash")
+        runtime = types.SimpleNamespace(comm=comm, device=torch.device("cpu"), attention="sdpa")
         with user_error(f"so {ranks} ranks cannot share its sequences evenly"):
             train_gpt.TrainingLoader(hp, runtime)
 

@@ -9,9 +9,9 @@ import re
 import shutil
 import sys
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
-import torch
 
 import check_machine
 import train_gpt
@@ -51,7 +51,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
     assert report["works"] and not report["errors"] and len(report["ranks"]) == ranks
     for rank in report["ranks"]:
         assert {"machine", "products", "copies", "attention", "mlp", "training"} <= rank.keys()
-        assert rank["products"] > 1e6 and rank["attention"]["ms"].keys() == {"flash", "math"}
+        assert rank["products"] > 1e6 and rank["attention"]["ms"].keys() == {"sdpa", "math"}
         kinds = rank["training"]["kinds"]
         assert [(kind["seq_len"], kind["qat"]) for kind in kinds] == [(16, 0), (32, 0), (32, 1)]
         assert sum(kind["share"] for kind in kinds) == pytest.approx(1)
@@ -63,7 +63,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         assert not sizes if ranks == 1 else sizes["all-gather"] == sizes["reduce-scatter"] > 1000
     assert lines[-2] == "ready to run; logs/check.json has all figures"
     (line,) = [line for line in lines if line.startswith("set: ")]
-    assert re.fullmatch(r"set:      ATTENTION=(flash|math) FUSED_MLP=0 ITERATIONS=\d+", line)
+    assert re.fullmatch(r"set:      ATTENTION=(sdpa|math) FUSED_MLP=0 ITERATIONS=\d+", line)
     assert report["finished"] and report["knobs"]["run_id"] == "mine"
     assert {path.name for path in tmp_path.rglob("*")} == {"logs", "check.json"}
 
@@ -78,7 +78,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         ("none", {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}, "TOKENS=800 is not a multiple of"),
         ("died", {"ranks": 2}, "training of rank 1: RuntimeError: an illegal memory access"),
         ("memory", {"ranks": 2}, "20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
-        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs a Hopper"),
+        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs an NVIDIA GPU"),
     ],
 )
 def test_a_run_that_would_fail_is_an_error(fault, changes, sentence, check):
@@ -154,7 +154,7 @@ def report():
         "products": 720e12,
         "copies": 2.9e12,
         "collectives": {n: {"ms": 0.5, "bytes": 10**8} for n in ("reduce-scatter", "all-gather")},
-        "attention": {"ms": {"fa3": 2.1, "cudnn": 2.6, "flash": 4.0}, "refused": {}},
+        "attention": {"ms": {"fa3": 2.1, "cudnn": 2.6, "sdpa": 4.0}, "refused": {}},
         "mlp": {"ms": {"plain": 5.0, "fused": 4.4}, "refused": {}},
         "training": training | {"memory_mib": {"allocated": 17_000, "reserved": 20_000}},
         "evaluation": {"roundtrip": 3.0, "sliding_window": 80.0},
@@ -272,7 +272,7 @@ def missing(report: dict, times: float, why=MISSING) -> list[str]:
     and backward 422 TFLOP/s, of 48 x 8 heads x 2,048 x 2,048 / 2 x 64 x 4 FLOP."""
     forward = 4 * 48 * 8 * 2048 * 2048 / 2 * 64
     published = 1000 * (forward / 371e12 + 2.5 * forward / 422e12)
-    change(report, {"flash": times * published, "cudnn": 9.0}, "attention", "ms")
+    change(report, {"sdpa": times * published, "cudnn": 9.0}, "attention", "ms")
     change(report, {"fa3": why}, "attention", "refused")
     return [sentence for sentence in judge(report)["slow"] if "FlashAttention" in sentence]
 
@@ -382,11 +382,11 @@ def test_the_line_to_paste_has_what_is_advised(report):
     found = judge(report, MAX_WALLCLOCK_SECONDS=300)
     knobs = "MICRO_BATCH_TOKENS=49152 EVAL_MODE=banded WARMDOWN_FRAC=0.41"
     assert found["paste"] == f"ATTENTION=fa3 FUSED_MLP=0 {knobs}"
-    change(report, {"fa3": 9.0, "flash": 5.0}, "attention", "ms", ranks=[0])
-    change(report, {"fa3": 9.0, "flash": 19.0}, "attention", "ms", ranks=[1])
+    change(report, {"fa3": 9.0, "sdpa": 5.0}, "attention", "ms", ranks=[0])
+    change(report, {"fa3": 9.0, "sdpa": 19.0}, "attention", "ms", ranks=[1])
     assert judge(report)["paste"].startswith("ATTENTION=fa3 "), "a step waits for the slowest rank"
-    for flash, advised in ((2.09, "fa3"), (2.04, "flash")):  # from 2 % on
-        change(report, {"fa3": 2.1, "flash": flash}, "attention", "ms")
+    for sdpa, advised in ((2.09, "fa3"), (2.04, "sdpa")):  # from 2 % on
+        change(report, {"fa3": 2.1, "sdpa": sdpa}, "attention", "ms")
         assert judge(report)["paste"].startswith(f"ATTENTION={advised} ")
     found = judge(report, ITERATIONS=6000)
     steps = int(re.search(r"ITERATIONS=(\d+)", found["paste"])[1])
@@ -442,25 +442,26 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
         shapes.append((tuple(q.shape), tuple(k.shape)))
         return real(q, k, v, band, document)
 
-    def try_attention(name, *_):
-        train_gpt.require(name == "math", "it is wrong")
-        return attend
-
-    monkeypatch.setattr(train_gpt, "try_attention", try_attention)
-    names = train_gpt.AUTO_KERNELS["cpu"]
+    why_not = lambda name, *_: "" if name == "math" else "it is missing"  # noqa: E731
+    monkeypatch.setattr(train_gpt, "why_not", why_not)
+    monkeypatch.setattr(train_gpt, "load_attention", lambda name: attend)
+    names = ("sdpa", "math")
     found = check_machine.attention_times(hp, runtime, names)
-    assert found["ms"]["math"] > 0 and found["refused"] == {"flash": "it is wrong"}
+    assert found["ms"]["math"] > 0 and found["refused"] == {"sdpa": "it is missing"}
     assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
     assert check_machine.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
-    monkeypatch.setattr(train_gpt, "try_attention", lambda *_: attend)
-    now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of flash and math, in turn
+    monkeypatch.setattr(train_gpt, "why_not", lambda *_: "")
+    now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of sdpa and math, in turn
     monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: next(now))
-    assert check_machine.attention_times(hp, runtime, names)["ms"] == {"flash": 1.0, "math": 2.0}
-    gpu = dataclasses.replace(runtime, device=SimpleNamespace(type="cuda"))
+    assert check_machine.attention_times(hp, runtime, names)["ms"] == {"sdpa": 1.0, "math": 2.0}
     monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: call() or 1.0)
-    monkeypatch.setattr(train_gpt, "mlp_inputs", lambda *_: [torch.ones(1)] * 4)
-    monkeypatch.setattr(train_gpt, "try_fused_mlp", lambda *_: lambda *inputs: sum(inputs))
-    assert check_machine.mlp_times(hp, gpu)["ms"].keys() == {"plain", "fused"}
+    monkeypatch.setattr(train_gpt, "is_hopper", lambda _: True)
+    fused = mock.Mock(side_effect=lambda x, *_: x)
+    monkeypatch.setattr(train_gpt, "load_fused_mlp", lambda *_: fused)
+    found = check_machine.mlp_times(hp, runtime)
+    assert found["ms"].keys() == {"plain"} and "to not have been used" in found["refused"]["fused"]
+    fused.side_effect = lambda x, scale, up, down: x + (x @ up.mT) @ down.mT
+    assert check_machine.mlp_times(hp, runtime)["ms"].keys() == {"plain", "fused"}
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -476,16 +477,19 @@ def test_each_build_of_flash_attention_is_timed(installed, run_of, monkeypatch):
         train_gpt.require(source != hub, "401 Client Error")
         return builds[source]
 
-    def try_attention(name, *_):
-        tried.append((name, sys.modules[wheel]))
+    def load_attention(name):
+        tried.append((name, sys.modules.get(wheel)))
         return train_gpt.reference_attention
 
     monkeypatch.setitem(sys.modules, wheel, builds[wheel] if installed else None)  # ImportError
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
-    monkeypatch.setattr(train_gpt, "try_attention", try_attention)
+    monkeypatch.setattr(train_gpt, "why_not", lambda *_: "")
+    monkeypatch.setattr(train_gpt, "load_attention", load_attention)
     found = check_machine.attention_times(run.hp, run.runtime, check_machine.FA3_SOURCES)
     assert asked == [(hub, {"version": 1}), (other, {"revision": "main"})]
+    *tried, last = tried
     assert tried == [("fa3", builds[wheel])] * installed + [("fa3", inner)]
+    assert last[0] == run.runtime.attention, "torch's switches are those of the run"
     assert list(found["ms"]) == [wheel] * installed + [other]
     assert found["refused"][hub] == "401 Client Error"
     assert sys.modules.get(wheel) is (builds[wheel] if installed else None)

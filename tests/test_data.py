@@ -173,7 +173,7 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     [
         ("fa3", 16, 0, 0),
         ("fa3", 17, 0, 16),
-        ("flash", 17, 0, 0),
+        ("sdpa", 17, 0, 0),
         ("fa3", 16, 64, 65),
         ("fa3", 15, 64, 65),  # in 128 positions, which are cut twice
         ("fa3", 14, 64, 0),

@@ -38,10 +38,10 @@ def test_the_check_of_the_machine(env, tmp_path, version):
     assert report["works"] and not report["errors"]
     (rank,) = report["ranks"]
     assert rank["machine"]["device"] == "NVIDIA H100 80GB HBM3"
-    assert rank["attention"]["ms"].keys() == {"flash", "mem_efficient"}
+    assert rank["attention"]["ms"].keys() == {"sdpa"}
     assert rank["attention"]["refused"].keys() == {"fa3", "cudnn"}
     assert rank["mlp"]["ms"].keys() == {"plain", "fused"} and not rank["mlp"]["refused"]
-    assert re.search(r"(?m)^set:      ATTENTION=(flash|mem_efficient) FUSED_MLP=[01]$", done.stdout)
+    assert re.search(r"(?m)^set:      ATTENTION=sdpa FUSED_MLP=[01]$", done.stdout)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -57,16 +57,22 @@ def test_the_whole_script(env, tmp_path, version):
         lines = Path(tmp_path, "logs", f"{knobs['RUN_ID']}.jsonl").read_text().splitlines()
         return {event["event"]: event for event in map(json.loads, lines)}
 
-    first = run(TTT_ENABLED=1, FUSED_MLP=1)
-    assert "attention:flash mlp:fused" in first["start"]["runtime"]
+    first = run(TTT_ENABLED=1)
+    assert "attention:sdpa mlp:fused" in first["start"]["runtime"]
     kinds = {f"final_int6_{name}_exact" for name in ("roundtrip", "sliding_window", "ttt_sgd")}
     kinds |= {"start", "warmup", "train", "val", "calibration", "checkpoint", "artifact"}
     assert kinds <= first.keys()
     assert first["train"]["step"] == 10 and first["checkpoint"]["step"] == 12
     Path(tmp_path, "logs", "pretended.jsonl").unlink()  # a finished run is refused
-    changes = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "RESUME": "auto", "ITERATIONS": 16}
+    changes = {
+        "TTT_ENABLED": 1,
+        "TTT_MODE": "lora",
+        "RESUME": "auto",
+        "ITERATIONS": 16,
+        "FUSED_MLP": 0,
+    }
     second = run(**changes)
-    assert "attention:flash mlp:plain" in second["start"]["runtime"]
+    assert "attention:sdpa mlp:plain" in second["start"]["runtime"]
     assert second["resumed"]["step"] == 12 and second["checkpoint"]["step"] == 16
     assert "final_int6_ttt_lora_exact" in second
     assert "final_int6_sliding_window_exact" in run(EVAL_ONLY="final_model.npz", RUN_ID="alone")

@@ -22,7 +22,7 @@ from train_gpt import BOS, GPT, Hyperparameters
 
 def random_model(hp, dtype=torch.float32) -> GPT:
     """A model in which no parameter is zero or one, so that every term of the forward matters."""
-    return noise(made(hp, train_gpt.load_attention("flash"), dtype, 3), seed=5)
+    return noise(made(hp, train_gpt.load_attention("sdpa"), dtype, 3), seed=5)
 
 
 def documents(hp, rows=3, length=24) -> torch.Tensor:
@@ -261,17 +261,6 @@ def test_calibration_is_the_same_if_the_norm_comes_first(hyperparameters):
         torch.testing.assert_close(found[1][name], expected, rtol=1e-3, atol=1e-3 * expected.std())
 
 
-def test_the_fused_mlp_needs_an_activation_of_degree_2(monkeypatch, one_rank):
-    """Also if the kernel has the same formula, so that both forms agree."""
-    hp, runtime = one_rank()
-    for name in ("load_fused_mlp", "compare_kernel", "compile_whole"):
-        monkeypatch.setattr(train_gpt, name, lambda *_: None)
-    train_gpt.try_fused_mlp(hp, runtime)
-    monkeypatch.setattr(train_gpt, "is_homogeneous", lambda hp: False)
-    with user_error("`activation` is not homogeneous of degree 2"):
-        train_gpt.try_fused_mlp(hp, runtime)
-
-
 def test_parameter_count_of_the_record():
     hp = Hyperparameters()
     with torch.device("meta"):
@@ -411,9 +400,9 @@ def test_late_qat_acts_on_the_banks(hyperparameters, compiled):
 
 
 @pytest.mark.parametrize("name", [name for name in train_gpt.KERNELS if name != "fa3"])
-def test_exactly_one_of_torchs_kernels_is_enabled(name, monkeypatch):
-    """With several enabled, torch would silently fall back to another one than the log says."""
-    given, kinds = [], train_gpt.KERNELS[1:]
+def test_only_the_chosen_kernels_of_torch_are_enabled(name, monkeypatch):
+    """Else torch would silently fall back to another one than the log says."""
+    given, kinds = [], ("cudnn", "flash", "mem_efficient", "math")
     noted = lambda q, k, v, **how: given.append((q, k, how)) or q  # noqa: E731
     q, k, v = torch.randn(1, 900, 4, 8), torch.randn(1, 900, 2, 8), torch.randn(1, 900, 2, 8)
     try:
@@ -421,16 +410,16 @@ def test_exactly_one_of_torchs_kernels_is_enabled(name, monkeypatch):
         enabled = [kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()]
         assert torch.compiler.config.cache_key_tag == name, "or a cached graph has another kernel"
     finally:
-        train_gpt.load_attention("flash")
-    assert enabled == [name]
+        train_gpt.load_attention("sdpa")
+    assert enabled == (["flash", "mem_efficient"] if name == "sdpa" else [name])
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     attend(q, k, v)
     ((_, k_given, how),) = given
-    # torch's kernel for fp32 on a GPU has no grouped-query form
-    grouped = name != "mem_efficient"
-    assert how == {"attn_mask": None, "is_causal": True, "enable_gqa": grouped}
-    for head in range(4 * (not grouped)):
-        assert torch.equal(k_given[:, head], k[:, :, head // 2])
+    assert how == {"attn_mask": None, "is_causal": True, "enable_gqa": True}
+    assert torch.equal(k_given, k.transpose(1, 2))
+    attend(*(x.to("meta") for x in (q, k, v)))
+    # torch's kernel for fp32 or a mask on a GPU has no grouped-query form
+    assert given[1][1].size(1) == (4 if name == "sdpa" else 2)
 
 
 REPEATED = """if True:

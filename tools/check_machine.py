@@ -212,8 +212,14 @@ def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str])
         if name in FA3_SOURCES:
             sys.modules[WHEEL] = fa3_build(name)  # what the script imports first
             name = "fa3"
-        attend = train_gpt.try_attention(name, hp, runtime)
-        return functools.partial(attend, document=document)
+        missing = train_gpt.why_not(name, hp, runtime)
+        train_gpt.require(not missing, missing)
+        attend = train_gpt.load_attention(name)
+        prepared = document
+        if document is not None and hasattr(attend, "prepare"):
+            prepared = attend.prepare(document)
+        attend = train_gpt.compile_whole(attend, runtime.compiled and runtime.device.type == "cuda")
+        return functools.partial(attend, document=prepared)
 
     installed = sys.modules.get(WHEEL)
     found = kernel_times(load, names, qkv, runtime)
@@ -221,7 +227,7 @@ def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str])
         sys.modules.pop(WHEEL, None)
         if installed:
             sys.modules[WHEEL] = installed
-    train_gpt.load_attention(runtime.attention)  # a trial sets torch's switches
+    train_gpt.load_attention(runtime.attention)  # sets torch's switches
     return found
 
 
@@ -238,15 +244,22 @@ def fa3_build(source: str) -> ModuleType:
 
 def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     """The same for the forms of the MLP."""
-    inputs = train_gpt.mlp_inputs((forward_rows(hp, runtime), hp.train_seq_len), hp, runtime)
-    plain = functools.partial(train_gpt.plain_mlp, hp=hp)
+    _, hidden, dim = train_gpt.bank_shape("mlp_bank", hp)
+    shapes = (forward_rows(hp, runtime), hp.train_seq_len, dim), (hidden, dim), (dim, hidden)
+    inputs = [torch.randn(s, device=runtime.device, dtype=runtime.dtype) for s in shapes]
 
     def load(name: str) -> Callable[..., torch.Tensor]:
-        if name == "fused":
-            return train_gpt.try_fused_mlp(hp, runtime)
-        return train_gpt.compile_whole(plain, runtime.compiled)
+        fused = name == "fused" and train_gpt.load_fused_mlp(hp.mlp_slope, runtime.device)
+        model = train_gpt.GPT(hp, None, runtime.dtype, fused).to(runtime.device)
+        (layer, *_), *_ = model.layers(train_gpt.ForwardConfig(hp.layer_order()), {}, None)
 
-    names = ("plain",) if runtime.device.type == "cpu" else ("plain", "fused")
+        def mlp(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+            matrices = {"up": train_gpt.Matrix(up), "down": train_gpt.Matrix(down)}
+            return model.mlp(x, layer._replace(**matrices))
+
+        return train_gpt.compile_whole(mlp, runtime.compiled)
+
+    names = ("plain", "fused") if train_gpt.is_hopper(runtime.device) else ("plain",)
     return kernel_times(load, names, inputs, runtime)
 
 
@@ -837,7 +850,7 @@ def check(hp: Hyperparameters) -> dict:
             lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
             alone=False,
         )
-        names = train_gpt.AUTO_KERNELS[runtime.device.type]
+        names = ("sdpa", "math") if runtime.device.type == "cpu" else train_gpt.KERNELS[:-1]
         section("attention", attention_times, hp, runtime, names)
         hopper = any(name in runtime.device_name() for name in HOPPER)
         section("fa3", lambda: attention_times(hp, runtime, FA3_SOURCES) if hopper else None)
