@@ -1,10 +1,13 @@
 """Links between documents lead to files and headings that exist, no document is empty, and the
 examples of docs/experiment.md can be copied."""
 
+import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,7 @@ from conftest import ROOT, run, user_error
 
 FOLDERS = [ROOT, *(ROOT / name for name in ("bench", "data", "docs", "records", "tools"))]
 DOCUMENTS = sorted(path for folder in FOLDERS for path in folder.glob("*.md"))
+TABLES = sorted((ROOT / "docs" / "data").glob("*.csv"))
 
 
 def anchors(text: str) -> set[str]:
@@ -37,6 +41,19 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target}: no heading"
 
 
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_a_table_says_where_it_is_from(path):
+    """A comment, then rows of equal width; a document links to it."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = [line for line in lines if line.startswith("#")]
+    assert re.match(r"# (Measured|Modelled|Published|Estimated)\b", lines[0])
+    assert lines[: len(comment)] == comment
+    assert re.search(r"\b2026-\d\d-\d\d\b", " ".join(comment))
+    rows = list(csv.reader(lines[len(comment) :]))
+    assert len(rows) > 2 and len({len(row) for row in rows}) == 1
+    assert any(f"data/{path.name})" in other.read_text(encoding="utf-8") for other in DOCUMENTS)
+
+
 def test_a_rendezvous_on_one_machine_needs_no_dns():
     """torchrun --standalone waits for ever for a hostname that does not resolve."""
     folders = [*FOLDERS, *(ROOT / name for name in ("configs", "data", "tests"))]
@@ -49,32 +66,24 @@ def test_a_rendezvous_on_one_machine_needs_no_dns():
     ] == []
 
 
-def applied(diff: str, source: str) -> str:
-    """`source` after a diff that leaves lines out: each line of context or with a minus follows the
-    one before it somewhere, and lines with a plus follow it at once."""
-    at, lines = 0, source.splitlines()
-    for line in filter(None, diff.splitlines()):
-        if line[0] == "+":
-            lines.insert(at, line[1:])
-            at += 1
-            continue
-        at = lines.index(line[1:], at) + (line[0] == " ")
-        if line[0] == "-":
-            del lines[at]
-    return "\n".join(lines)
+def apply(diff: str, folder: Path, *options: str):
+    """As a reader does; git finds places that have moved, by their lines of context."""
+    command = ["git", "apply", *options, "-"]
+    done = subprocess.run(command, input=diff.encode(), cwd=folder, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
-def test_the_examples_of_an_experiment_run(env, tmp_path):
-    """A step with both, export and reload; the artifact has their knobs."""
+def test_the_examples_of_an_experiment_apply_and_run(env, tmp_path):
+    """Each alone, and both: a step, export and reload; the artifact has their knobs."""
     text = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
     diffs = re.findall(r"(?ms)^```diff\n(.*?)^```$", text)
     assert len(diffs) == 2
-    original = source = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    script = shutil.copy(ROOT / "train_gpt.py", tmp_path)
     for diff in diffs:
-        applied(diff, original)
-        source = applied(diff, source)
-    (tmp_path / "edited.py").write_text(source, encoding="utf-8")
-    run(["edited.py"], env(ITERATIONS=1, ATTN_TEMP=1, VALUE_RESIDUAL=1), tmp_path)
+        apply(diff, tmp_path, "--check")
+    for diff in diffs:
+        apply(diff, tmp_path)
+    run([script], env(ITERATIONS=1, ATTN_TEMP=1, VALUE_RESIDUAL=1), tmp_path)
     with user_error("this script has no knob ATTN_TEMP VALUE_RESIDUAL"):
         train_gpt.open_artifact((tmp_path / "final_model.npz").read_bytes())
 
