@@ -2683,8 +2683,7 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         hessian = torch.cat([calibration.get(kind.hessian, eye) for kind in kinds])
         squares = [calibration[f"{kind.name}.cost"] for kind in kinds if calibration]
         cost = cost_of_rows(torch.cat(squares)) if squares else None
-        rule_of_banks, rule_of_tables = RULES[hp.rounding]
-        rule = rule_of_banks if kinds[0].bank else rule_of_tables
+        rule = RULES[hp.rounding][not kinds[0].bank]
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
         quantisers[names] = Quantiser(torch.cat(views), hessian, cost, states, rule)
@@ -2716,7 +2715,7 @@ def meta_parameters(hp: Hyperparameters) -> Tensors:
 
 def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str, Tensor]]:
     """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
-    (L, out, in)."""
+    (N, out, in)."""
     for kind in MATRICES:
         yield kind, kind.name, bank_part(weights[kind.bank], kind)
     tables = {kind.name: kind for kind in TABLES}
@@ -2726,7 +2725,7 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
 
 
 def encode_codes(codes: ndarray, coder: str = "ans") -> bytes:
-    """The codes (L, out, in) in a stream, which has been decoded once."""
+    """The codes (N, out, in) in a stream, which has been decoded once."""
     encode, decode = CODERS[coder]
     stream = encode(codes)
     require(
@@ -2768,8 +2767,8 @@ def pack_artifact(
     for kind, name, tensor in artifact_tensors(weights):
         values = tensor.half()
         if kind:
-            stream, values, cost = rounded[name]
-            expected[name] = cost / count  # as `Calibration` counts each weight as all of them
+            stream, values, total = rounded[name]
+            expected[name] = total / count  # as `Calibration` counts each weight as all of them
             streams.append(stream)
         require(
             values.isfinite().all(),
@@ -2813,11 +2812,9 @@ def fit_bytes(
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    # Far away, so that the first `room` is 0.9995 of the limit and the first two slopes are 1
-    size = codes = -1e12
-    slope, files = 1, {}
+    target = room = 0.9995 * max_bytes  # of a file, of its codes
+    slope, last, files = 1, None, {}
     for _ in range(12):
-        room = codes + (0.9995 * max_bytes - size) / slope
         # The least loss whose codes should fit
         place = bisect.bisect_left(losses[:-1], True, key=lambda loss: expected_bytes(loss) <= room)
         place = comm.broadcast(place)  # another machine may round differently
@@ -2827,9 +2824,10 @@ def fit_bytes(
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
-        change = expected_bytes(losses[place]) - codes
-        slope = np.clip((len(file) - size) / (change or 1), 1, 3)
-        size, codes = len(file), codes + change
+        size, codes = len(file), expected_bytes(losses[place])
+        if last:
+            slope = np.clip((size - last[0]) / (codes - last[1] or 1), 1, 3)
+        room, last = codes + (target - size) / slope, (size, codes)
     return min(files.values(), key=lambda file: (len(file) > max_bytes, abs(len(file) - max_bytes)))
 
 
@@ -3656,7 +3654,7 @@ def read_validation(
     return val
 
 
-# ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
+# ---- Coders: codes (N, out, in) int16 -> bytes and back, exactly, on every machine ---------------
 ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
 ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
@@ -3711,7 +3709,7 @@ def from_planes(raw: bytes) -> ndarray:
 
 
 def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
-    """(encode, decode): codes (L, out, in) int16 packed column by column, as a column holds like
+    """(encode, decode): codes (N, out, in) int16 packed column by column, as a column holds like
     codes (1.5 % fewer bytes), with mostly zero high bytes. `decode` raises an error if the codes
     are damaged or of another shape."""
 
@@ -3738,13 +3736,13 @@ def ans_package():
 
 
 def encode_ans(codes: ndarray) -> bytes:
-    """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
+    """Codes (N, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
     frequencies per class of codes. A class is the sum of two numbers, in thirds of an octave: the
     mean |code| of the row, and that of the column relative to the rows (docs/formats.md). Exact on
     every machine."""
     sizes = np.abs(codes).astype(np.float32)
-    rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (L, out, 1)
-    columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (L, in)
+    rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (N, out, 1)
+    columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (N, in)
     buckets = [np.rint(ANS_BUCKETS * np.log2(part)).ravel() for part in (rows, columns)]
     numbers = np.concatenate([part - part.min() for part in buckets]).astype(np.uint8)
     least = codes.min()
@@ -3761,7 +3759,7 @@ def encode_ans(codes: ndarray) -> bytes:
 
 
 def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
-    """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
+    """The codes (N, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
     another shape."""
     layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
@@ -3784,7 +3782,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
 
 
 def positions_by_class(numbers: ndarray, shape: tuple[int, int, int]) -> list[ndarray]:
-    """The positions of the codes of each class, in codes of this shape (L, out, in). A class is the
+    """The positions of the codes of each class, in codes of this shape (N, out, in). A class is the
     sum of the numbers of a row and a column; `numbers` has those of all rows, then columns."""
     layers, out, width = shape
     rows, columns = np.split(numbers.astype(np.int16), [layers * out])
