@@ -342,7 +342,7 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
     swapped letters, without its last word, or with a wrong letter."""
     for name in sorted(set(environ) - set(known)):
         words = "_" in name
-        near = [RENAMED[name]] if name in RENAMED else []
+        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
         near += [
             other
             for other in known
@@ -357,8 +357,8 @@ def refuse_misspelt(environ: Iterable[str], known: list[str]):
             )
 
 
-# The names of older versions, then those of #399, #549 and #2135; ours are empty if there is none.
-RENAMED = """ROW_RANGE=ROUNDING SKIP_GATES=SKIPS SKIP_LERP=SKIPS DEMO_SECONDS=MAX_WALLCLOCK_SECONDS
+# Names of #399, #549, #2135 and older demonstrations, with ours, which are empty if there is none.
+OTHER_NAMES = """DEMO_SECONDS=MAX_WALLCLOCK_SECONDS
 MUON_LR=MATRIX_LR MUON_ROW_NORMALIZE=MUON_EQ MUON_BETA2= HEAD_LR= EMBED_LR= EMBED_WD=ADAM_WD
 QAT_ENABLED=LATE_QAT LATE_QAT_THRESHOLD=QAT_THRESHOLD VAL_BATCH_TOKENS=VAL_BATCH_SIZE
 NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YARN=
@@ -372,19 +372,7 @@ LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= T
 TTT_EPOCHS= TTT_MOMENTUM= TTT_FREEZE_BLOCKS= TTT_BATCH_SEQS= TTT_GRAD_CLIP=
 TTT_CHUNK_SIZE=TTT_LORA_CHUNK TTT_WEIGHT_DECAY=TTT_LORA_WD
 TTT_K_LORA=TTT_LORA_TARGETS TTT_O_LORA=TTT_LORA_TARGETS TTT_MLP_LORA=TTT_LORA_TARGETS"""
-RENAMED = dict(pair.split("=") for pair in RENAMED.split())
-
-
-def todays_names(knobs: dict) -> dict:
-    """Knobs of an older log, checkpoint or artifact, by the names and values that they have now."""
-    knobs = dict(knobs)
-    if "row_range" in knobs:
-        old = knobs.pop("row_range")
-        knobs["rounding"] = {"sdclip": "sensitivity", "published": "399"}.get(old, old)
-    if "skip_gates" in knobs:  # True or, in a log, "True"
-        gates, lerp = (str(knobs.pop(name, False)) for name in ("skip_gates", "skip_lerp"))
-        knobs["skips"] = "lerp" if lerp == "True" else "gates" if gates == "True" else "scales"
-    return knobs
+OTHER_NAMES = dict(pair.split("=") for pair in OTHER_NAMES.split())
 
 
 def knobs_with(*roles: str) -> tuple[str, ...]:
@@ -683,7 +671,7 @@ class Matrix(NamedTuple):
 
     weight: Tensor  # (out, in), in the compute dtype
     low_rank: tuple[Tensor, Tensor] | None = None  # (B, rank, in), (B, out, rank)
-    observe: Callable | None = None  # called with inputs and outputs, in eager mode only
+    observe: Callable | None = None  # called with inputs, in eager mode only
 
 
 class Layer(NamedTuple):
@@ -710,14 +698,11 @@ class Layer(NamedTuple):
 
 def linear(x: Tensor, *matrices: Matrix) -> Tensor:
     """x (B, T, in) -> (B, T, out) by these matrices, concatenated, without low-rank products."""
+    for matrix in matrices:
+        if matrix.observe:
+            matrix.observe(x)
     weights = [matrix.weight for matrix in matrices]
-    y = F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0])
-    if not matrices[0].observe:
-        return y
-    parts = y.split([len(weight) for weight in weights], -1)
-    for matrix, part in zip(matrices, parts, strict=True):
-        matrix.observe(x, part)
-    return torch.cat(parts, -1)  # or hooks on the parts would see no gradient
+    return F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0])
 
 
 def adapt(y: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
@@ -893,7 +878,7 @@ class GPT(nn.Module):
 
         `refused` (V, V): after token a, token b is a million times less likely if refused[a, b].
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
-        `observe(kind, layer, input, output)` runs after each product, in eager mode only."""
+        `observe(kind, layer, input)` runs before each product, in eager mode only."""
         config = config or ForwardConfig(self.hp.layer_order())
         layers, projection, head = self.layers(config, adapter or {}, observe)
         document = None
@@ -2421,11 +2406,10 @@ def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepare
     return f"{score.val_bpb:.4f} bits per byte ({name})"
 
 
-# ---- Quantisation: weights -> integer codes, one step per row or matrix --------------------------
+# ---- Quantisation: weights -> integer codes and a step per row -----------------------------------
+# N matrices (out, in) of one shape are rounded together: the layers of one kind, or of k and v.
 FINEST = 0.0001  # nats per token that the finest steps cost, by calibration
-# Rows of a column that share a path through the trellis; paths run side by side. In rotated matrices
-# errors are fed back between segments, which makes up for the shorter paths.
-SEGMENT, ROTATED_SEGMENT = 64, 32
+SEGMENT = 64  # rows of a column that share a path through the trellis; paths run side by side
 
 
 def round_steps(steps: Tensor, dropped: int) -> Tensor:
@@ -2467,12 +2451,11 @@ RULES = {
 
 
 class Calibration:
-    """Sums over `tokens` tokens for the export. NAME of a matrix: x^T x (L or 1, in, in) of its
-    inputs x. NAME.cost (L or 1, out): N/2 times the mean of g^2 over a row and the tokens, where g
-    is the gradient of one token's loss and N counts all weights of the model. So NAME.cost times a
-    squared error is what the model would lose, in nats per token, if all of its weights had this
-    error and were as sensitive as that row. NAME.output (L, out, out) of a matrix of `BANKS`: the
-    sum of g g^T times the mean of x^2, where g is the gradient of a token's output."""
+    """Sums over `tokens` tokens for the export. NAME of a matrix: x^T x (N, in, in) of its inputs x.
+    NAME.cost (N, out): W/2 times the mean of g^2 over a row and the tokens, where g is the gradient
+    of one token's loss and W counts all weights of the model. So NAME.cost times a squared error is
+    what the model would lose, in nats per token, if all of its weights had this error and were as
+    sensitive as that row."""
 
     def __init__(self, model: GPT, tokens: int):
         self.model, self.parameters = model, dict(model.named_parameters())
@@ -2482,10 +2465,8 @@ class Calibration:
         self.sums = collections.defaultdict(float)
         for kind, name, view in artifact_tensors(self.parameters):
             if kind and kind.hessian == name:  # not k and v, which share that of q
-                # (L or 1, in, in)
+                # (N, in, in)
                 self.sums[name] = torch.zeros_like(view[:, 0]).float().diag_embed()
-            if kind and kind.bank and not RULES[model.hp.rounding][0].fixed:
-                self.sums[f"{name}.output"] = torch.zeros_like(view[..., 0]).float().diag_embed()
 
     def add(self, batch: Tensor):
         """Observe a micro-batch (B, T + 1).
@@ -2502,38 +2483,25 @@ class Calibration:
                 if kind:
                     self.sums[f"{name}.cost"] += self.scale * grad.float().square().mean(-1)
 
-    def observe(self, kind: MatrixKind, layer: int, x: Tensor, y: Tensor):
-        """Add a product's inputs x (B, T, in) and, in the backward, the gradients of its outputs y."""
+    def observe(self, kind: MatrixKind, layer: int, x: Tensor):
+        """Add the products of a matrix's inputs x (B, T, in)."""
+        if kind.hessian != kind.name:
+            return
         x = x.detach()
-        if kind.hessian == kind.name:
-            # The MLP may normalise after its first product: then x is not normalised yet.
-            self.add_products(kind.name, layer, rms_norm(x) if kind.norm_after else x)
-        norm = mean_square(x).sqrt()
-
-        def add_outputs(grad):
-            grad = norm * grad
-            if kind.gain:  # is in the matrix, but not in the bank
-                grad = grad * self.parameters[kind.gain][layer].detach()
-            self.add_products(f"{kind.name}.output", layer, grad)
-
-        if f"{kind.name}.output" in self.sums:
-            y.register_hook(add_outputs)
-
-    def add_products(self, name: str, layer: int, x: Tensor):
-        rows = x.flatten(0, -2).float()
+        # The MLP may normalise after its first product: then x is not normalised yet.
+        rows = (rms_norm(x) if kind.norm_after else x).flatten(0, -2).float()
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
-        # For tensor cores: inputs are bf16, so their products stay exact. Outputs times norms are
-        # cut to 11 bits. Sums are fp32.
+        # For tensor cores: inputs are bf16, so their products stay exact. Sums are fp32.
         matmul.fp32_precision = "tf32"
         try:
-            self.sums[name][layer].addmm_(rows.mT, rows)
+            self.sums[kind.name][layer].addmm_(rows.mT, rows)
         finally:
             matmul.fp32_precision = before
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """(H / m + d I) / (1 + d) of a Hessian H (L, in, in) with m the mean of its diagonal, and this
+    """(H / m + d I) / (1 + d) of a Hessian H (N, in, in) with m the mean of its diagonal, and this
     damping d. The new diagonal has mean 1."""
     mean = hessian.diagonal(0, 1, 2).mean(-1)[:, None, None]
     hessian = hessian / mean.clamp(min=1e-30)
@@ -2542,7 +2510,7 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
 
 
 def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """(order (L, in) of the inputs, largest first; upper Cholesky factor (L, in, in) of the inverse
+    """(order (N, in) of the inputs, largest first; upper Cholesky factor (N, in, in) of the inverse
     of the Hessian in this order)."""
     order = hessian.diagonal(0, 1, 2).argsort(descending=True)
     hessian = torch.take_along_dim(hessian, order[:, :, None], 1)
@@ -2551,95 +2519,26 @@ def inverse_factor(hessian: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.linalg.cholesky(inverse, upper=True).float()
 
 
-def row_feedback(output: Tensor) -> tuple[Tensor, Tensor]:
-    """(A (B, L, rows, length) for B segments of rows, weights of rows (L, out)) of second moments G
-    (L, out, out), as in YAQA (arXiv:2505.22988). `rows` is B * length, at least out. Errors D of
-    rows cost tr(G D H D^T). That is the sum of weight_r E_r H E_r^T over rows, where E is D plus the
-    segment's A^T times the D of later ones. Products of two rows of one segment are left out."""
-    out = output.size(1)
-    length = min(ROTATED_SEGMENT, out)
-    extra = -out % length
-    lower = F.pad(torch.linalg.cholesky(output.double()), (0, extra, 0, extra))
-    lower.diagonal(0, 1, 2)[:, out:] = 1
-    columns = lower.unflatten(2, (-1, length)).permute(2, 0, 1, 3)  # (B, L, rows, length)
-    own = columns.unflatten(2, (-1, length)).diagonal(0, 0, 2).movedim(-1, 0)
-    feedback = (columns @ own.inverse()).float()
-    feedback.unflatten(2, (-1, length)).diagonal(0, 0, 2).zero_()  # it was the identity
-    return feedback, own.square().sum(3).transpose(0, 1).flatten(1)[:, :out].float()
-
-
 def gptq(
-    weights: Tensor,
-    order: Tensor,
-    factor: Tensor,
-    steps: Tensor,
-    to_integers: Callable,
-    feedback: Tensor | None = None,
-    block: int = 128,
+    weights: Tensor, order: Tensor, factor: Tensor, steps: Tensor, to_integers: Callable, block=128
 ) -> Tensor:
-    """Integers (L, out, in) that, times the steps (L, out or 1, 1), preserve Wx rather than the fp32
-    weights W (L, out, in), given their `inverse_factor`. `to_integers` rounds a column of each of B
-    segments of rows, (B, L, length, 1). Without feedback B is 1; with it a matrix has one step.
+    """Integers (N, out, in) that, times the steps (N, out, 1), preserve Wx rather than the fp32
+    weights W (N, out, in), given their `inverse_factor`. `to_integers` rounds a column (N, out, 1).
 
     GPTQ (arXiv:2210.17323): columns are rounded one by one, largest activations first, and the open
-    ones compensate each error along the inverse Hessian. With the A of `row_feedback` a segment also
-    compensates the errors of later segments in the same column. It rounds a column one turn after
-    the next segment, so all segments take in + B - 1 turns instead of in * B."""
-    rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
-    segments = rows[None] if feedback is None else to_segments(rows, feedback.size(3)).movedim(0, 2)
-    # `left` (B, L, length, in + 2 * last) has `last` columns of zeros on both sides. In turn t
-    # segment b rounds column t + b of it, so the last segment is first. Errors replace the column.
-    last = len(segments) - 1
-    left, turns = F.pad(segments, (last, last)), width + last
-    factor = F.pad(factor / factor.diagonal(0, 1, 2)[..., None], 4 * (last,))
+    ones compensate each error along the inverse Hessian, those beyond this block at its end."""
+    left, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
+    factor = factor / factor.diagonal(0, 1, 2)[..., None]
     integers = torch.zeros_like(left)
-    for first in range(0, turns, block):
-        stop, errors = min(first + block, turns), []
-        for turn in range(first, stop):
-            now = slice(turn, turn + last + 1)
-            column = left[..., now].diagonal(0, 0, 3).movedim(-1, 0)[..., None]
-            aim = column
-            if feedback is not None:
-                # (B, L, rows): the column of each, in all segments. A is 0 for earlier ones.
-                seen = left[..., now].permute(3, 1, 0, 2).flatten(2)
-                aim = column + (seen[..., None, :] @ feedback).mT
-            found = to_integers(aim)
-            integers[..., now].diagonal(0, 0, 3).copy_(found[..., 0].movedim(0, -1))
-            errors.append(column - found * steps)
-            near = slice(turn + 1, stop + last)
-            effect = factor[:, now, near].transpose(0, 1)[:, :, None]
-            left[..., near].flatten(0, 1).baddbmm_(
-                errors[-1].flatten(0, 1), effect.flatten(0, 1), alpha=-1
-            )
-            column.copy_(errors[-1])
-        effect = [factor[:, first + b : stop + b, stop + last :] for b in range(last + 1)]
-        left[..., stop + last :].flatten(0, 1).baddbmm_(
-            torch.cat(errors, 3).flatten(0, 1), torch.cat(effect), alpha=-1
-        )
-    integers = integers[..., last:turns].transpose(0, 1).flatten(1, 2)[:, : weights.size(1)]
+    for first in range(0, width, block):
+        stop, errors = min(first + block, width), []
+        for place in range(first, stop):
+            own, near = slice(place, place + 1), slice(place + 1, stop)
+            integers[..., own] = to_integers(left[..., own])
+            errors.append(left[..., own] - integers[..., own] * steps)
+            left[..., near].baddbmm_(errors[-1], factor[:, own, near], alpha=-1)
+        left[..., stop:].baddbmm_(torch.cat(errors, 2), factor[:, first:stop, stop:], alpha=-1)
     return torch.take_along_dim(integers, order.argsort()[:, None], 2)
-
-
-def rotated(x: Tensor, back: bool = False) -> Tensor:
-    """P x Q^T of matrices x (..., m, n), with orthogonal P and Q by their sizes, or P^T x Q. Each is
-    random signs and Hadamard's matrix, as in QuIP# (arXiv:2402.04396), for the first 2^k elements,
-    then for the last 2^k. Sums have a fixed order: all machines get the same numbers."""
-    for _ in range(2):
-        x = x.mT.clone(memory_format=torch.contiguous_format)
-        power = 1 << (x.size(-2).bit_length() - 1)
-        for first in sorted({0, x.size(-2) - power}, reverse=back):
-            signs = np.random.RandomState(first).choice([-1, 1], (power, 1))
-            signs = torch.from_numpy(signs).to(x) * power**-0.5
-            part, width = x[..., first : first + power, :], power
-            if not back:
-                part.mul_(signs)
-            while width := width // 2:
-                a, b = part.unflatten(-2, (-1, 2, width)).unbind(-3)
-                a.add_(b)
-                b.mul_(-2).add_(a)  # a + b - 2 b
-            if back:
-                part.mul_(signs)
-    return x
 
 
 def next_state(state, odd, states: int):
@@ -2649,49 +2548,51 @@ def next_state(state, odd, states: int):
     return (state >> 1) ^ (state & 1) * (first >> 1) ^ odd * (second >> 1)
 
 
+def to_segments(columns: Tensor) -> Tensor:
+    """Columns (N, out, n) as (place, segments, N, n): segments of SEGMENT rows, or one if there are
+    fewer, the last one filled up with zeros."""
+    length = min(SEGMENT, columns.size(1))
+    padded = F.pad(columns, (0, 0, 0, -columns.size(1) % length))
+    return padded.unflatten(1, (-1, length)).transpose(0, 2)
+
+
 def viterbi(targets: Tensor, weights: Tensor, states: int) -> Tensor:
-    """Integers (rows, paths) near the targets (rows, paths). Each column is the path through the
-    trellis, from state 0, with the least sum of squared errors times weights (rows, paths). An
+    """Integers (N, out, n) near the targets (N, out, n). Each segment of a column is the path through
+    the trellis, from state 0, with the least sum of squared errors times weights (N, out, n). An
     integer is 2 x code + the lowest bit of the state, so a state and the lowest bit of a code
     decide the integer modulo 4."""
-    # Edges are pairs of a state and the lowest bit of a code. Two end in each state: with 4 states
-    # (0, 0) and (2, 1) in 0, (0, 1) and (2, 0) in 1, (1, 0) and (3, 1) in 2, (1, 1) and (3, 0) in 3.
+    # An edge is a pair of a state and the lowest bit of a code. Edges e and e + states end in state
+    # e: with 4 states (0, 0) and (2, 1) in 0, (0, 1) and (2, 0) in 1, (1, 0) and (3, 1) in 2, (1, 1)
+    # and (3, 0) in 3.
     edges = itertools.product(range(states), (0, 1))
     edges = sorted(edges, key=lambda edge: next_state(*edge, states))  # by where they end
-    # Those that end in state s have the numbers s and s + states.
     previous, odd = torch.tensor(edges[::2] + edges[1::2], device=targets.device).unbind(1)
     remainder = (previous & 1) + 2 * odd
     number = torch.arange(states, device=targets.device)[:, None]
-    rest, targets = number[:4], targets[:, None]
-    integers = 4 * ((targets - rest) / 4).round() + rest  # (rows, 4, paths)
-    costs = weights[:, None] * (targets - integers).square()
+    segments = to_segments(targets)
+    rest, aims = number[:4], segments.flatten(1)[:, None]
+    integers = 4 * ((aims - rest) / 4).round() + rest  # (rows, 4, paths)
+    errors = to_segments(weights).flatten(1)[:, None] * (aims - integers).square()
     total = torch.where(number > 0, inf, 0.0)  # of the best path to each state (states, 1 or paths)
     # Of each row whether the second edge into each state is the better one; from the last row on,
     # the edges of the path.
     taken, path = [], []
     # On a GPU the time is that of starting kernels: seven per row of targets.
-    for cost in costs.index_select(1, remainder):
-        first, second = total.index_select(0, previous).add(cost).split(states)
+    for error in errors.index_select(1, remainder):
+        first, second = total.index_select(0, previous).add(error).split(states)
         taken.append(second < first)
         total = torch.minimum(first, second)
     state = total.argmin(0, keepdim=True)
     for took in taken[::-1]:
         path.append(state.add(took.gather(0, state), alpha=states))  # state + states * took
         state = previous.take(path[-1])
-    return integers.gather(1, remainder[torch.cat(path[::-1])][:, None])[:, 0]
+    nearest = integers.gather(1, remainder[torch.cat(path[::-1])][:, None]).view_as(segments)
+    return nearest.transpose(0, 2).flatten(1, 2)[:, : targets.size(1)]
 
 
-def to_segments(columns: Tensor, length: int) -> Tensor:
-    """Columns (L, out, n) as (place, segments, L, n): segments of this length, or one if there are
-    fewer rows, the last one filled up with zeros."""
-    length = min(length, columns.size(1))
-    padded = F.pad(columns, (0, 0, 0, -columns.size(1) % length))
-    return padded.unflatten(1, (-1, length)).transpose(0, 2)
-
-
-def trellis_bits(codes: Tensor, states: int, segment: int) -> Tensor:
-    """The lowest bit of the trellis' state before each code (L, out, n)."""
-    odd = to_segments(codes, segment) & 1
+def trellis_bits(codes: Tensor, states: int) -> Tensor:
+    """The lowest bit of the trellis' state before each code (N, out, n)."""
+    odd = to_segments(codes) & 1
     state, bits = 0 * odd[0], []
     for row in odd:
         bits.append(state & 1)
@@ -2699,9 +2600,8 @@ def trellis_bits(codes: Tensor, states: int, segment: int) -> Tensor:
     return torch.stack(bits).transpose(0, 2).flatten(1, 2)[:, : codes.size(1)]
 
 
-@dataclasses.dataclass
 class Quantiser:
-    """Rounds weights to codes, integers of at most 12 bits, times the step of a row or matrix.
+    """Rounds weights to codes, integers of at most 12 bits, times the step of a row.
 
     Multiples of a step have a mean squared error of step^2 / 12, and twice the step saves one bit
     per weight. So at given bytes the total loss is lowest when each weight adds the same `loss`:
@@ -2711,48 +2611,33 @@ class Quantiser:
     Trellis-coded quantisation (Marcellin and Fischer 1990) has multiples of half a step. A state
     allows every second one: twice the code, plus the lowest bit of the state. A code takes
     as many bits as before, and the choice of the path makes the squared error a fifth smaller
-    (1 dB): step^2 / 15.
+    (1 dB): step^2 / 15."""
 
-    With `output`, matrices are `rotated`. That makes their rows alike, so a matrix has one step.
-    Errors are then fed back between rows, too."""
-
-    rows: Tensor  # (N, out, in)
-    hessian: Tensor  # (N, in, in) of their inputs, in any unit
-    cost: Tensor | None  # (N, out) of a squared error of 1; None: 1 / mean square of the row
-    states: int  # of the trellis; 0: none
-    rule: Rule
-    output: Tensor | None = None  # (N, out, out): G of `row_feedback`, whose diagonal is `cost`
-
-    def __post_init__(self):
-        # `shared`: the dimensions that have one step
-        self.shared, self.segment, self.feedback = 2, SEGMENT, None
-        if self.output is not None:
-            self.shared, self.segment = (1, 2), ROTATED_SEGMENT
-            parts = map(rotated, (self.rows, self.hessian, self.output))
-            self.rows, self.hessian, self.output = parts
-            self.feedback, self.cost = row_feedback(self.output)  # the weights take its place
-        self.deviation = (self.rows.square().mean(self.shared, keepdim=True) + 1e-30).sqrt()
+    def __init__(self, rows: Tensor, hessian: Tensor, cost: Tensor | None, states: int, rule: Rule):
+        """Of weights (N, out, in) with the Hessian (N, in, in) of their inputs, in any unit. `cost`
+        (N, out) is of a squared error of 1; None: 1 / mean square of the row. `states` are the
+        trellis', 0 for none."""
+        self.rows, self.states, self.rule, self.calibrated = rows, states, rule, cost is not None
         # (N, out, 1)
-        self.costs = self.deviation**-2.0 if self.cost is None else self.cost[..., None]
-        self.damped = damped(self.hessian, self.rule.damping)
+        self.largest = rows.abs().amax(-1, keepdim=True)
+        self.deviation = (rows.square().mean(-1, keepdim=True) + 1e-30).sqrt()
+        self.cost = cost[..., None] if self.calibrated else self.deviation**-2.0
+        self.damped = damped(hessian, rule.damping)
         self.factor = inverse_factor(self.damped)
         # With GPTQ the error of a column counts by its pivot, the inverse square of the factor's
         # diagonal, not by its entry of the Hessian's diagonal, which has mean 1.
         pivots = self.factor[1].diagonal(0, 1, 2) ** -2.0  # (N, in)
         self.pivot = pivots.mean(-1)[:, None, None]
-        self.largest = self.rows.abs().amax(self.shared, keepdim=True)
 
     def steps(self, loss: float) -> Tensor:
-        """(N, out or 1, 1), with which each weight costs `loss`, in the unit of `cost`."""
+        """(N, out, 1), with which each weight costs `loss`, in the unit of `cost`."""
         if self.rule.fixed:
             return self.rule.default_steps(self.rows)
-        costs = self.costs.mean(self.shared, keepdim=True) * self.pivot
-        wanted = ((15 if self.states else 12) * loss / costs).sqrt()
+        wanted = ((15 if self.states else 12) * loss / (self.cost * self.pivot)).sqrt()
         # The lower bound: below largest / 2000 a step has no code for the largest weight, and
         # `round_steps` moves it by up to a sixteenth: 1875. The upper bound: odd states have no
         # code for 0, so wide steps cost much.
-        steps = wanted.clamp(self.largest / 1875, 2 * self.deviation)
-        return round_steps(steps, 20 if self.output is None else 16)
+        return round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 20)
 
     def expected_bytes(self, loss: float) -> float:
         """The bytes of all codes by the entropy of Gaussian rows in these steps. The 1 keeps it
@@ -2762,42 +2647,29 @@ class Quantiser:
         return float(bits.mean()) * self.rows.numel() / 8
 
     def round(self, loss: float) -> tuple[Tensor, ...]:
-        """Codes (N, out, in) int16, steps (N, out or 1, 1), and what the weights of each matrix are
-        expected to cost together, (N,): tr(G D H D^T) of their errors D, where H is damped. Without
-        `output` G is diagonal: the costs of rows. The unit is that of `cost`."""
+        """Codes (N, out, in) int16, steps (N, out, 1), and what the weights of each matrix are expected
+        to cost together, (N,), in the unit of `cost`: the sum over rows of cost e H e^T, where e is
+        the error of a row and H is damped."""
         steps = self.steps(loss)
         parts = 2 if self.states else 1
-        unit = steps / parts
-        weights = to_segments(self.costs * steps.square(), self.segment).flatten(1)
+        unit, weights = steps / parts, self.cost * steps.square()
 
         def to_integers(column):
             if not self.states:
                 return to_codes(column, unit, self.rule.limit)
             # In half steps: a code of 12 bits is at most 2,047.
-            targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)
-            targets = to_segments(targets, self.segment)
-            path = viterbi(targets.flatten(1), weights, self.states)
-            path = path.view_as(targets).transpose(0, 2).flatten(1, 2)
-            return path[:, : column.size(2)].view_as(column)
+            return viterbi((column / unit).clamp(-4000, 4000), weights, self.states)
 
-        integers = gptq(self.rows, *self.factor, unit, to_integers, self.feedback)
+        integers = gptq(self.rows, *self.factor, unit, to_integers)
         errors = self.rows - integers * unit
-        costs = self.costs * errors if self.output is None else self.output @ errors
-        expected = (costs * (errors @ self.damped)).sum((1, 2))
+        expected = (self.cost * errors * (errors @ self.damped)).sum((1, 2))
         return (integers / parts).floor().short(), steps, expected
 
 
-def costs_of_errors(squares: Tensor, output: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`Quantiser.cost` and `.output` by the sums of `Calibration`: NAME.cost, NAME.output."""
+def cost_of_rows(squares: Tensor) -> Tensor:
+    """`cost` of a `Quantiser` by the sums NAME.cost of `Calibration`."""
     # Rows that the calibration has hardly seen are not free of cost, nor is a matrix without use.
-    cost = squares + 0.05 * squares.mean(1, keepdim=True) + 1e-30
-    if output is None:
-        return cost, None
-    # The gradients of weights have products of different tokens too, so they give the scale.
-    scale = (squares / output.diagonal(0, 1, 2).clamp(min=1e-30)).sqrt()[..., None]
-    output = scale * output * scale.mT
-    output.diagonal(0, 1, 2).copy_(cost)
-    return cost, output
+    return squares + 0.05 * squares.mean(1, keepdim=True) + 1e-30
 
 
 Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that each one rounds
@@ -2806,38 +2678,27 @@ Quantisers = dict[tuple[str, ...], Quantiser]  # by the names of the kinds that 
 def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors) -> Quantisers:
     """The quantisers of all matrices, in file order. Each rank makes all of them. `calibration` has
     the sums of `Calibration`, or is {}. Kinds of one bank and shape, such as k and v, are rounded
-    together, as a GPU takes no longer for both, and rotated if the codes are expected to be smaller."""
+    together, as a GPU takes no longer for both."""
     for name, tensor in (weights | calibration).items():
         require(tensor.isfinite().all(), f"{name} is not finite: lower the learning rates")
     matrices = [(kind, view) for kind, _, view in artifact_tensors(weights) if kind]
     quantisers = {}
     for _, group in itertools.groupby(matrices, key=lambda pair: (pair[0].bank, pair[1].shape)):
         kinds, views = zip(*group, strict=True)
-        rows = torch.cat(views)
-        eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (L, in, in)
+        eye = torch.ones_like(views[0][:, 0]).diag_embed()  # (N, in, in)
         hessian = torch.cat([calibration.get(kind.hessian, eye) for kind in kinds])
-        cost, output = (
-            torch.cat([calibration[f"{kind.name}.{part}"] for kind in kinds])
-            if f"{kinds[0].name}.{part}" in calibration
-            else None
-            for part in ("cost", "output")
-        )
-        if calibration:
-            cost, output = costs_of_errors(cost, output)
-        rule_of_banks, rule_of_tables = RULES[hp.rounding]
-        rule = rule_of_banks if kinds[0].bank else rule_of_tables
+        squares = [calibration[f"{kind.name}.cost"] for kind in kinds if calibration]
+        cost = cost_of_rows(torch.cat(squares)) if squares else None
+        rule = RULES[hp.rounding][not kinds[0].bank]
         states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
-        forms = [Quantiser(rows, hessian, cost, states, rule)]
-        if output is not None:
-            forms.append(Quantiser(rows, hessian, cost, states, rule, output))
         names = tuple(kind.name for kind in kinds)
-        quantisers[names] = min(forms, key=lambda form: form.expected_bytes(FINEST))
+        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, states, rule)
     return quantisers
 
 
 # ---- Artifact: weights -> bytes and back (docs/formats.md) ---------------------------------------
 ARTIFACT = Path("final_model.npz")  # the challenge's name for a copy, whichever coder
-ARTIFACT_VERSION = 16
+ARTIFACT_VERSION = 17
 # Limits for an untrusted file: bytes of its header; weights and rotary factors, which take
 # some 20 bytes of memory each; entries of the ZIP directory (ours have three).
 MAX_HEADER_BYTES, MAX_WEIGHTS, MAX_ENTRIES = 1 << 20, 1 << 26, 1000
@@ -2860,7 +2721,7 @@ def meta_parameters(hp: Hyperparameters) -> Tensors:
 
 def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str, Tensor]]:
     """(kind, name, view of the weights) of every tensor in the artifact, in file order; codes are
-    (L, out, in)."""
+    (N, out, in)."""
     for kind in MATRICES:
         yield kind, kind.name, bank_part(weights[kind.bank], kind)
     tables = {kind.name: kind for kind in TABLES}
@@ -2870,7 +2731,7 @@ def artifact_tensors(weights: Tensors) -> Iterator[tuple[MatrixKind | None, str,
 
 
 def encode_codes(codes: ndarray, coder: str = "ans") -> bytes:
-    """The codes (L, out, in) in a stream, which has been decoded once."""
+    """The codes (N, out, in) in a stream, which has been decoded once."""
     encode, decode = CODERS[coder]
     stream = encode(codes)
     require(
@@ -2882,18 +2743,17 @@ def encode_codes(codes: ndarray, coder: str = "ans") -> bytes:
 
 def round_matrices(
     quantisers: Quantisers, hp: Hyperparameters, loss: float, comm: Comm
-) -> dict[str, tuple[bytes, Tensor, float, bool]]:
-    """Collective. By name (coded codes, steps, what rounding is expected to cost, whether it is
-    rotated). The quantisers are dealt to the ranks."""
+) -> dict[str, tuple[bytes, Tensor, float]]:
+    """Collective. By name (coded codes, steps, what rounding is expected to cost). The quantisers
+    are dealt to the ranks."""
     coded = {}
     for names, quantiser in list(quantisers.items())[comm.rank :: comm.size]:
-        codes, steps, cost = quantiser.round(loss)
-        parts = codes, steps.to(quantiser.rule.step_type), cost
+        codes, steps, expected = quantiser.round(loss)
+        parts = codes, steps.to(quantiser.rule.step_type), expected
         by_kind = (part.cpu().chunk(len(names)) for part in parts)  # the layers of each in turn
-        for name, codes_of, steps_of, cost_of in zip(names, *by_kind, strict=True):
-            is_rotated = quantiser.output is not None
+        for name, codes_of, steps_of, expected_of in zip(names, *by_kind, strict=True):
             stream = encode_codes(codes_of.numpy(), hp.compressor)
-            coded[name] = stream, steps_of, float(cost_of.sum()), is_rotated
+            coded[name] = stream, steps_of, float(expected_of.sum())
     return dict(collections.ChainMap(*comm.gather(coded)))
 
 
@@ -2908,14 +2768,13 @@ def pack_artifact(
     """Collective. The artifact's bytes (docs/formats.md) in the steps for this `loss`, nats per token
     after a calibration. The same arguments give the same bytes on any number of ranks."""
     rounded = round_matrices(quantisers, hp, loss, comm)
-    streams, plain, expected, turned = [], [], {}, []
+    streams, plain, expected = [], [], {}
     count = count_numbers(weights.values())
     for kind, name, tensor in artifact_tensors(weights):
         values = tensor.half()
         if kind:
-            stream, values, cost, is_rotated = rounded[name]
-            turned += [name] * is_rotated
-            expected[name] = cost / count  # as `Calibration` counts each weight as all of them
+            stream, values, total = rounded[name]
+            expected[name] = total / count  # as `Calibration` counts each weight as all of them
             streams.append(stream)
         require(
             values.isfinite().all(),
@@ -2931,8 +2790,7 @@ def pack_artifact(
         },
         "rounding": hp.rounding,
         "trellis_states": first.states,
-        "rotated": turned,
-        "expected_loss": {} if first.cost is None else expected,
+        "expected_loss": expected if first.calibrated else {},
         "coder": hp.compressor,
         **metadata,
         "code_bytes": list(map(len, streams)),  # of the weights' codes, not of the script
@@ -2960,11 +2818,9 @@ def fit_bytes(
     def expected_bytes(loss):
         return sum(quantiser.expected_bytes(loss) for quantiser in quantisers)
 
-    # Far away, so that the first `room` is 0.9995 of the limit and the first two slopes are 1
-    size = codes = -1e12
-    slope, files = 1, {}
+    target = room = 0.9995 * max_bytes  # of a file, of its codes
+    slope, last, files = 1, None, {}
     for _ in range(12):
-        room = codes + (0.9995 * max_bytes - size) / slope
         # The least loss whose codes should fit
         place = bisect.bisect_left(losses[:-1], True, key=lambda loss: expected_bytes(loss) <= room)
         place = comm.broadcast(place)  # another machine may round differently
@@ -2974,9 +2830,10 @@ def fit_bytes(
         if len(file) <= max_bytes and (len(file) >= 0.999 * max_bytes or place == 0):
             break
         log(f"export: {len(file)} bytes, {max_bytes} are available")
-        change = expected_bytes(losses[place]) - codes
-        slope = np.clip((len(file) - size) / (change or 1), 1, 3)
-        size, codes = len(file), codes + change
+        size, codes = len(file), expected_bytes(losses[place])
+        if last:
+            slope = np.clip((size - last[0]) / (codes - last[1] or 1), 1, 3)
+        room, last = codes + (target - size) / slope, (size, codes)
     return min(files.values(), key=lambda file: (len(file) > max_bytes, abs(len(file) - max_bytes)))
 
 
@@ -2998,14 +2855,14 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
         text, codes, values = (archive[name].tobytes() for name in ("header", "codes", "values"))
     require(len(text) <= MAX_HEADER_BYTES, f"its header has {len(text)} bytes")
-    header = todays_names(json.loads(text))
+    header = json.loads(text)
     require(
-        header["version"] in range(14, ARTIFACT_VERSION + 1),
+        header["version"] == ARTIFACT_VERSION,
         f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
     # A knob that is younger than the file has its default.
-    stored = todays_names(header["model"] | header["evaluation"])
+    stored = header["model"] | header["evaluation"]
     unknown = stored.keys() - knobs_with("model", "evaluation")
     require(
         not unknown,
@@ -3028,22 +2885,17 @@ def load_artifact(blob: bytes) -> Tensors:
     header, hp, streams, values = open_artifact(blob)
     _, decode = CODERS[header["coder"]]
     weights = {name: torch.zeros(like.shape) for name, like in meta_parameters(hp).items()}
-    turned, parts = header.get("rotated", ()), []  # version 14 has none
-    for kind, name, view in artifact_tensors(weights):
-        like = view[..., :1] if kind else view
-        parts.append((kind, name, view, like[:, :1] if name in turned else like))
-    counts = [like.numel() for *_, like in parts]
+    tensors = list(artifact_tensors(weights))
+    counts = [(view[..., 0] if kind else view).numel() for kind, _, view in tensors]
     plain = torch.from_numpy(from_planes(lzma_unpack(values, 2 * sum(counts))))
-    for (kind, name, view, like), part in zip(parts, plain.split(counts), strict=True):
+    for (kind, name, view), part in zip(tensors, plain.split(counts), strict=True):
         if kind:
             rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
             if hp.trellis_states:
-                short = name in turned and header["version"] > 15  # in 15 all were long
-                segment = ROTATED_SEGMENT if short else SEGMENT
-                rows = rows + trellis_bits(rows, hp.trellis_states, segment) / 2
+                rows = rows + trellis_bits(rows, hp.trellis_states) / 2
             # Both rules of a pair have the same type.
-            rows = rows * part.view(RULES[hp.rounding][0].step_type).view_as(like).float()
-            view.copy_(rotated(rows, back=True) if name in turned else rows)
+            steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
+            view.copy_(rows * steps.float())
         else:
             view.copy_(part.view(torch.float16).view_as(view))
         require(view.isfinite().all(), f"{name} has values that are not finite")
@@ -3810,7 +3662,7 @@ def read_validation(
     return val
 
 
-# ---- Coders: codes (L, out, in) int16 -> bytes and back, exactly, on every machine ---------------
+# ---- Coders: codes (N, out, in) int16 -> bytes and back, exactly, on every machine ---------------
 ANS_TOTAL = 1 << 15  # sum of the frequencies of a class
 ANS_BUCKETS = 3  # classes per octave of code size
 # Raw LZMA2 for data without words or alignment: literal context and position bits would only cost.
@@ -3865,7 +3717,7 @@ def from_planes(raw: bytes) -> ndarray:
 
 
 def columnwise(pack: Callable, unpack: Callable) -> tuple[Callable, Callable]:
-    """(encode, decode): codes (L, out, in) int16 packed column by column, as a column holds like
+    """(encode, decode): codes (N, out, in) int16 packed column by column, as a column holds like
     codes (1.5 % fewer bytes), with mostly zero high bytes. `decode` raises an error if the codes
     are damaged or of another shape."""
 
@@ -3892,13 +3744,13 @@ def ans_package():
 
 
 def encode_ans(codes: ndarray) -> bytes:
-    """Codes (L, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
+    """Codes (N, out, in) int16 by asymmetric numeral systems (arXiv:1311.2540), with one table of
     frequencies per class of codes. A class is the sum of two numbers, in thirds of an octave: the
     mean |code| of the row, and that of the column relative to the rows (docs/formats.md). Exact on
     every machine."""
     sizes = np.abs(codes).astype(np.float32)
-    rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (L, out, 1)
-    columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (L, in)
+    rows = np.maximum(sizes.mean(2, keepdims=True), 1 / 64)  # (N, out, 1)
+    columns = np.maximum((sizes / rows).mean(1), 1 / 64)  # (N, in)
     buckets = [np.rint(ANS_BUCKETS * np.log2(part)).ravel() for part in (rows, columns)]
     numbers = np.concatenate([part - part.min() for part in buckets]).astype(np.uint8)
     least = codes.min()
@@ -3915,7 +3767,7 @@ def encode_ans(codes: ndarray) -> bytes:
 
 
 def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
-    """The codes (L, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
+    """The codes (N, out, in) int16 of `encode_ans`. Raises an error if they are damaged or of
     another shape."""
     layers, out, width = shape
     (length,) = struct.unpack_from("<I", blob)
@@ -3938,7 +3790,7 @@ def decode_ans(blob: bytes, shape: tuple[int, int, int]) -> ndarray:
 
 
 def positions_by_class(numbers: ndarray, shape: tuple[int, int, int]) -> list[ndarray]:
-    """The positions of the codes of each class, in codes of this shape (L, out, in). A class is the
+    """The positions of the codes of each class, in codes of this shape (N, out, in). A class is the
     sum of the numbers of a row and a column; `numbers` has those of all rows, then columns."""
     layers, out, width = shape
     rows, columns = np.split(numbers.astype(np.int16), [layers * out])
@@ -4285,7 +4137,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     """Raise UserError if knobs differ that must not, or the number of training tokens, from which
     their order follows. A knob younger than the file has its default."""
     now = vars(hp)
-    then = vars(Hyperparameters()) | todays_names(metadata["hyperparameters"])
+    then = vars(Hyperparameters()) | metadata["hyperparameters"]
     unlike = [
         f"{name.upper()}={now[name]} instead of {then[name]}"
         for name in knobs_with("training", "model")

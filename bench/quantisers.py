@@ -234,14 +234,11 @@ def prepare(name: str, steps: int, shards: dict[str, Tensor], data: str) -> Subj
 
 def layers_of(subject: Subject, exported: bool = False) -> Layers:
     """Of a model of `transformers`, of nn.Linear or of train_gpt.py; exported: with the quantisers of
-    an export, which may be rotated."""
+    a file, in which tools/quantise.py may rotate."""
     model = subject.model
     if isinstance(model, train_gpt.GPT):
         weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-        sums = subject.calibration
-        if not exported:
-            sums = {name: total for name, total in sums.items() if not name.endswith(".output")}
-        made = train_gpt.make_quantisers(weights, model.hp, sums)
+        made = train_gpt.make_quantisers(weights, model.hp, subject.calibration)
         layers = range(model.hp.num_layers)
         groups = [
             ([f"{kind} {i}" for kind in kinds for i in layers], q) for kinds, q in made.items()
@@ -512,23 +509,18 @@ class Kronecker:
         steps = self.steps(level).expand(-1, self.rows.size(1), 1)
         unit, weights = steps / self.choices, self.weights[..., None] * steps.square()
 
-        def to_integers(columns):
-            (column,) = columns  # (N, R, 1)
+        def to_integers(column):  # (N, R, 1)
             errors, found = torch.zeros_like(column), []
             for first in range(0, column.size(1), self.block):
                 part = slice(first, first + self.block)
                 fed = self.triangle[:, part, :first] @ errors[:, :first]
                 targets = ((column[:, part] + fed) / unit[:, part]).clamp(-4000, 4000)
                 if self.form.states:
-                    both = targets, weights[:, part]
-                    parts = [train_gpt.to_segments(p, train_gpt.SEGMENT) for p in both]
-                    path = train_gpt.viterbi(*(p.flatten(1) for p in parts), self.form.states)
-                    path = path.view_as(parts[0]).transpose(0, 2).flatten(1, 2)
-                    found.append(path[:, : targets.size(1)])
+                    found.append(train_gpt.viterbi(targets, weights[:, part], self.form.states))
                 else:
                     found.append(targets.round())
                 errors[:, part] = column[:, part] - found[-1] * unit[:, part]
-            return torch.cat(found, dim=1)[None]
+            return torch.cat(found, dim=1)
 
         integers = train_gpt.gptq(self.turned, self.order, self.factor, unit, to_integers)
         back = self.left.mT @ (integers * unit * self.scale) @ self.right
@@ -555,10 +547,8 @@ class Exported:
     def round(self, level: float) -> tuple[Tensor, Tensor, Tensor]:
         """Like Kronecker's."""
         codes, steps, cost = self.quantiser.round(level)
-        q = self.quantiser
-        back = (codes + train_gpt.trellis_bits(codes, q.states, q.segment) / 2) * steps
-        if self.quantiser.output is not None:
-            back = train_gpt.rotated(back, back=True)
+        rotated = isinstance(self.quantiser, quantise.RotatedQuantiser)
+        back = quantise.rows_of_codes(codes, steps, self.quantiser.states, rotated)
         return codes, back, cost / self.weights
 
 
@@ -637,8 +627,9 @@ def compare_papers(subject: Subject) -> list[dict]:
         else:
             groups = layers_of(subject, exported=True).groups
             rounders = [Exported(one, counted(subject)) for _, one in groups]
-            turned = [name for names, one in groups if one.output is not None for name in names]
-            print(f"{way}: {len(turned)} of {len(outputs)} matrices are rotated", flush=True)
+            forms = [(len(names), isinstance(q, quantise.RotatedQuantiser)) for names, q in groups]
+            turned = sum(number for number, rotated in forms if rotated)
+            print(f"{way}: {turned} of {len(outputs)} matrices are rotated", flush=True)
         side = 16 * sum(one.count_steps() for one in rounders) / count
         for aim in AIMS:
             rounded = {name: weight.detach().clone() for name, weight in weights.items()}

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import quantise
 import train_gpt
 from conftest import PARTS, evaluator
 
@@ -59,20 +60,24 @@ def test_training(elsewhere, changes):
         run.optimizer.scatter(name, tensor, torch.zeros(whole.shape, device=META))
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-def test_export(elsewhere, rotated, monkeypatch):
+def test_export(elsewhere, monkeypatch):
     """Up to the codes, in a form that needs no values. The coder runs on the CPU."""
     run = elsewhere(NUM_LAYERS=1, XSA_LAST_N=1)
     calibration, _ = run.calibrate(range(1))
     monkeypatch.setattr(torch.Tensor, "all", lambda finite: True)  # that has a value
-    monkeypatch.setattr(
-        train_gpt.Quantiser, "expected_bytes", lambda one, _: (one.output is None) == rotated
-    )
     quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
     assert all(on_device(*one.round(1e-9)) for one in quantisers.values())
     assert len(sum(quantisers, ())) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
-    names = [name for name, one in quantisers.items() if one.output is not None]
-    assert sum(names, ()) == tuple(kind.name for kind in train_gpt.MATRICES) * rotated
+
+
+def test_rotated_matrices():
+    rows, hessian, output = (
+        torch.ones(2, *size, device=META) for size in ((40, 9), (9, 9), (40, 40))
+    )
+    one = quantise.RotatedQuantiser(rows, hessian, output, 8, train_gpt.Rule(0.1))
+    codes, steps, expected = one.round(1e-9)
+    assert on_device(codes, steps, expected)
+    assert on_device(quantise.rows_of_codes(codes, steps, 8, rotated=True))
 
 
 def silent_evaluator(run) -> train_gpt.Evaluator:

@@ -173,7 +173,6 @@ def test_ordinary_variables_are_not_misspelt_knobs():
         ("MUON_MOMENTUN", "MUON_MOMENTUM"),  # another letter
         ("QK_GAIN", "QK_GAIN_INIT"),  # a word is missing
         ("GIRD", "GRID"),  # of run.sh
-        ("SKIP_GATES", "SKIPS"),  # renamed
         ("MUON_LR", "MATRIX_LR"),  # of other scripts
         ("NUM_LOOPS", "LOOP_VISITS"),
         ("GPTQ_CALIBRATION_BATCHES", "GPTQ_BATCHES"),
@@ -211,10 +210,10 @@ def test_a_knob_of_other_scripts_is_an_error():
 
 def test_names_of_other_scripts_are_not_ours():
     ours = {f.name.upper() for f in train_gpt.KNOBS}
-    assert not ours & train_gpt.RENAMED.keys() and not train_gpt.RENAMED.keys() & set(
+    assert not ours & train_gpt.OTHER_NAMES.keys() and not train_gpt.OTHER_NAMES.keys() & set(
         ORDINARY.split()
     )
-    assert set(train_gpt.RENAMED.values()) <= ours | {""}
+    assert set(train_gpt.OTHER_NAMES.values()) <= ours | {""}
 
 
 def test_description_marks_what_differs():
@@ -236,24 +235,6 @@ def test_the_smallest_mlp_has_a_hidden_unit():
     one_head = {"NUM_HEADS": "1", "NUM_KV_HEADS": "1", "ROPE_DIMS": "0"}
     hp = Hyperparameters.from_env({"MODEL_DIM": "8", "MLP_MULT": "0.1", **one_head})
     assert train_gpt.bank_shape("mlp_bank", hp)[1:] == (1, 8)
-
-
-OLDER = [
-    ({"row_range": "sdclip", "skip_gates": True, "skip_lerp": False}, ("sensitivity", "gates")),
-    ({"row_range": "published", "skip_gates": False}, ("399", "scales")),
-    ({"row_range": "sdclip", "skip_gates": "False", "skip_lerp": "True"}, ("sensitivity", "lerp")),
-]
-
-
-@pytest.mark.parametrize("older, names", OLDER)
-def test_older_names_of_knobs_are_understood(hyperparameters, older, names):
-    """Those of checkpoints; of logs, whose values are text; of artifacts in test_export.py."""
-    now = dict(zip(("rounding", "skips"), names, strict=True))
-    assert train_gpt.todays_names(older | {"seed": 1}) == now | {"seed": 1}
-    hp = hyperparameters(**{name.upper(): value for name, value in now.items()})
-    before = dataclasses.asdict(hp) | older
-    del before["rounding"], before["skips"]
-    train_gpt.require_same_run(hp, Path("step_1.npz"), {"hyperparameters": before})
 
 
 def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):

@@ -14,6 +14,7 @@ import types
 import weakref
 import zipfile
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ import quantisers
 import real_model
 import train_gpt
 from conftest import ROOT, made, run, user_error, write_shard
-from test_export import DAMAGES, VALUES, replaced, rewritten, zeros
+from test_export import DAMAGES, VALUES, replaced, rewritten, walked, zeros
 
 PIECES, WIDTH = 60, 24
 TOOLS = str(ROOT / "tools")
@@ -270,7 +271,7 @@ def test_an_input_that_is_read_twice_counts_twice_and_no_row_is_free_of_cost():
     groups, make = quantise.make_groups(model, calibration, 8)
     table, _ = map(make, groups)
     cost = squares * (9 * 4 * 2 / 2)
-    torch.testing.assert_close(table.costs[0, :, 0], cost + 0.05 * cost.mean())
+    torch.testing.assert_close(table.cost[0, :, 0], cost + 0.05 * cost.mean())
 
 
 class Twice(nn.Module):
@@ -339,7 +340,10 @@ def test_a_rotated_matrix_is_read_back(two_products, tmp_path):
     groups, make = quantise.make_groups(model, calibration, 8)
     assert groups == [["0.weight"], ["1.weight"]]
     first, second = map(make, groups)
-    assert first.output is not None and second.output is None
+    assert [type(one) for one in (first, second)] == [
+        quantise.RotatedQuantiser,
+        train_gpt.Quantiser,
+    ]
     steps = first.steps(0.01)
     assert torch.equal(steps, steps.bfloat16().float()), "as a file stores them"
     few = quantise.emptied(make(["0.weight"]))
@@ -353,13 +357,134 @@ def test_a_rotated_matrix_is_read_back(two_products, tmp_path):
         header, _ = quantise.open_file(tmp_path / "a.npz", 3400)
         assert header["rotated"] == [form == "rotated", False] and header["version"] == 4
         errors = (model[0].weight - twin[0].weight).detach()
-        _, output = train_gpt.costs_of_errors(
+        output = quantise.costs_of_errors(
             calibration.squares["0.weight"][None], calibration.outputs["0.weight"][None]
         )
         found[form] = float((output[0] @ errors * errors).sum()) / 2  # nats, as is the prediction
         if form == "rotated":
             assert predicted["0.weight"] == pytest.approx(found[form], rel=1e-3)
     assert found["rotated"] < 0.95 * found["plain"]
+
+
+def covariance(width, seed) -> torch.Tensor:
+    """A second moment (width, width) of correlated numbers, with mean 1 on its diagonal."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(width, width, generator=draw) / width**0.5 + torch.eye(width)
+    x = torch.randn(4 * width, width, generator=draw) @ mix
+    return train_gpt.damped((x.T @ x)[None], 0.05)[0]
+
+
+@pytest.mark.parametrize("block", [4, 128])
+def test_feedback_between_rows_is_the_greedy_solution(block):
+    """In float64: 70 rows are three segments. They are rounded from the last one to the first, a
+    column each, and the open ones compensate the errors of the others in that column optimally."""
+    rows = torch.randn(2, 70, 12, generator=torch.Generator().manual_seed(1))
+    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (12, 70))
+    steps = torch.tensor([0.3, 0.2])[:, None, None]
+    factor = train_gpt.inverse_factor(hessian)
+    feedback, weights = quantise.row_feedback(output)
+
+    def to_integers(column):
+        assert column.shape == (3, 2, 32, 1)
+        return (column / steps).round()
+
+    found = quantise.gptq(rows, *factor, steps, to_integers, feedback, block)
+    assert found.shape == rows.shape
+    for layer in range(2):
+        h, g, w = hessian[layer].double(), output[layer].double(), rows[layer].double()
+        todo = h.diagonal().argsort(descending=True).tolist()
+        while todo:
+            column, *rest = todo
+            error = torch.zeros(70, 1).double()
+            for first in (64, 32, 0):
+                later = slice(min(first + 32, 70), 70)
+                own = slice(first, later.start)
+                # The least (d, e)^T G (d, e) over the open d has d = -G[open, open]^-1 G[open, later] e
+                pull = torch.linalg.solve(g[: own.stop, : own.stop], g[: own.stop, later])
+                target = w[own, column] + (pull @ error[later])[own, 0]
+                code = (target / steps[layer, 0]).round()
+                assert torch.equal(found[layer, own, column].double(), code)
+                error[own, 0] = w[own, column] - code * steps[layer, 0]
+            w[:, rest] += error @ h[column, rest][None] @ torch.linalg.inv(h[rest][:, rest])
+            todo = rest
+        # A row weighs what its error costs when the rows of earlier segments are free.
+        for first in (0, 32, 64):
+            own = slice(first, min(first + 32, 70))
+            inverse = torch.linalg.inv(g[: own.stop, : own.stop])[own, own]
+            expected = torch.linalg.inv(inverse).diagonal().float()
+            torch.testing.assert_close(weights[layer, own], expected, rtol=1e-4, atol=1e-5)
+
+
+def orthogonal(size) -> torch.Tensor:
+    """By hand: signs and Hadamard's matrix for the first 2^k elements, then for the last."""
+    power, matrix, hadamard = 2 ** int(math.log2(size)), np.eye(size), np.ones((1, 1))
+    while len(hadamard) < power:
+        hadamard = np.kron([[1, 1], [1, -1]], hadamard)
+    for first in sorted({0, size - power}):
+        part, own = np.eye(size), slice(first, first + power)
+        signs = np.random.RandomState(first).choice([-1, 1], power)
+        part[own, own] = hadamard * signs / power**0.5
+        matrix = part @ matrix
+    return torch.from_numpy(matrix)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 96, 128])
+def test_rotations(size):
+    """Files need them forever: their weights are rotated back when they are loaded."""
+    rows, left, right = torch.randn(3, size, 24).double(), orthogonal(size), orthogonal(24)
+    before, turned = rows.clone(), quantise.rotate(rows)
+    torch.testing.assert_close(turned, left @ rows @ right.T)
+    torch.testing.assert_close(quantise.rotate(turned, back=True), rows)
+    assert torch.equal(rows, before)
+    assert size < 7 or left.abs().max() <= 2 / 2 ** (int(math.log2(size)) / 2), "all are mixed"
+
+
+@pytest.mark.parametrize("states", [0, 8])
+def test_rotated_matrices_cost_what_is_expected_and_less(states):
+    """The product of errors and factors, after the codes are rotated back; at the same bits less than
+    without rotation. A matrix has one step."""
+    rows = torch.randn(2, 130, 48, generator=torch.Generator().manual_seed(1))
+    hessian, output = (torch.stack([covariance(n, seed) for seed in (2, 3)]) for n in (48, 130))
+    forms = {
+        "plain": (train_gpt.Quantiser, output.diagonal(0, 1, 2), 64),
+        "rotated": (quantise.RotatedQuantiser, output, 32),
+    }
+    found = {}
+    for form, (make, cost, segment) in forms.items():
+        one = make(rows, hessian, cost, states, train_gpt.Rule(0.1))
+        codes, steps, expected = one.round(0.002)
+        back = (walked(codes, segment) / 2 if states else codes) * steps
+        if form == "rotated":
+            assert steps.shape == (2, 1, 1) and codes.shape == rows.shape
+            back = quantise.rotate(back, back=True)
+        assert torch.equal(quantise.rows_of_codes(codes, steps, states, form == "rotated"), back)
+        errors = rows - back
+        real = (output @ errors * (errors @ train_gpt.damped(hessian, 0.1))).sum((1, 2))
+        if form == "rotated":
+            torch.testing.assert_close(expected, real, rtol=1e-3, atol=0)
+            # The mean of the weights times that of the pivots, as a prediction
+            assert float(real.sum()) == pytest.approx(0.002 * rows.numel(), rel=0.05)
+        bits = 8 * len(train_gpt.encode_ans(codes.numpy())) / codes.numel()
+        found[form] = float(real.sum()) * 4**bits, one.expected_bytes(0.002)
+    assert found["rotated"][0] < 0.9 * found["plain"][0], found
+    assert found["rotated"][1] < found["plain"][1], found
+
+
+def test_costs_of_errors():
+    """The sums of single tokens give the correlations of rows, the squares their scale; a row that
+    calibration has hardly seen has 5 % of the mean cost."""
+    squares = torch.tensor([[4.0, 1.0, 0.0]])
+    sums = torch.tensor([[[18.0, -3.0, 0.0], [-3.0, 2.0, 0.0], [0.0, 0.0, 0.0]]])
+    output, floor = quantise.costs_of_errors(squares, sums), 0.05 * 5 / 3
+    expected = torch.tensor([[4.0 + floor, -1, 0], [-1, 1 + floor, 0], [0, 0, floor]])
+    torch.testing.assert_close(output[0], expected)
+    assert sums[0, 0, 0] == 18
+    # A matrix that no token has used can be factored too.
+    unused, eye = quantise.costs_of_errors(0 * squares, 0 * sums), torch.eye(4)[None]
+    rows = torch.randn(1, 3, 4)
+    one = quantise.RotatedQuantiser(rows, eye, unused, 8, train_gpt.Rule(0.1))
+    codes, steps, _ = one.round(1e-4)
+    assert (steps / rows.square().mean().sqrt() - 2).abs() < 0.01 and codes.abs().max() < 3
 
 
 def test_a_file_of_version_2_is_read(packed, trained, tmp_path):
@@ -382,7 +507,7 @@ def test_rotated_matrices_of_version_3_have_longer_segments(two_products, tmp_pa
         return [layer.weight for layer in twin]
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_gpt, "ROTATED_SEGMENT", 64)
+        patch.setattr(quantise, "SEGMENT", 64)
         file, _ = quantise.quantise(model, calibration, 3400)
         expected = read(file)
     turned, plain = read(rewritten(file, lambda header: header.update(version=3)))
@@ -693,10 +818,11 @@ def test_only_the_group_that_is_rounded_takes_memory(trained, calibration, packe
     """While one is coded, no other and not even it has its weights."""
     made, coded, encode = [], [], train_gpt.encode_ans
 
-    class Quantiser(train_gpt.Quantiser):
-        def __post_init__(self):
-            super().__post_init__()
-            made.append(weakref.ref(self))
+    init = train_gpt.Quantiser.__init__
+
+    def counted(self, *given):
+        init(self, *given)
+        made.append(weakref.ref(self))
 
     def encoded(codes):
         alive = [one() for one in made if one()]
@@ -706,7 +832,7 @@ def test_only_the_group_that_is_rounded_takes_memory(trained, calibration, packe
         coded.append(codes.shape)
         return encode(codes)
 
-    monkeypatch.setattr(quantise, "Quantiser", Quantiser)
+    monkeypatch.setattr(train_gpt.Quantiser, "__init__", counted)
     monkeypatch.setitem(train_gpt.CODERS, "ans", (encoded, train_gpt.decode_ans))
     assert quantise.quantise(trained, calibration, 5000)[0] == packed
     tried = 2 * len(calibration.outputs)  # the forms of each matrix
@@ -1228,8 +1354,10 @@ def test_what_is_exported_costs_what_it_says(problem, rotated):
     mean = output.diagonal(0, 1, 2).mean(dim=1)[:, None, None]
     output = output + 0.05 * mean * torch.eye(96)
     cost = output.diagonal(0, 1, 2)
-    given = output if rotated else None
-    quantiser = train_gpt.Quantiser(rows, hessian, cost, 8, train_gpt.Rule(0.0), given)
+    form, given = train_gpt.Quantiser, cost
+    if rotated:
+        form, given = quantise.RotatedQuantiser, output
+    quantiser = form(rows, hessian, given, 8, train_gpt.Rule(0.0))
     one = quantisers.Exported(quantiser, 10)
     assert one.count_steps() == (2 if rotated else 2 * 96)
     _, back, found = one.round(0.01)

@@ -48,6 +48,9 @@ from torch import Tensor, nn
 VERSION = 4
 ENOUGH = 50_000  # tokens of calibration; a prediction from fewer is too low
 PARTED = "a copy of a model parts parameters that were tied by .data: tie them again"
+# Rows of a segment in a rotated matrix. Errors are fed back between segments, which makes up for
+# paths through the trellis that are shorter than train_gpt.py's.
+SEGMENT = 32
 GROUP = 1 << 24  # weights that are rounded together, at most, unless one matrix has more
 ARRAYS = ("header", "codes", "values", "exact")
 Names = tuple[str, ...]
@@ -166,6 +169,169 @@ def matrices_of(model: nn.Module) -> dict[str, Matrix]:
             found[name] = Matrix(tensors[name], is_conv1d(module), lookup)
     require(found, "the model has no nn.Linear, nn.Embedding or Conv1D: nothing can be rounded")
     return found
+
+
+def rotate(x: Tensor, back: bool = False) -> Tensor:
+    """P x Q^T of matrices x (..., m, n), with orthogonal P and Q by their sizes, or P^T x Q. Each is
+    random signs and Hadamard's matrix, as in QuIP# (arXiv:2402.04396), for the first 2^k elements,
+    then for the last 2^k. Sums have a fixed order: all machines get the same numbers."""
+    for _ in range(2):
+        x = x.mT.clone(memory_format=torch.contiguous_format)
+        power = 1 << (x.size(-2).bit_length() - 1)
+        for first in sorted({0, x.size(-2) - power}, reverse=back):
+            signs = np.random.RandomState(first).choice([-1, 1], (power, 1))
+            signs = torch.from_numpy(signs).to(x) * power**-0.5
+            part, width = x[..., first : first + power, :], power
+            if not back:
+                part.mul_(signs)
+            while width := width // 2:
+                a, b = part.unflatten(-2, (-1, 2, width)).unbind(-3)
+                a.add_(b)
+                b.mul_(-2).add_(a)  # a + b - 2 b
+            if back:
+                part.mul_(signs)
+    return x
+
+
+def to_segments(rows: Tensor) -> Tensor:
+    """Rows (N, out, n) as (B, N, length, n): B segments of this length, SEGMENT or out if that is
+    less, the last one filled up with zeros."""
+    length = min(SEGMENT, rows.size(1))
+    padded = F.pad(rows, (0, 0, 0, -rows.size(1) % length))
+    return padded.unflatten(1, (-1, length)).transpose(0, 1)
+
+
+def from_segments(segments: Tensor, out: int) -> Tensor:
+    """The inverse of `to_segments`."""
+    return segments.transpose(0, 1).flatten(1, 2)[:, :out]
+
+
+def row_feedback(output: Tensor) -> tuple[Tensor, Tensor]:
+    """(A (B, N, rows, length) for B segments of rows, weights of rows (N, out)) of second moments G
+    (N, out, out), as in YAQA (arXiv:2505.22988). `rows` is B * length, at least out. Errors D of
+    rows cost tr(G D H D^T). That is the sum of weight_r E_r H E_r^T over rows, where E is D plus the
+    segment's A^T times the D of later ones. Products of two rows of one segment are left out."""
+    out = output.size(1)
+    length = min(SEGMENT, out)
+    extra = -out % length
+    lower = F.pad(torch.linalg.cholesky(output.double()), (0, extra, 0, extra))
+    lower.diagonal(0, 1, 2)[:, out:] = 1
+    columns = lower.unflatten(2, (-1, length)).permute(2, 0, 1, 3)  # (B, N, rows, length)
+    own = columns.unflatten(2, (-1, length)).diagonal(0, 0, 2).movedim(-1, 0)
+    feedback = (columns @ own.inverse()).float()
+    feedback.unflatten(2, (-1, length)).diagonal(0, 0, 2).zero_()  # it was the identity
+    return feedback, own.square().sum(3).transpose(0, 1).flatten(1)[:, :out].float()
+
+
+def gptq(
+    weights: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    steps: Tensor,
+    to_integers: Callable,
+    feedback: Tensor,
+    block: int = 128,
+) -> Tensor:
+    """Integers (N, out, in), like train_gpt.gptq's, of matrices with one step, (N, 1, 1).
+    `to_integers` rounds a column of each of B segments of rows, (B, N, length, 1).
+
+    With the A of `row_feedback` a segment also compensates the errors of later segments in the same
+    column. It rounds a column one turn after the next segment, so all segments take in + B - 1
+    turns instead of in * B."""
+    rows, width = torch.take_along_dim(weights, order[:, None], 2), weights.size(2)
+    segments = to_segments(rows)
+    # `left` (B, N, length, in + 2 * last) has `last` columns of zeros on both sides. In turn t
+    # segment b rounds column t + b of it, so the last segment is first. Errors replace the column.
+    last = len(segments) - 1
+    left, turns = F.pad(segments, (last, last)), width + last
+    factor = F.pad(factor / factor.diagonal(0, 1, 2)[..., None], 4 * (last,))
+    integers = torch.zeros_like(left)
+    for first in range(0, turns, block):
+        stop, errors = min(first + block, turns), []
+        for turn in range(first, stop):
+            now = slice(turn, turn + last + 1)
+            column = left[..., now].diagonal(0, 0, 3).movedim(-1, 0)[..., None]
+            # (B, N, rows): the column of each, in all segments. A is 0 for earlier ones.
+            columns = left[..., now].permute(3, 1, 0, 2).flatten(2)
+            rounded = to_integers(column + (columns[..., None, :] @ feedback).mT)
+            integers[..., now].diagonal(0, 0, 3).copy_(rounded[..., 0].movedim(0, -1))
+            errors.append(column - rounded * steps)
+            near = slice(turn + 1, stop + last)
+            effect = factor[:, now, near].transpose(0, 1)[:, :, None]
+            left[..., near].flatten(0, 1).baddbmm_(
+                errors[-1].flatten(0, 1), effect.flatten(0, 1), alpha=-1
+            )
+            column.copy_(errors[-1])
+        effect = [factor[:, first + b : stop + b, stop + last :] for b in range(last + 1)]
+        left[..., stop + last :].flatten(0, 1).baddbmm_(
+            torch.cat(errors, 3).flatten(0, 1), torch.cat(effect), alpha=-1
+        )
+    integers = from_segments(integers[..., last:turns], weights.size(1))
+    return torch.take_along_dim(integers, order.argsort()[:, None], 2)
+
+
+class RotatedQuantiser(Quantiser):
+    """Rounds matrices after `rotate`. That makes their rows alike, so a matrix has one step. Errors
+    are then fed back between rows, too."""
+
+    def __init__(self, rows: Tensor, hessian: Tensor, output: Tensor, states: int, rule: Rule):
+        """`output` (N, out, out) is the G of `row_feedback`, whose diagonal a `Quantiser` has as its
+        cost."""
+        self.output = rotate(output)
+        self.feedback, weights = row_feedback(self.output)
+        super().__init__(rotate(rows), rotate(hessian), weights, states, rule)
+        self.largest = self.largest.amax(1, keepdim=True)
+        self.deviation = (self.rows.square().mean((1, 2), keepdim=True) + 1e-30).sqrt()
+
+    def steps(self, loss: float) -> Tensor:
+        """(N, 1, 1), with which each weight costs `loss` on average."""
+        cost = self.cost.mean(1, keepdim=True) * self.pivot
+        wanted = ((15 if self.states else 12) * loss / cost).sqrt()
+        return train_gpt.round_steps(wanted.clamp(self.largest / 1875, 2 * self.deviation), 16)
+
+    def round(self, loss: float) -> tuple[Tensor, ...]:
+        """Codes (N, out, in) int16, steps (N, 1, 1), and what the weights of each matrix are expected
+        to cost together, (N,): tr(G D H D^T) of their errors D, where H is damped."""
+        steps = self.steps(loss)
+        parts = 2 if self.states else 1
+        unit = steps / parts
+        weights = to_segments(self.cost * steps.square()).flatten(0, 1)
+
+        def to_integers(column: Tensor) -> Tensor:
+            if not self.states:
+                return train_gpt.to_codes(column, unit, self.rule.limit)
+            targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)
+            return train_gpt.viterbi(targets, weights, self.states).view_as(column)
+
+        integers = gptq(self.rows, *self.factor, unit, to_integers, self.feedback)
+        errors = self.rows - integers * unit
+        expected = (self.output @ errors * (errors @ self.damped)).sum((1, 2))
+        return (integers / parts).floor().short(), steps, expected
+
+
+def rows_of_codes(
+    codes: Tensor, steps: Tensor, states: int, rotated: bool, short: bool = True
+) -> Tensor:
+    """The rows (N, out, in) that codes (N, out, in) and steps (N, out or 1, 1) stand for. The paths
+    through the trellis are `short` in rotated matrices, but for files of version 3."""
+    if states and rotated and short:
+        segments = to_segments(codes)
+        bits = train_gpt.trellis_bits(segments.flatten(0, 1), states).view_as(segments)
+        codes = codes + from_segments(bits, codes.size(1)) / 2
+    elif states:
+        codes = codes + train_gpt.trellis_bits(codes, states) / 2
+    rows = codes * steps
+    return rotate(rows, back=True) if rotated else rows
+
+
+def costs_of_errors(squares: Tensor, output: Tensor) -> Tensor:
+    """`output` of a `RotatedQuantiser` by the sums of `Calibration`: squares (N, out) that count all
+    rounded weights, and its outputs (N, out, out)."""
+    # The gradients of weights have products of different tokens too, so they give the scale.
+    scale = (squares / output.diagonal(0, 1, 2).clamp(min=1e-30)).sqrt()[..., None]
+    output = scale * output * scale.mT
+    output.diagonal(0, 1, 2).copy_(train_gpt.cost_of_rows(squares))
+    return output
 
 
 class Uses:
@@ -398,15 +564,14 @@ def make_groups(
             f"weights have squares beyond fp32 in one of {' '.join(group)}: scale them down",
         )
         squares = torch.stack([calibration.squares[name] for name in group]) * (count / 2)
-        outputs = [calibration.outputs[name] for name in group if name in rotated]
-        outputs = torch.stack(outputs) if outputs else None
-        cost, output = train_gpt.costs_of_errors(squares, outputs)
         hessian = torch.stack([calibration.hessian(name, rows.size(2)) for name in group])
         # A lookup reads each column alike.
         rule = Rule(1.0 if matrices[group[0]].lookup else 0.1)
-        quantiser = Quantiser(rows.detach().float(), hessian, cost, states, rule, output)
-        del quantiser.hessian  # only `damped` is read again
-        return quantiser
+        form, cost = Quantiser, train_gpt.cost_of_rows(squares)
+        if group[0] in rotated:
+            outputs = torch.stack([calibration.outputs[name] for name in group])
+            form, cost = RotatedQuantiser, costs_of_errors(squares, outputs)
+        return form(rows.detach().float(), hessian, cost, states, rule)
 
     for name in progress(used):
         if name in calibration.outputs:  # rotated if the codes are expected to be smaller
@@ -427,9 +592,8 @@ def make_groups(
 def emptied(quantiser: Quantiser) -> Quantiser:
     """Without what it needs for more than `expected_bytes`."""
     quantiser.rows = quantiser.rows.to("meta")
-    if quantiser.output is not None:
-        quantiser.output = quantiser.output.to("meta")
-    del quantiser.damped, quantiser.factor, quantiser.feedback
+    for name in {"damped", "factor", "output", "feedback"} & vars(quantiser).keys():
+        delattr(quantiser, name)
     return quantiser
 
 
@@ -458,7 +622,7 @@ def round_group(quantiser: Quantiser, loss: float) -> tuple[np.ndarray, Tensor, 
     """Codes (N, out, in), steps (N, out or 1, 1) and costs (N,) of N matrices, and whether they are
     rotated. Its memory is free again when they are coded."""
     codes, steps, costs = quantiser.round(loss)
-    return codes.cpu().numpy(), steps.bfloat16(), costs, quantiser.output is not None
+    return codes.cpu().numpy(), steps.bfloat16(), costs, isinstance(quantiser, RotatedQuantiser)
 
 
 def pack(
@@ -599,13 +763,8 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     for names, group, size, one in zip(groups, rows, sizes, rotated, strict=True):
         shape = (len(group), *group[0].shape)
         codes = torch.from_numpy(train_gpt.decode_ans(stream.read(size), shape))
-        if states:
-            short = one and header["version"] > 3
-            segment = train_gpt.ROTATED_SEGMENT if short else train_gpt.SEGMENT
-            codes = codes + train_gpt.trellis_bits(codes, states, segment) / 2
-        turned = codes * next(words).float()
-        turned = train_gpt.rotated(turned, back=True) if one else turned
-        for name, matrix in zip(names, turned, strict=True):
+        back = rows_of_codes(codes, next(words).float(), states, one, header["version"] > 3)
+        for name, matrix in zip(names, back, strict=True):
             found[name] = matrices[name].rows(matrix)
     found |= dict(zip(half, words, strict=True))
     for name, tensor in found.items():

@@ -20,18 +20,17 @@ from typing import NamedTuple
 
 from train_gpt import (
     CUT,
-    RENAMED,
     Hyperparameters,
     UserError,
     as_user_error,
     knobs_with,
-    todays_names,
 )
 
 SEPARATOR = "=" * 100  # separates the source at the top of a log from the rest
 # Runs that differ in one of these are different experiments. Published logs list other names too;
 # those are ignored.
 KNOBS = {field.name.upper() for field in dataclasses.fields(Hyperparameters)}
+RENAMED = {"ROW_RANGE": "ROUNDING", "SKIP_GATES": "SKIPS", "SKIP_LERP": "SKIPS"}  # in older logs
 CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 # These do not change what a run computes.
 WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
@@ -387,6 +386,18 @@ def _scores(lines: list[str]) -> dict[str, Score]:
     return scores
 
 
+def todays_names(knobs: dict[str, str]) -> dict[str, str]:
+    """Knobs of an older log, by the names and values that they have now."""
+    knobs = dict(knobs)
+    if "ROW_RANGE" in knobs:
+        old = knobs.pop("ROW_RANGE")
+        knobs["ROUNDING"] = {"sdclip": "sensitivity", "published": "399"}.get(old, old)
+    if "SKIP_GATES" in knobs:
+        gates, lerp = (knobs.pop(name, "False") for name in ("SKIP_GATES", "SKIP_LERP"))
+        knobs["SKIPS"] = "lerp" if lerp == "True" else "gates" if gates == "True" else "scales"
+    return knobs
+
+
 def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """(knobs, names of those marked as changed)."""
     ours = [
@@ -395,10 +406,8 @@ def _settings(lines: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         if (match := re.match(r"^([* ]) ([A-Z][A-Z0-9_]+)=(.*)$", line))
     ]
     if ours:
-        knobs = todays_names({name.lower(): value for _, name, value in ours})
-        return {name.upper(): value for name, value in knobs.items()}, tuple(
-            RENAMED.get(name, name) for mark, name, _ in ours if mark == "*"
-        )
+        changed = tuple(RENAMED.get(name, name) for mark, name, _ in ours if mark == "*")
+        return todays_names({name: value for _, name, value in ours}), changed
     found = {}
     for line in lines:
         if match := re.match(r"^  ([a-z]\w*): (.*)$", line):  # a list of hyperparameters
