@@ -73,10 +73,6 @@ from typing import NamedTuple, TextIO
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: this needs Python 3.11 or later, and this is {sys.version.split()[0]}")
-try:
-    import fcntl
-except ImportError:
-    sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
@@ -421,52 +417,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
 # torchrun --virtual-local-rank.
 PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
-# shell's background the first.
-STOP_SIGNALS = [
-    number
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-]
 
 
-def on_signals(act: Callable | signal.Handlers):
-    """Set what STOP_SIGNALS do."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, act)
+def handle_signals(noted: list[signal.Signals] | None = None):
+    """From now on Ctrl-C, SIGTERM of a launcher, SIGUSR1 of Slurm and SIGHUP of a lost terminal are
+    only `noted`. Without such a list, and at a second Ctrl-C, they end the process."""
 
+    def handle(number, frame):
+        if noted is not None and not (number == signal.SIGINT and number in noted):
+            noted.append(signal.Signals(number))  # a launcher repeats signals
+        elif PLACE_IN_NODE:
+            os._exit(128 + number)  # one rank of a node prints
+        elif not sys.exc_info()[1]:  # no signal disturbs an error
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
-def interrupt(number, frame):
-    """Raise KeyboardInterrupt(signal) once, as launchers repeat signals, on the rank of a node that
-    prints. Its other ranks end at once."""
-    if PLACE_IN_NODE:
-        os._exit(128 + number)
-    on_signals(signal.SIG_IGN)
-    raise KeyboardInterrupt(signal.Signals(number))
-
-
-# What a signal does from an error on: raise nothing, but end ranks that sleep in `print_error`.
-ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
-
-
-@contextmanager
-def stop_signals(received: list[signal.Signals]):
-    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
-
-    def note(number, frame):
-        if number == signal.SIGINT and number in received:
-            interrupt(number, frame)
-        received.append(signal.Signals(number))
-
-    on_signals(note)
-    try:
-        yield
-    except UserError as error:
-        # If the signal has ended another rank, a collective fails here.
-        if received and isinstance(error.__cause__, RuntimeError):
-            interrupt(received[0], None)
-        raise
-    on_signals(interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # nohup ignores the last one, a shell's background the first
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
 
 
 def print_to(stream: TextIO, text: str, end: str = "\n"):
@@ -477,32 +445,24 @@ def print_to(stream: TextIO, text: str, end: str = "\n"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def print_error(sentence: str):
-    """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
-    the others."""
-    on_signals(ENDING)
-    if PLACE_IN_NODE:
-        time.sleep(5)  # if this rank still runs then, it alone has failed
-    print_to(sys.stderr, f"error: {sentence}")
-
-
 @contextmanager
 def importing(requirements: str):
     """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
     try:
         yield
     except ImportError as error:
-        print_error(
-            f"{error}: run `./run.sh setup`, then `source .venv/bin/activate` if there is a .venv; "
-            f"or `pip install -r {requirements}`"
+        sys.exit(
+            f"error: {error}: run `./run.sh setup`, then `source .venv/bin/activate` if there is a "
+            f".venv; or `pip install -r {requirements}`; on Windows use WSL2"
         )
-        sys.exit(1)
     except KeyboardInterrupt:
-        print_error("interrupted by Ctrl-C")
+        print("error: interrupted by Ctrl-C", file=sys.stderr)
         sys.exit(130)
 
 
 with importing("requirements.txt"):
+    import fcntl
+
     import numpy as np
     import sentencepiece
     import torch
@@ -522,8 +482,6 @@ SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 class UserError(ValueError):
     """An error the user can fix: the variable or file, what was found, and what to do."""
-
-    status = 1  # exit status of the process
 
 
 def require(condition: object, sentence: str):
@@ -552,6 +510,19 @@ def as_user_error(what: str, advice: str, *errors: type[Exception]):
 def writing(path: str | Path) -> AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
     return as_user_error(f"cannot write {path}", "free space or choose a writable folder", OSError)
+
+
+def end(sentence: str, status: int = 1):
+    """Print an error and end the process. Usually all ranks fail: one rank of a node prints, and its
+    launcher then ends the others."""
+    handle_signals()
+    if PLACE_IN_NODE:
+        time.sleep(5)  # if this rank still runs then, it alone has failed
+    print_to(sys.stderr, f"error: {sentence}")
+    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
+        print_to(sys.stdout, "", end="")
+        os._exit(status)
+    sys.exit(status)
 
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
@@ -1619,7 +1590,9 @@ class Run:
 
     def train(self):
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
-        hp, clock = self.hp, self.clock
+        hp, clock, log = self.hp, self.clock, self.log
+        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
+        log.kept = log.kept or f"only the log is kept{advice}"
         step = first = clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
@@ -1700,7 +1673,7 @@ class Run:
             if not math.isfinite(report.loss):
                 raise UserError(
                     f"the training loss of step {done} is {report.loss}: lower MATRIX_LR, SCALAR_LR "
-                    f"or TIED_EMBED_LR, or check the data of that step; {self.kept()}"
+                    "or TIED_EMBED_LR, or check the data of that step"
                 )
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
@@ -1796,22 +1769,12 @@ class Run:
         )
 
     def raise_if_stopped(self):
-        """Collective. Raise UserError if any rank has received a signal: also during the last
-        validation, which no report follows."""
-        received = set().union(*self.comm.gather(self.signals))
-        if not received:
-            return
-        number = min(received)  # the first cause: SIGHUP and SIGINT, to which launchers add SIGTERM
-        error = UserError(
-            f"stopped by {number.name} after step {self.clock.step + 1}; {self.kept()}"
-        )
-        error.status = 128 + number
-        raise error
-
-    def kept(self) -> str:
-        """Collective. How to go on if the run ends now."""
-        self.checkpoints.written.result()
-        return self.comm.broadcast(self.log.kept)
+        """Collective. End if any rank has received a signal: also during the last validation, which
+        no report follows."""
+        self.checkpoints.written.result()  # the other ranks would not wait for it
+        if received := set().union(*self.comm.gather(self.signals)):
+            # The first cause: SIGHUP and SIGINT, to which launchers add SIGTERM
+            raise KeyboardInterrupt(min(received).name)
 
     def finish(self) -> tuple[str, Tensors]:
         """Average the weights and calibrate the export, within the wall clock. Returns (name of the
@@ -3119,38 +3082,37 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
     """(artifact, size of the submission, seconds of the training). A signal ends the training after
     its step; once that is done, it ends the run after the export."""
     hp, comm = run.hp, run.comm
-    with stop_signals(run.signals):
-        run.train()
-        averaged, calibration = run.finish()
-        if run.on_gpu:  # in the challenge's words
-            allocated = torch.cuda.max_memory_allocated() >> 20
-            reserved = torch.cuda.max_memory_reserved() >> 20
-            log(
-                f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
-                "peak_memory",
-                allocated=allocated,
-                reserved=reserved,
-            )
-        log(f"exporting {averaged}")
-        initial = hp.ema_decay**run.average.samples
-        if hp.ema_enabled and initial > 0.1:
-            log(
-                f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY"
-            )
-        before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
-        before.log(log, "final_average_exact")
-        seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
-        training = {
-            "steps": run.clock.step + 1,
-            "train_seconds": round(seconds, 1),  # all digits would move a repeat's codes
-            "tokens_per_step": hp.train_batch_tokens,
-            "ranks": comm.size,
-            "seed": hp.seed,
-            "weights": averaged,
-            "val_bpb": before.val_bpb,
-        }
-        blob, total = export(run, calibration, training)
-        run.raise_if_stopped()
+    handle_signals(run.signals)
+    run.train()
+    averaged, calibration = run.finish()
+    if run.on_gpu:  # in the challenge's words
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        log(
+            f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
+            "peak_memory",
+            allocated=allocated,
+            reserved=reserved,
+        )
+    log(f"exporting {averaged}")
+    initial = hp.ema_decay**run.average.samples
+    if hp.ema_enabled and initial > 0.1:
+        log(f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY")
+    before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
+    before.log(log, "final_average_exact")
+    seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
+    training = {
+        "steps": run.clock.step + 1,
+        "train_seconds": round(seconds, 1),  # all digits would move a repeat's codes
+        "tokens_per_step": hp.train_batch_tokens,
+        "ranks": comm.size,
+        "seed": hp.seed,
+        "weights": averaged,
+        "val_bpb": before.val_bpb,
+    }
+    blob, total = export(run, calibration, training)
+    run.raise_if_stopped()
+    handle_signals()
     return blob, total, seconds
 
 
@@ -3995,9 +3957,7 @@ class Log(AbstractContextManager):
         self.artifact = folder / f"{self.name}.npz"
         self.started = perf_counter()
         self.failure = ""  # the first failed write, and what to do
-        # How to go on from what is kept, if the run ends early
-        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
-        self.kept = "" if hp.eval_only else f"only the log is kept{advice}"
+        self.kept = ""  # how to go on from what is kept, if the run ends early
         self.begun = False  # the log is of this run, not of an earlier one
         self.notes = []
         self.files = []
@@ -4026,14 +3986,11 @@ class Log(AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
-        if error:
-            on_signals(ENDING)
         self.show("")
         if self.begun and error:
-            known = isinstance(error, UserError)
-            if self.kept and not known:
+            if self.kept:
                 self(f"note: {self.kept}")
-            self(f"error: {error if known else repr(error)}", console=False)
+            self(f"error: {error_message(error)}", console=False)
         for file in self.files if not self.begun else ():
             if not os.path.getsize(file.name):  # the start was refused
                 os.remove(file.name)
@@ -4165,12 +4122,8 @@ class Checkpoints(AbstractContextManager):
 
     def __exit__(self, kind, error, trace):
         """Wait for the file that is being written: the process may end without its threads."""
-        if not error:
-            self.written.result()
-            return
-        on_signals(ENDING)
         with suppress(TimeoutError):  # of a disk that hangs
-            self.written.exception(timeout=60)
+            self.written.exception(timeout=60 if error else None)
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
@@ -5020,35 +4973,21 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    # It may be ASCII, and a path may have any bytes. A notebook's is of another class.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    on_signals(interrupt)
+    # It may be ASCII, and a path may have any bytes.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    handle_signals()
     try:
-        try:
-            if artifact := os.environ.get("EVAL_ONLY", "").strip():
-                return evaluate_only(os.environ, artifact)
-            return train_and_score(Hyperparameters.from_env(os.environ))
-        except BaseException:
-            on_signals(ENDING)
-            raise
+        if artifact := os.environ.get("EVAL_ONLY", "").strip():
+            evaluate_only(os.environ, artifact)
+        else:
+            train_and_score(Hyperparameters.from_env(os.environ))
     except UserError as error:
-        status, sentence = error.status, str(error)
+        end(str(error))
     except RuntimeError as error:
-        status, sentence = 1, about_torch(error)
-    except KeyboardInterrupt as interrupted:
-        (number,) = interrupted.args
-        name = "Ctrl-C" if number == signal.SIGINT else number.name
-        status = 128 + number
-        sentence = f"interrupted by {name}; what was finished until then is in the log"
-    print_error(sentence)
-    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+        end(about_torch(error))
+    except KeyboardInterrupt as error:
+        status = 128 + signal.Signals[str(error)]
+        end(f"interrupted by {error}; what was finished until then is in the log", status)
 
 
 def about_torch(error: RuntimeError) -> str:
