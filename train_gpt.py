@@ -3959,7 +3959,6 @@ class Log(AbstractContextManager):
         self.failure = ""  # the first failed write, and what to do
         self.kept = ""  # how to go on from what is kept, if the run ends early
         self.begun = False  # the log is of this run, not of an earlier one
-        self.notes = []
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
         if comm.rank > 0:
@@ -3969,20 +3968,12 @@ class Log(AbstractContextManager):
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
                 self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
-        name = f"RUN_ID={self.name}"
-        try:
-            # Released when this process ends.
+        busy = f"RUN_ID={self.name}: another run is writing {self.path}.txt"
+        # A file system may have no locks. They are released when this process ends.
+        with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{name}: another run is writing {self.path}.txt; wait or set another"
-            ) from error
-        except OSError as error:  # the file system has no locks
-            self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
-        else:
             for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                with suppress(OSError):  # of a killed run; what cannot be removed stays
-                    unfinished.unlink()
+                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
@@ -3991,9 +3982,6 @@ class Log(AbstractContextManager):
             if self.kept:
                 self(f"note: {self.kept}")
             self(f"error: {error_message(error)}", console=False)
-        for file in self.files if not self.begun else ():
-            if not os.path.getsize(file.name):  # the start was refused
-                os.remove(file.name)
 
     def __call__(self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields):
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
@@ -4027,21 +4015,17 @@ class Log(AbstractContextManager):
             print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
     def require_unused(self):
-        """Collective. Raise UserError if the run would replace the log of a finished run, an
-        artifact without RESUME or, with EVAL_ONLY, the log of a training."""
-        used = None
+        """Collective. Raise UserError if the run would replace the log of a finished run or, without
+        RESUME, an artifact."""
+        used = False
         if self.files:
-            lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
-            kept = "finished|train" if self.hp.eval_only else "finished"
-            used = re.search(rf'(?m)^{{"event": "({kept})"', lines) or (
-                self.artifact.exists() and not (self.hp.eval_only or self.hp.resume)
-            )
+            events = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
+            kept = self.artifact.exists() and not self.hp.resume
+            used = kept or '{"event": "finished"' in events
         require(
-            not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by {'a finished' if self.hp.resume else 'an earlier'} run: "
-            "set another, also to score its artifact "
-            f"(EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl, .npz and "
-            f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
+            not self.comm.broadcast(used),
+            f"RUN_ID={self.name} is used by an earlier run: set another, or delete {self.path}.txt, "
+            f".jsonl, .npz and {CHECKPOINTS / self.name}",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):
@@ -4069,11 +4053,9 @@ class Log(AbstractContextManager):
         }
         if runtime.device.type == "cuda":
             facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
-        self("\n".join(facts.values()))
-        # A line per section that has changes
-        changed = re.findall(r".*=.*", re.sub(r"\n  .*", "", settings).replace("\n*", ""))
+        changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
-            "\n  ".join(["changed from the defaults:", *(changed or ["nothing"])]),
+            "\n".join((*facts.values(), f"changed from the defaults: {changed}")),
             "start",
             **facts,
             run_id=self.name,
@@ -4081,7 +4063,7 @@ class Log(AbstractContextManager):
             hyperparameters=vars(self.hp),
         )
         slow = ["compiling takes minutes the first time"] * runtime.compiled
-        for note in (*self.notes, *runtime.notes, *notes, *slow):
+        for note in (*runtime.notes, *notes, *slow):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 

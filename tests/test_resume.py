@@ -349,8 +349,8 @@ def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
 
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     said = refused()
-    assert "RUN_ID=r is used by a finished run" in said
-    assert "or delete logs/r.txt, .jsonl, .npz and checkpoints/r; " in said, "to begin again"
+    assert "RUN_ID=r is used by an earlier run" in said
+    assert said.endswith("or delete logs/r.txt, .jsonl, .npz and checkpoints/r"), "to begin again"
     unfinished(tmp_path)
     again = refused(RESUME="")
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
