@@ -1759,7 +1759,8 @@ class Run:
         clock.seconds = clock.paused_at = seconds
         # With a smaller reserve, a finished run would take another step.
         clock.reserve = max(clock.reserve, state["reserve"])
-        self.checkpoints.continue_from(path, state)
+        self.checkpoints.last = state
+        self.log.kept = f"RESUME=auto continues from {path}"
         self.log(
             f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
             "resumed",
@@ -3057,7 +3058,7 @@ def train_and_score(hp: Hyperparameters):
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
-        with run.checkpoints:
+        with run.checkpoints.writer:  # waits for the file that is being written
             blob, total, seconds = train_and_export(run, log)
             begun = perf_counter() - run.val.seconds
             run.model.load_state_dict(load_artifact(blob))
@@ -4082,10 +4083,10 @@ class Log(AbstractContextManager):
 CHECKPOINTS = Path("checkpoints")
 CHECKPOINT_VERSION = 8
 SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
-CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
+CHECKPOINT_FILES = "step_*.npz"
 
 
-class Checkpoints(AbstractContextManager):
+class Checkpoints:
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
     metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
     are kept."""
@@ -4101,11 +4102,6 @@ class Checkpoints(AbstractContextManager):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
-
-    def __exit__(self, kind, error, trace):
-        """Wait for the file that is being written: the process may end without its threads."""
-        with suppress(TimeoutError):  # of a disk that hangs
-            self.written.exception(timeout=60 if error else None)
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
@@ -4131,10 +4127,8 @@ class Checkpoints(AbstractContextManager):
             }
             self.written = self.writer.submit(self.write, metadata, copies)
 
-    def write(self, metadata: dict, tensors: Tensors) -> Path | None:
-        """In the writer's thread. Returns the path, or None after an error, such as a full disk:
-        the run continues."""
-        started = perf_counter()
+    def write(self, metadata: dict, tensors: Tensors):
+        """In the writer's thread. After an error, such as a full disk, the run continues."""
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
         try:
@@ -4142,28 +4136,14 @@ class Checkpoints(AbstractContextManager):
                 require(vector_norm(tensor).isfinite(), f"{name} is not finite")
             with replacing(path) as unfinished, open(unfinished, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
-            for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
+            # Later ones are damaged: this run did not continue from them.
+            before = sorted(file for file in self.folder.glob(CHECKPOINT_FILES) if file < path)
+            for older in before[:-1]:
                 older.unlink()
-            self.log(
-                f"checkpoint: step:{step} {path}",
-                "checkpoint",
-                step=step,
-                bytes=path.stat().st_size,
-                wall_seconds=perf_counter() - started,
-            )
+            self.log(f"checkpoint: step:{step} {path}", "checkpoint", step=step)
             self.log.kept = f"RESUME=auto continues from {path}"
-            return path
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
-
-    def continue_from(self, path: Path, state: dict):
-        """Delete later checkpoints: they are damaged."""
-        self.last = state
-        self.log.kept = f"RESUME=auto continues from {path}"
-        if self.comm.rank == 0:
-            for later in self.folder.glob(CHECKPOINT_FILES):
-                if later > path:
-                    later.unlink()
 
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
@@ -4244,17 +4224,14 @@ def require_space(hp: Hyperparameters):
         folder = CHECKPOINTS / hp.run_id
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    total, full = collections.Counter(), ""  # bytes by disk; the last message has the whole sum
     for folder, need in needs.items():
         place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
-        disk, free = place.stat().st_dev, shutil.disk_usage(place).free
-        total[disk] += need
-        if free < total[disk]:
-            full = (
-                f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
-                f"{total[disk] >> 20}: free some, or start it in another folder"
-            )
-    require(not full, full)
+        free = shutil.disk_usage(place).free
+        require(
+            free >= need,
+            f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
+            f"{need >> 20}: free some, or start it in another folder",
+        )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------

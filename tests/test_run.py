@@ -363,13 +363,13 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
         (
             10,
             "",
-            "^/.*/test_space_.*: the disk has 10 MiB of free space, but the run may need 39: free some",
+            "^logs: the disk has 10 MiB of free space, but the run may need 19: free some",
         ),
         (80, "", ""),
         (
             80,
             "5",
-            "^checkpoints/r: the disk has 80 MiB of free space, but the run may need 128",
+            "^checkpoints/r: the disk has 80 MiB of free space, but the run may need 88",
         ),
     ],
 )
