@@ -1573,21 +1573,6 @@ class Run:
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
 
-    def fits(self) -> bool:
-        """Whether all GPUs have memory for the gradients of a step and GPTQ's eager forward; the
-        same on all ranks. No collective comes before they agree."""
-        *_, kind = phases(self.hp)  # the last one needs most memory
-        batch, full = self.loader.batch(0), False
-        self.log("warmup: a first step, to see whether it fits in memory", bar=("warm-up",))
-        try:
-            self.backward(batch, kind)
-            if self.hp.gptq_batches:
-                Calibration(self.model, 1).add(batch.chunk(self.accumulation)[0])
-        except torch.OutOfMemoryError:
-            full = True
-        self.optimizer.clear()
-        return not any(self.comm.gather(full))
-
     def train(self):
         """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
         hp, clock, log = self.hp, self.clock, self.log
@@ -3177,7 +3162,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
         )
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
-    run = make_run(hp, runtime, log, val)
+    run = Run(hp, runtime, log, val)
     log(
         f"model_params:{count_numbers(run.model.parameters())} "
         f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
@@ -3188,22 +3173,6 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     if path:
         run.restore(path, state, tensors)
     return run
-
-
-def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None) -> Run:
-    """The run. On GPUs with MICRO_BATCH_TOKENS=0 a first step that does not fit in memory halves
-    the micro-batch of all ranks: the same step, but for the order of its sums."""
-    run = Run(hp, runtime, log, val)
-    if runtime.device.type == "cpu" or hp.micro_batch_tokens or run.fits():
-        return run
-    tokens = run.loader.rows // run.accumulation * hp.train_seq_len
-    full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
-    require(tokens > hp.train_seq_len, f"{full}: set a shorter TRAIN_SEQ_LEN or a smaller model")
-    log(f"note: {full}; trying half of it")
-    del run  # before the next one is made
-    gc.collect()
-    torch.cuda.empty_cache()
-    return make_run(hp, dataclasses.replace(runtime, micro_batch_tokens=tokens // 2), log, val)
 
 
 def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
@@ -4952,7 +4921,8 @@ def main():
 def about_torch(error: RuntimeError) -> str:
     """What to do about full memory or a failed compilation. Raises any other error again."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
+        lower = f"set a lower MICRO_BATCH_TOKENS, such as {MICRO_BATCH['cuda'] // 2}"
+        return f"a GPU's memory is full ({error_message(error)}): {lower}"
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         # torch has set this variable.
         return (

@@ -87,7 +87,7 @@ ELF = OSError("/c/x.main.so: file too short")
 TOLD = [
     (
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 6.00 GiB.\nmore"),
-        r"a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS",
+        r"a GPU's memory is full .*6.00 GiB\.\): set a lower MICRO_BATCH_TOKENS, such as 49152",
     ),
     (  # what torch raises for a graph in its cache that a killed run left
         torch._inductor.exc.InductorError(ELF, None),

@@ -650,8 +650,6 @@ def judge(hp: Hyperparameters, report: dict) -> dict:
         report["slow"] += [sentence for sentence, _ in limited]
         report["advice"] += best_fa3(report) + [sentence for sentence, _ in advised]
         knobs = fastest(report)
-        if "halved" in report["chosen"]:  # so that a run need not try
-            knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"]
         for _, changes in limited + advised:
             knobs |= changes
         report["paste"] = " ".join(f"{name}={value}" for name, value in knobs.items())
@@ -845,10 +843,7 @@ def check(hp: Hyperparameters) -> dict:
         if not runtime.comm.broadcast(section.report["errors"]):
             val = train_gpt.read_validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
-            run = train_gpt.make_run(silent, runtime, lambda *_, **__: None, val)
-            tokens = run.runtime.micro_batch_tokens
-            if tokens != runtime.micro_batch_tokens:
-                section.report["chosen"] |= {"micro_batch_tokens": tokens, "halved": True}
+            run = train_gpt.Run(silent, runtime, lambda *_, **__: None, val)
             section("training", training, run, alone=False)
             section("evaluation", evaluation, run, alone=False)
         report = judge(hp, section.report)
