@@ -55,7 +55,6 @@ import signal
 import struct
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import zipfile
@@ -4021,8 +4020,6 @@ class Log(AbstractContextManager):
             f"cuda {torch.version.cuda}",
             "runtime": runtime.describe(),
         }
-        if runtime.device.type == "cuda":
-            facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
         changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
             "\n".join((*facts.values(), f"changed from the defaults: {changed}")),
@@ -4351,20 +4348,6 @@ class Runtime:
         return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
 
 
-def gpu_facts(device: torch.device) -> str:
-    """Driver, power limit, clock and libraries of a GPU, for the log."""
-    driver = ask_driver(device, "driver_version,power.limit,clocks.max.sm")
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else "none"
-    return f"{driver}, cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
-
-
-def ask_driver(device: torch.device, query: str) -> str:
-    """nvidia-smi's values of `query` for this GPU, or "unknown"."""
-    gpu = torch.cuda.get_device_properties(device).uuid
-    command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}"
-    return subprocess.getoutput(f"{command} 2>/dev/null").strip() or "unknown"
-
-
 def package_versions() -> str:
     """The versions of the installed PACKAGES, for the log."""
     versions = []
@@ -4441,34 +4424,17 @@ def choose_deterministic(wanted: bool):
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
-    """(compile or not, notes). Without compilers a CPU runs eagerly. On a GPU, which would be much
-    slower, that is a UserError."""
+    """(compile or not, notes). Where nothing can be compiled a CPU runs eagerly. On a GPU, which
+    would be much slower, that is a UserError."""
     if wanted != "auto":
         return wanted == "1", ()
-    on_gpu, which = device.type == "cuda", shutil.which
-    needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
-    if on_gpu:
-        needs["triton"] = find_spec("triton")
-        needs["a C compiler"] = which(os.environ.get("CC", "gcc")) or which("clang")
-    else:
-        needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
-        needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
-    if sys.platform == "linux" and all(needs.values()):
-        from torch._inductor.runtime.cache_dir_utils import cache_dir  # a slow import
-
-        try:
-            usable = not os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
-        except OSError:
-            usable = False
-        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by `cache_dir`
-        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={folder}"] = usable
-    missing = ", ".join(name for name, met in needs.items() if not met)
-    if not missing:
-        return True, ()
-    require(
-        not on_gpu, f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow"
-    )
-    return False, (f"not compiled, which is slower: {missing} is missing",)
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    except Exception as error:  # such as a missing compiler, Triton or Python.h (python3-dev)
+        failed = f"torch.compile failed ({error_message(error)})"
+        require(device.type == "cpu", f"{failed}: mend it, or set COMPILE=0, which is slow")
+        return False, (f"not compiled, which is slower: {failed}",)
+    return True, ()
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:

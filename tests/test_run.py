@@ -704,24 +704,6 @@ def test_import_has_no_side_effects(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "script, told",
-    [
-        ('case "$*" in *--id=GPU-12ab-34*) echo "570, 700 W";; esac', "570, 700 W"),
-        ("exit 9", "unknown"),
-        ("echo; exit 0", "unknown"),
-    ],
-)
-def test_facts_of_a_gpu(script, told, tmp_path, monkeypatch):
-    """Those that nvidia-smi tells of the card that torch uses."""
-    card = mock.Mock(uuid="12ab-34")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    assert train_gpt.gpu_facts(torch.device("cuda", 0)).startswith(f"{told}, cudnn ")
-
-
 def test_what_only_newer_versions_of_torch_have_is_asked_for():
     """The script supports torch 2.9 to 2.15."""
     source = (ROOT / "train_gpt.py").read_text()
