@@ -141,7 +141,6 @@ class Hyperparameters:
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
     doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
-    tie_embeddings: bool = knob(True, "token embedding and output head share a matrix; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
     qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
@@ -257,7 +256,6 @@ class Hyperparameters:
             f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and "
             f"at most MODEL_DIM / NUM_HEADS = {self.head_dim}; lower ROPE_DIMS or NUM_HEADS",
         )
-        require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
         looped, plain = self.loop_first + self.loop_layers, self.num_layers - self.lanes_last_n
         require(
@@ -334,16 +332,11 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
 
 def refuse_misspelt(environ: Iterable[str], known: list[str]):
     """Raise UserError for the first variable that is nearly a known one: in lower case, with
-    swapped letters, without its last word, or with a wrong letter."""
+    swapped letters, or with a wrong letter. Also for a knob of other scripts."""
     for name in sorted(set(environ) - set(known)):
-        words = "_" in name
         near = [RENAMED[name]] if name in RENAMED else []
-        near += [
-            other
-            for other in known
-            if sorted(other) == sorted(name.upper()) or (words and other.startswith(f"{name}_"))
-        ]
-        if words or not name.startswith(tuple(known)):  # machines set DEVICES and the like
+        near += [other for other in known if sorted(other) == sorted(name.upper())]
+        if "_" in name or not name.startswith(tuple(known)):  # machines set DEVICES and the like
             near += difflib.get_close_matches(name, known, cutoff=0.905)
         if near:
             ours = f"did you mean {near[0]}?" if near[0] else "no knob here does the same."
@@ -360,7 +353,7 @@ NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YAR
 PARALLEL_START_LAYER=LANES_LAST_N PARALLEL_RESIDUAL_START=LANES_LAST_N SKIP_GATES_ENABLED=SKIPS
 GATED_ATTENTION=ATTN_GATE GATED_ATTN_ENABLED=ATTN_GATE SPARSE_ATTN_GATE_ENABLED=ATTN_GATE
 SMEAR_GATE_ENABLED=SMEAR_TOKEN NEGATIVE_SLOPE=MLP_SLOPE LEAKY_RELU_SLOPE=MLP_SLOPE
-MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
+TIE_EMBEDDINGS= MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
 LAWA_ENABLED= LAWA_K= LAWA_FREQ= GPTQ_CALIBRATION_BATCHES=GPTQ_BATCHES GPTQ_RESERVE_SECONDS=
 MATRIX_BITS= EMBED_BITS= MATRIX_CLIP_SIGMAS= EMBED_CLIP_SIGMAS= MLP_CLIP_SIGMAS= ATTN_CLIP_SIGMAS=
 LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= TTT_BETA2=
