@@ -1432,17 +1432,18 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
-    planned = max(hp.iterations, 1)
-    used = seconds / end
-    progress = max(step / planned, used)
-    expected = min(planned, step / used) if used else planned  # steps of the run at this pace
-    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / expected, PHASE_LIMIT)
+    iterations = max(hp.iterations, 1)
+    time_used = seconds / end
+    progress = max(step / iterations, time_used)
+    # The steps of the whole run, at the pace so far
+    run_steps = min(iterations, step / time_used) if time_used else iterations
+    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / run_steps, PHASE_LIMIT)
     # Another shape of the warmdown also moves late QAT, below, and SWA, which begin by this value.
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     qat = hp.late_qat and lr_scale < hp.qat_threshold
-    warmed = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
+    warmup = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
     start = hp.muon_momentum_warmup_start
-    momentum = start + min(1.0, warmed) * (hp.muon_momentum - start)
+    momentum = start + min(1.0, warmup) * (hp.muon_momentum - start)
     short = progress < SHORT_SEQ_FRACTION and not qat  # both would be one more graph
     seq_len = hp.train_seq_len // (hp.short_seq_parts if short else 1)
     looping = hp.loop_visits > 1 and progress >= hp.loop_start
@@ -1488,11 +1489,11 @@ class Clock:
         self.step = step
         self.seconds = seconds
 
-    def begins(self, step: int) -> float:
+    def expected_start(self, step: int) -> float:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
         return self.seconds * step / max(self.step + 1, 1)
 
-    def spare(self, step: int) -> float:
+    def time_left(self, step: int) -> float:
         """Seconds of the limit that are left when `step` has ended. It starts if this is positive.
 
         At the last known time, that of queueing a step, the device had yet to compute that step and
@@ -1566,39 +1567,31 @@ class Run:
         self.stopping = False  # whether any rank has received one
 
     def train(self):
-        """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
+        """Steps until ITERATIONS, the time limit or a signal end the training."""
         hp, clock, log = self.hp, self.clock, self.log
         advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
         log.kept = log.kept or f"only the log is kept{advice}"
+        due = range(0, hp.iterations, hp.val_loss_every) if hp.val_loss_every else ()
         step = first = clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
-        while not self.stopping:
-            last = step >= hp.iterations
-            due = hp.val_loss_every and step % hp.val_loss_every == 0
-            if last or due or clock.spare(step) <= 0:
-                # Decide from what a checkpoint holds, so that a resumed run decides the same.
-                self.read_reports()
-                if any(self.comm.gather(self.signals)):
-                    break
-            if last or clock.spare(step) <= 0:
-                self.validate(step, looping=True)
-                break
+        while not self.is_over(step):
             # Schedules end where the run does: at the latest start of a step that still fits.
-            begins = clock.begins(step)
-            settings = schedule(hp, step, begins, begins + clock.spare(step))
-            if due:
+            start = clock.expected_start(step)
+            settings = schedule(hp, step, start, start + clock.time_left(step))
+            if step in due:
                 self.validate(step, settings.looping)
             clock.start()
             report = self.train_step(step, settings).to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
             self.in_flight.append((step, settings, report, copied))
-            # Queue ahead once the time of a step is known.
-            self.read_reports(clock.in_flight if step > first + 1 else 0)
             step += 1
-            if self.checkpoints.due(step, clock.begins(step)):
+            # Queue ahead once the time of a step is known, but not before a validation.
+            self.read_reports(clock.in_flight if step > first + 2 and step not in due else 0)
+            if self.checkpoints.due(step, clock.expected_start(step)):
                 self.save(step)
+        self.validate(step, looping=True)
         self.save(step)
         self.raise_if_stopped()
         if step < hp.iterations:
@@ -1610,6 +1603,13 @@ class Run:
                 step=step,
                 train_seconds=seconds,
             )
+
+    def is_over(self, step: int) -> bool:
+        """Whether ITERATIONS, the time limit or a signal leave no room for `step`."""
+        if step >= self.hp.iterations or self.clock.time_left(step) <= 0:
+            # Decide from what a checkpoint holds, so that a resumed run decides the same.
+            self.read_reports()
+        return self.stopping or step >= self.hp.iterations or self.clock.time_left(step) <= 0
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
@@ -1689,8 +1689,12 @@ class Run:
         )
 
     def validate(self, step: int, looping: bool):
-        """Log the score of the weights before `step`. The clock pauses."""
+        """Collective. Log the score of the weights before `step`, unless the run is to stop. The
+        clock pauses."""
         self.read_reports()
+        self.stopping |= any(self.comm.gather(self.signals))
+        if self.stopping:
+            return
         self.clock.pause()
         score = validation_pass(self.hp, looping).run(self.make_scorer, self.log, "validation")
         self.log_progress(

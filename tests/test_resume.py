@@ -190,12 +190,13 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
         training.raise_if_stopped()
 
 
-@pytest.mark.parametrize("every, steps", [(4, 12), (0, 4)])
-def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
+@pytest.mark.parametrize("every, steps, taken", [(4, 12, 5), (0, 4, 4)])
+def test_after_a_signal_there_is_no_validation(every, steps, taken, run_of, tmp_path):
     """As on a GPU. Neither was a signal in the last step's report, nor was that read in time."""
-    training = run_of(RUN_ID="r", CHECKPOINT_EVERY=9, VAL_LOSS_EVERY=every, ITERATIONS=steps)
+    knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 9, "VAL_LOSS_EVERY": every, "ITERATIONS": steps}
+    training, validated = run_of(val=True, **knobs), []
     training.clock.in_flight, step = 2, training.train_step
-    training.validate = lambda number, looping: number and pytest.fail("there is one")
+    training.clock.pause = lambda: validated.append(training.clock.step + 1)
 
     def signalled(number, settings):
         report = step(number, settings)
@@ -207,7 +208,7 @@ def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
     train_gpt.handle_signals(training.signals)
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         training.train()
-    assert kept(tmp_path) == [4]
+    assert kept(tmp_path) == [taken] and validated == [0] * bool(every)
 
 
 def test_the_second_interrupt_ends_a_run_at_once():
@@ -329,7 +330,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     assert steps > 10 and kept(tmp_path) == [steps]
     path, state, tensors, _ = train_gpt.find_checkpoint(again.hp, again.runtime.comm)
     again.restore(path, state, tensors)
-    for each in (train_gpt.Clock.begins, train_gpt.Clock.spare):
+    for each in (train_gpt.Clock.expected_start, train_gpt.Clock.time_left):
         assert each(again.clock, steps) == each(first.clock, steps)
     assert train_gpt.Clock.elapsed(again.clock) == state["seconds"] > 10, "its timer goes on"
     again.train()

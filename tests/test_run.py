@@ -495,10 +495,10 @@ def test_time_for_calibration_is_reserved(run_of, monkeypatch):
     calibrate = lambda _, batches: ({}, [0.25] * len(batches))  # noqa: E731
     monkeypatch.setattr(train_gpt.Run, "calibrate", calibrate)
     training = run_of(val=True, MAX_WALLCLOCK_SECONDS=3, GPTQ_BATCHES=4)
-    before = training.clock.spare(0)
+    before = training.clock.time_left(0)
     training.warm_up()
     limit = 3 * (1 - train_gpt.MARGIN)
-    assert training.clock.spare(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
+    assert training.clock.time_left(0) == pytest.approx(before - 1.1) == pytest.approx(limit - 1.1)
     with user_error(
         "MAX_WALLCLOCK_SECONDS=1 is less than the .* s for calibration: set GPTQ_BATCHES=0"
     ):
