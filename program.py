@@ -28,11 +28,9 @@ from train_gpt import (  # noqa: E402
     KNOBS,
     LONGEST_NAME,
     UserError,
-    dist,
+    end,
     error_message,
     importing,
-    print_error,
-    print_to,
     require,
 )
 
@@ -124,11 +122,7 @@ def run_program(main: Callable[[], object]) -> None:
             with importing("requirements-dev.txt"):
                 main()
         except UserError as error:
-            print_error(str(error))
-            if dist.is_initialized():  # as in train_gpt.py
-                print_to(sys.stdout, "", end="")
-                os._exit(1)
-            sys.exit(1)
+            end(str(error))
         finally:
             print(end="", flush=True)  # an error at the interpreter's exit would be a traceback
     except OSError as error:
@@ -137,5 +131,4 @@ def run_program(main: Callable[[], object]) -> None:
         if isinstance(error, BrokenPipeError):
             sys.exit(141)
         place = error.filename or "standard output or a file"
-        print_error(f"cannot use {place}: {error_message(error)}; check the path and the disk")
-        sys.exit(1)
+        end(f"cannot use {place}: {error_message(error)}; check the path and the disk")

@@ -55,7 +55,6 @@ import signal
 import struct
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import zipfile
@@ -73,10 +72,6 @@ from typing import NamedTuple, TextIO
 
 if sys.version_info < (3, 11):  # noqa: UP036
     sys.exit(f"error: this needs Python 3.11 or later, and this is {sys.version.split()[0]}")
-try:
-    import fcntl
-except ImportError:
-    sys.exit("error: this needs Linux or macOS: on Windows, run it in WSL2")
 
 SUBMISSION_CAP = 16_000_000  # bytes of code plus artifact, by the rules of the challenge
 TRAINING_CAP = 600.0  # seconds, by the same rules
@@ -146,7 +141,6 @@ class Hyperparameters:
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
     doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
-    tie_embeddings: bool = knob(True, "token embedding and output head share a matrix; 0 is not supported")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
     logit_softcap: float = knob(30.0, "logits are c * tanh(logits / c)", "model", low=1e-3)
     qk_gain_init: float = knob(1.5, "initial value of the learned gain per query head")
@@ -262,7 +256,6 @@ class Hyperparameters:
             f"ROPE_DIMS={self.rope_dims} means {rotated} rotary dimensions: they must be even and "
             f"at most MODEL_DIM / NUM_HEADS = {self.head_dim}; lower ROPE_DIMS or NUM_HEADS",
         )
-        require(self.tie_embeddings, "TIE_EMBEDDINGS=0 is not supported: unset it")
         require(self.bigram_vocab_size != 1, "BIGRAM_VOCAB_SIZE=1 holds no pair: set 0 or 2")
         looped, plain = self.loop_first + self.loop_layers, self.num_layers - self.lanes_last_n
         require(
@@ -339,16 +332,11 @@ def parse(field: dataclasses.Field, environ: dict[str, str]) -> object:
 
 def refuse_misspelt(environ: Iterable[str], known: list[str]):
     """Raise UserError for the first variable that is nearly a known one: in lower case, with
-    swapped letters, without its last word, or with a wrong letter."""
+    swapped letters, or with a wrong letter. Also for a knob of other scripts."""
     for name in sorted(set(environ) - set(known)):
-        words = "_" in name
         near = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
-        near += [
-            other
-            for other in known
-            if sorted(other) == sorted(name.upper()) or (words and other.startswith(f"{name}_"))
-        ]
-        if words or not name.startswith(tuple(known)):  # machines set DEVICES and the like
+        near += [other for other in known if sorted(other) == sorted(name.upper())]
+        if "_" in name or not name.startswith(tuple(known)):  # machines set DEVICES and the like
             near += difflib.get_close_matches(name, known, cutoff=0.905)
         if near:
             ours = f"did you mean {near[0]}?" if near[0] else "no knob here does the same."
@@ -365,7 +353,7 @@ NUM_LOOPS=LOOP_VISITS LOOP_END=LOOP_LAYERS ENABLE_LOOPING_AT=LOOP_START ROPE_YAR
 PARALLEL_START_LAYER=LANES_LAST_N PARALLEL_RESIDUAL_START=LANES_LAST_N SKIP_GATES_ENABLED=SKIPS
 GATED_ATTENTION=ATTN_GATE GATED_ATTN_ENABLED=ATTN_GATE SPARSE_ATTN_GATE_ENABLED=ATTN_GATE
 SMEAR_GATE_ENABLED=SMEAR_TOKEN NEGATIVE_SLOPE=MLP_SLOPE LEAKY_RELU_SLOPE=MLP_SLOPE
-MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
+TIE_EMBEDDINGS= MTP_NUM_HEADS= MTP_LOSS_WEIGHT= VE_ENABLED= VE_DIM= VE_LAYERS= DTG_ENABLED= VALUE_RESIDUAL=
 LAWA_ENABLED= LAWA_K= LAWA_FREQ= GPTQ_CALIBRATION_BATCHES=GPTQ_BATCHES GPTQ_RESERVE_SECONDS=
 MATRIX_BITS= EMBED_BITS= MATRIX_CLIP_SIGMAS= EMBED_CLIP_SIGMAS= MLP_CLIP_SIGMAS= ATTN_CLIP_SIGMAS=
 LQER_ENABLED= LQER_RANK= PHASED_TTT_ENABLED= PHASED_TTT_NUM_PHASES= TTT_BETA1= TTT_BETA2=
@@ -409,52 +397,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # PLACE_IN_NODE is 0 on one rank of each node. It is not LOCAL_RANK, which is 0 on all ranks with
 # torchrun --virtual-local-rank.
 PLACE_IN_NODE = launched("RANK", 0) % launched("LOCAL_WORLD_SIZE", launched("WORLD_SIZE", 1))
-# What ends a run: Ctrl-C, a launcher, Slurm's warning, a lost terminal. nohup ignores the last, a
-# shell's background the first.
-STOP_SIGNALS = [
-    number
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    if signal.getsignal(number) != signal.SIG_IGN
-]
 
 
-def on_signals(act: Callable | signal.Handlers):
-    """Set what STOP_SIGNALS do."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, act)
+def handle_signals(noted: list[signal.Signals] | None = None):
+    """From now on Ctrl-C, SIGTERM of a launcher, SIGUSR1 of Slurm and SIGHUP of a lost terminal are
+    only `noted`. Without such a list, and at a second Ctrl-C, they end the process."""
 
+    def handle(number, frame):
+        if noted is not None and not (number == signal.SIGINT and number in noted):
+            noted.append(signal.Signals(number))  # a launcher repeats signals
+        elif PLACE_IN_NODE:
+            os._exit(128 + number)  # one rank of a node prints
+        elif not sys.exc_info()[1]:  # no signal disturbs an error
+            raise KeyboardInterrupt(signal.Signals(number).name)
 
-def interrupt(number, frame):
-    """Raise KeyboardInterrupt(signal) once, as launchers repeat signals, on the rank of a node that
-    prints. Its other ranks end at once."""
-    if PLACE_IN_NODE:
-        os._exit(128 + number)
-    on_signals(signal.SIG_IGN)
-    raise KeyboardInterrupt(signal.Signals(number))
-
-
-# What a signal does from an error on: raise nothing, but end ranks that sleep in `print_error`.
-ENDING = interrupt if PLACE_IN_NODE else signal.SIG_IGN
-
-
-@contextmanager
-def stop_signals(received: list[signal.Signals]):
-    """Only note STOP_SIGNALS in `received`. A second Ctrl-C ends the run at once."""
-
-    def note(number, frame):
-        if number == signal.SIGINT and number in received:
-            interrupt(number, frame)
-        received.append(signal.Signals(number))
-
-    on_signals(note)
-    try:
-        yield
-    except UserError as error:
-        # If the signal has ended another rank, a collective fails here.
-        if received and isinstance(error.__cause__, RuntimeError):
-            interrupt(received[0], None)
-        raise
-    on_signals(interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        # nohup ignores the last one, a shell's background the first
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
 
 
 def print_to(stream: TextIO, text: str, end: str = "\n"):
@@ -465,32 +425,24 @@ def print_to(stream: TextIO, text: str, end: str = "\n"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def print_error(sentence: str):
-    """Print an error. Usually all ranks fail: one rank of a node prints, and its launcher then ends
-    the others."""
-    on_signals(ENDING)
-    if PLACE_IN_NODE:
-        time.sleep(5)  # if this rank still runs then, it alone has failed
-    print_to(sys.stderr, f"error: {sentence}")
-
-
 @contextmanager
 def importing(requirements: str):
     """A missing package, or Ctrl-C while torch is imported, ends the program with one sentence."""
     try:
         yield
     except ImportError as error:
-        print_error(
-            f"{error}: run `./run.sh setup`, then `source .venv/bin/activate` if there is a .venv; "
-            f"or `pip install -r {requirements}`"
+        sys.exit(
+            f"error: {error}: run `./run.sh setup`, then `source .venv/bin/activate` if there is a "
+            f".venv; or `pip install -r {requirements}`; on Windows use WSL2"
         )
-        sys.exit(1)
     except KeyboardInterrupt:
-        print_error("interrupted by Ctrl-C")
+        print("error: interrupted by Ctrl-C", file=sys.stderr)
         sys.exit(130)
 
 
 with importing("requirements.txt"):
+    import fcntl
+
     import numpy as np
     import sentencepiece
     import torch
@@ -510,8 +462,6 @@ SOURCE = globals().get("SOURCE") or Path(__file__).read_bytes()
 
 class UserError(ValueError):
     """An error the user can fix: the variable or file, what was found, and what to do."""
-
-    status = 1  # exit status of the process
 
 
 def require(condition: object, sentence: str):
@@ -540,6 +490,19 @@ def as_user_error(what: str, advice: str, *errors: type[Exception]):
 def writing(path: str | Path) -> AbstractContextManager:
     """Turn a failed write (folder not writable, disk full) into a UserError."""
     return as_user_error(f"cannot write {path}", "free space or choose a writable folder", OSError)
+
+
+def end(sentence: str, status: int = 1):
+    """Print an error and end the process. Usually all ranks fail: one rank of a node prints, and its
+    launcher then ends the others."""
+    handle_signals()
+    if PLACE_IN_NODE:
+        time.sleep(5)  # if this rank still runs then, it alone has failed
+    print_to(sys.stderr, f"error: {sentence}")
+    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
+        print_to(sys.stdout, "", end="")
+        os._exit(status)
+    sys.exit(status)
 
 
 # ---- Matrices: initialisation, forward, optimizer, quantiser and export read this table ----------
@@ -1454,17 +1417,18 @@ def schedule(hp: Hyperparameters, step: int, seconds: float, end: float) -> Step
 
     Progress is the used fraction of ITERATIONS or of the time, the larger one. The warmdown ends at
     MIN_LR."""
-    planned = max(hp.iterations, 1)
-    used = seconds / end
-    progress = max(step / planned, used)
-    expected = min(planned, step / used) if used else planned  # steps of the run at this pace
-    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / expected, PHASE_LIMIT)
+    iterations = max(hp.iterations, 1)
+    time_used = seconds / end
+    progress = max(step / iterations, time_used)
+    # The steps of the whole run, at the pace so far
+    run_steps = min(iterations, step / time_used) if time_used else iterations
+    warmdown = hp.warmdown_frac or min(hp.warmdown_iters / run_steps, PHASE_LIMIT)
     # Another shape of the warmdown also moves late QAT, below, and SWA, which begin by this value.
     lr_scale = min(1.0, max(0.0, 1.0 - progress) / warmdown) if warmdown else 1.0
     qat = hp.late_qat and lr_scale < hp.qat_threshold
-    warmed = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
+    warmup = max(step / max(hp.muon_momentum_warmup_steps, 1), progress / PHASE_LIMIT)
     start = hp.muon_momentum_warmup_start
-    momentum = start + min(1.0, warmed) * (hp.muon_momentum - start)
+    momentum = start + min(1.0, warmup) * (hp.muon_momentum - start)
     short = progress < SHORT_SEQ_FRACTION and not qat  # both would be one more graph
     seq_len = hp.train_seq_len // (hp.short_seq_parts if short else 1)
     looping = hp.loop_visits > 1 and progress >= hp.loop_start
@@ -1510,11 +1474,11 @@ class Clock:
         self.step = step
         self.seconds = seconds
 
-    def begins(self, step: int) -> float:
+    def expected_start(self, step: int) -> float:
         """When `step` is expected to begin, in seconds, at the average pace of the run."""
         return self.seconds * step / max(self.step + 1, 1)
 
-    def spare(self, step: int) -> float:
+    def time_left(self, step: int) -> float:
         """Seconds of the limit that are left when `step` has ended. It starts if this is positive.
 
         At the last known time, that of queueing a step, the device had yet to compute that step and
@@ -1587,53 +1551,32 @@ class Run:
         self.signals = []  # that this rank has received
         self.stopping = False  # whether any rank has received one
 
-    def fits(self) -> bool:
-        """Whether all GPUs have memory for the gradients of a step and GPTQ's eager forward; the
-        same on all ranks. No collective comes before they agree."""
-        *_, kind = phases(self.hp)  # the last one needs most memory
-        batch, full = self.loader.batch(0), False
-        self.log("warmup: a first step, to see whether it fits in memory", bar=("warm-up",))
-        try:
-            self.backward(batch, kind)
-            if self.hp.gptq_batches:
-                Calibration(self.model, 1).add(batch.chunk(self.accumulation)[0])
-        except torch.OutOfMemoryError:
-            full = True
-        self.optimizer.clear()
-        return not any(self.comm.gather(full))
-
     def train(self):
-        """Steps until ITERATIONS or the wall clock end. Validations pause the clock."""
-        hp, clock = self.hp, self.clock
+        """Steps until ITERATIONS, the time limit or a signal end the training."""
+        hp, clock, log = self.hp, self.clock, self.log
+        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
+        log.kept = log.kept or f"only the log is kept{advice}"
+        due = range(0, hp.iterations, hp.val_loss_every) if hp.val_loss_every else ()
         step = first = clock.step + 1
         gc.collect()
         gc.freeze()  # long-lived objects would make the collector's full passes stall a step
         atexit.register(gc.unfreeze)  # or Triton 3.9 reports them as leaks at the end
-        while not self.stopping:
-            last = step >= hp.iterations
-            due = hp.val_loss_every and step % hp.val_loss_every == 0
-            if last or due or clock.spare(step) <= 0:
-                # Decide from what a checkpoint holds, so that a resumed run decides the same.
-                self.read_reports()
-                if any(self.comm.gather(self.signals)):
-                    break
-            if last or clock.spare(step) <= 0:
-                self.validate(step, looping=True)
-                break
+        while not self.is_over(step):
             # Schedules end where the run does: at the latest start of a step that still fits.
-            begins = clock.begins(step)
-            settings = schedule(hp, step, begins, begins + clock.spare(step))
-            if due:
+            start = clock.expected_start(step)
+            settings = schedule(hp, step, start, start + clock.time_left(step))
+            if step in due:
                 self.validate(step, settings.looping)
             clock.start()
             report = self.train_step(step, settings).to("cpu", non_blocking=True)
             copied = torch.cuda.current_stream().record_event() if self.on_gpu else None
             self.in_flight.append((step, settings, report, copied))
-            # Queue ahead once the time of a step is known.
-            self.read_reports(clock.in_flight if step > first + 1 else 0)
             step += 1
-            if self.checkpoints.due(step, clock.begins(step)):
+            # Queue ahead once the time of a step is known, but not before a validation.
+            self.read_reports(clock.in_flight if step > first + 2 and step not in due else 0)
+            if self.checkpoints.due(step, clock.expected_start(step)):
                 self.save(step)
+        self.validate(step, looping=True)
         self.save(step)
         self.raise_if_stopped()
         if step < hp.iterations:
@@ -1645,6 +1588,13 @@ class Run:
                 step=step,
                 train_seconds=seconds,
             )
+
+    def is_over(self, step: int) -> bool:
+        """Whether ITERATIONS, the time limit or a signal leave no room for `step`."""
+        if step >= self.hp.iterations or self.clock.time_left(step) <= 0:
+            # Decide from what a checkpoint holds, so that a resumed run decides the same.
+            self.read_reports()
+        return self.stopping or step >= self.hp.iterations or self.clock.time_left(step) <= 0
 
     def train_step(self, step: int, settings: StepSettings) -> Tensor:
         """Forward, backward and update on batch `step`. Returns the summed Report as (3,) on the
@@ -1687,7 +1637,7 @@ class Run:
             if not math.isfinite(report.loss):
                 raise UserError(
                     f"the training loss of step {done} is {report.loss}: lower MATRIX_LR, SCALAR_LR "
-                    f"or TIED_EMBED_LR, or check the data of that step; {self.kept()}"
+                    "or TIED_EMBED_LR, or check the data of that step"
                 )
             if done <= 10 or done % self.hp.train_log_every == 0:
                 self.log_step(done, settings, report.loss)
@@ -1726,8 +1676,12 @@ class Run:
         )
 
     def validate(self, step: int, looping: bool):
-        """Log the score of the weights before `step`. The clock pauses."""
+        """Collective. Log the score of the weights before `step`, unless the run is to stop. The
+        clock pauses."""
         self.read_reports()
+        self.stopping |= any(self.comm.gather(self.signals))
+        if self.stopping:
+            return
         self.clock.pause()
         score = validation_pass(self.hp, looping).run(self.make_scorer, self.log, "validation")
         self.log_progress(
@@ -1773,7 +1727,8 @@ class Run:
         clock.seconds = clock.paused_at = seconds
         # With a smaller reserve, a finished run would take another step.
         clock.reserve = max(clock.reserve, state["reserve"])
-        self.checkpoints.continue_from(path, state)
+        self.checkpoints.last = state
+        self.log.kept = f"RESUME=auto continues from {path}"
         self.log(
             f"resumed: step:{step} train_time:{1000 * seconds:.0f}ms from:{path}",
             "resumed",
@@ -1783,22 +1738,12 @@ class Run:
         )
 
     def raise_if_stopped(self):
-        """Collective. Raise UserError if any rank has received a signal: also during the last
-        validation, which no report follows."""
-        received = set().union(*self.comm.gather(self.signals))
-        if not received:
-            return
-        number = min(received)  # the first cause: SIGHUP and SIGINT, to which launchers add SIGTERM
-        error = UserError(
-            f"stopped by {number.name} after step {self.clock.step + 1}; {self.kept()}"
-        )
-        error.status = 128 + number
-        raise error
-
-    def kept(self) -> str:
-        """Collective. How to go on if the run ends now."""
-        self.checkpoints.written.result()
-        return self.comm.broadcast(self.log.kept)
+        """Collective. End if any rank has received a signal: also during the last validation, which
+        no report follows."""
+        self.checkpoints.written.result()  # the other ranks would not wait for it
+        if received := set().union(*self.comm.gather(self.signals)):
+            # The first cause: SIGHUP and SIGINT, to which launchers add SIGTERM
+            raise KeyboardInterrupt(min(received).name)
 
     def finish(self) -> tuple[str, Tensors]:
         """Average the weights and calibrate the export, within the wall clock. Returns (name of the
@@ -2952,7 +2897,7 @@ def train_and_score(hp: Hyperparameters):
     require_data(hp, "val", "train")
     with Runtime.start(hp) as runtime, Log(hp, runtime.comm) as log:
         run = prepare(hp, runtime, log)
-        with run.checkpoints:
+        with run.checkpoints.writer:  # waits for the file that is being written
             blob, total, seconds = train_and_export(run, log)
             begun = perf_counter() - run.val.seconds
             run.model.load_state_dict(load_artifact(blob))
@@ -2977,38 +2922,37 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
     """(artifact, size of the submission, seconds of the training). A signal ends the training after
     its step; once that is done, it ends the run after the export."""
     hp, comm = run.hp, run.comm
-    with stop_signals(run.signals):
-        run.train()
-        averaged, calibration = run.finish()
-        if run.on_gpu:  # in the challenge's words
-            allocated = torch.cuda.max_memory_allocated() >> 20
-            reserved = torch.cuda.max_memory_reserved() >> 20
-            log(
-                f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
-                "peak_memory",
-                allocated=allocated,
-                reserved=reserved,
-            )
-        log(f"exporting {averaged}")
-        initial = hp.ema_decay**run.average.samples
-        if hp.ema_enabled and initial > 0.1:
-            log(
-                f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY"
-            )
-        before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
-        before.log(log, "final_average_exact")
-        seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
-        training = {
-            "steps": run.clock.step + 1,
-            "train_seconds": round(seconds, 1),  # all digits would move a repeat's codes
-            "tokens_per_step": hp.train_batch_tokens,
-            "ranks": comm.size,
-            "seed": hp.seed,
-            "weights": averaged,
-            "val_bpb": before.val_bpb,
-        }
-        blob, total = export(run, calibration, training)
-        run.raise_if_stopped()
+    handle_signals(run.signals)
+    run.train()
+    averaged, calibration = run.finish()
+    if run.on_gpu:  # in the challenge's words
+        allocated = torch.cuda.max_memory_allocated() >> 20
+        reserved = torch.cuda.max_memory_reserved() >> 20
+        log(
+            f"peak memory allocated: {allocated} MiB reserved: {reserved} MiB",
+            "peak_memory",
+            allocated=allocated,
+            reserved=reserved,
+        )
+    log(f"exporting {averaged}")
+    initial = hp.ema_decay**run.average.samples
+    if hp.ema_enabled and initial > 0.1:
+        log(f"note: initial weights still make up {initial:.0%} of the average: lower EMA_DECAY")
+    before = final_passes(hp)["roundtrip"].run(run.make_scorer, log, "averaged weights")
+    before.log(log, "final_average_exact")
+    seconds = comm.broadcast(run.clock.elapsed())  # so that all ranks pass or fail
+    training = {
+        "steps": run.clock.step + 1,
+        "train_seconds": round(seconds, 1),  # all digits would move a repeat's codes
+        "tokens_per_step": hp.train_batch_tokens,
+        "ranks": comm.size,
+        "seed": hp.seed,
+        "weights": averaged,
+        "val_bpb": before.val_bpb,
+    }
+    blob, total = export(run, calibration, training)
+    run.raise_if_stopped()
+    handle_signals()
     return blob, total, seconds
 
 
@@ -3074,7 +3018,7 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
         )
     log.header(runtime, notes, resumed=path is not None)
     val = read_validation(hp, runtime.device, log)
-    run = make_run(hp, runtime, log, val)
+    run = Run(hp, runtime, log, val)
     log(
         f"model_params:{count_numbers(run.model.parameters())} "
         f"val_tokens:{val.targets} val_bytes:{val.total_bytes} "
@@ -3085,22 +3029,6 @@ def prepare(hp: Hyperparameters, runtime: Runtime, log: Log) -> Run:
     if path:
         run.restore(path, state, tensors)
     return run
-
-
-def make_run(hp: Hyperparameters, runtime: Runtime, log: Log, val: Validation | None) -> Run:
-    """The run. On GPUs with MICRO_BATCH_TOKENS=0 a first step that does not fit in memory halves
-    the micro-batch of all ranks: the same step, but for the order of its sums."""
-    run = Run(hp, runtime, log, val)
-    if runtime.device.type == "cpu" or hp.micro_batch_tokens or run.fits():
-        return run
-    tokens = run.loader.rows // run.accumulation * hp.train_seq_len
-    full = f"a micro-batch of {tokens} tokens does not fit in a GPU's memory"
-    require(tokens > hp.train_seq_len, f"{full}: set a shorter TRAIN_SEQ_LEN or a smaller model")
-    log(f"note: {full}; trying half of it")
-    del run  # before the next one is made
-    gc.collect()
-    torch.cuda.empty_cache()
-    return make_run(hp, dataclasses.replace(runtime, micro_batch_tokens=tokens // 2), log, val)
 
 
 def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
@@ -3855,11 +3783,8 @@ class Log(AbstractContextManager):
         self.artifact = folder / f"{self.name}.npz"
         self.started = perf_counter()
         self.failure = ""  # the first failed write, and what to do
-        # How to go on from what is kept, if the run ends early
-        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
-        self.kept = "" if hp.eval_only else f"only the log is kept{advice}"
+        self.kept = ""  # how to go on from what is kept, if the run ends early
         self.begun = False  # the log is of this run, not of an earlier one
-        self.notes = []
         self.files = []
         self.terminal = comm.rank == 0 and sys.stdout.isatty()
         if comm.rank > 0:
@@ -3869,34 +3794,20 @@ class Log(AbstractContextManager):
             for suffix in (".txt", ".jsonl"):
                 path = Path(f"{self.path}{suffix}")
                 self.files.append(path.open("a", 1, "utf-8", "backslashreplace"))
-        name = f"RUN_ID={self.name}"
-        try:
-            # Released when this process ends.
+        busy = f"RUN_ID={self.name}: another run is writing {self.path}.txt"
+        # A file system may have no locks. They are released when this process ends.
+        with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{name}: another run is writing {self.path}.txt; wait or set another"
-            ) from error
-        except OSError as error:  # the file system has no locks
-            self.notes = [f"{folder}: {error_message(error)}; start no second run with {name}"]
-        else:
             for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                with suppress(OSError):  # of a killed run; what cannot be removed stays
-                    unfinished.unlink()
+                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
-        if error:
-            on_signals(ENDING)
         self.show("")
         if self.begun and error:
-            known = isinstance(error, UserError)
-            if self.kept and not known:
+            if self.kept:
                 self(f"note: {self.kept}")
-            self(f"error: {error if known else repr(error)}", console=False)
-        for file in self.files if not self.begun else ():
-            if not os.path.getsize(file.name):  # the start was refused
-                os.remove(file.name)
+            self(f"error: {error_message(error)}", console=False)
 
     def __call__(self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields):
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
@@ -3930,21 +3841,17 @@ class Log(AbstractContextManager):
             print_to(sys.stdout, f"\r{text[:width]}\x1b[K\r", end="")
 
     def require_unused(self):
-        """Collective. Raise UserError if the run would replace the log of a finished run, an
-        artifact without RESUME or, with EVAL_ONLY, the log of a training."""
-        used = None
+        """Collective. Raise UserError if the run would replace the log of a finished run or, without
+        RESUME, an artifact."""
+        used = False
         if self.files:
-            lines = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
-            kept = "finished|train" if self.hp.eval_only else "finished"
-            used = re.search(rf'(?m)^{{"event": "({kept})"', lines) or (
-                self.artifact.exists() and not (self.hp.eval_only or self.hp.resume)
-            )
+            events = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
+            kept = self.artifact.exists() and not self.hp.resume
+            used = kept or '{"event": "finished"' in events
         require(
-            not self.comm.broadcast(bool(used)),
-            f"RUN_ID={self.name} is used by {'a finished' if self.hp.resume else 'an earlier'} run: "
-            "set another, also to score its artifact "
-            f"(EVAL_ONLY={shlex.quote(str(self.artifact))}), or delete {self.path}.txt, .jsonl, .npz and "
-            f"{CHECKPOINTS / self.name}; docs/formats.md says how to lengthen a finished run",
+            not self.comm.broadcast(used),
+            f"RUN_ID={self.name} is used by an earlier run: set another, or delete {self.path}.txt, "
+            f".jsonl, .npz and {CHECKPOINTS / self.name}",
         )
 
     def header(self, runtime: Runtime, notes: Iterable[str] = (), resumed=False):
@@ -3970,13 +3877,9 @@ class Log(AbstractContextManager):
             f"cuda {torch.version.cuda}",
             "runtime": runtime.describe(),
         }
-        if runtime.device.type == "cuda":
-            facts["gpu"] = f"gpu: {gpu_facts(runtime.device)}"
-        self("\n".join(facts.values()))
-        # A line per section that has changes
-        changed = re.findall(r".*=.*", re.sub(r"\n  .*", "", settings).replace("\n*", ""))
+        changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
-            "\n  ".join(["changed from the defaults:", *(changed or ["nothing"])]),
+            "\n".join((*facts.values(), f"changed from the defaults: {changed}")),
             "start",
             **facts,
             run_id=self.name,
@@ -3984,7 +3887,7 @@ class Log(AbstractContextManager):
             hyperparameters=vars(self.hp),
         )
         slow = ["compiling takes minutes the first time"] * runtime.compiled
-        for note in (*self.notes, *runtime.notes, *notes, *slow):
+        for note in (*runtime.notes, *notes, *slow):
             self(f"note: {note}")
         require(not self.failure, self.failure)
 
@@ -4003,10 +3906,10 @@ class Log(AbstractContextManager):
 CHECKPOINTS = Path("checkpoints")
 CHECKPOINT_VERSION = 8
 SOURCE_SHA256 = hashlib.sha256(SOURCE).hexdigest()
-CHECKPOINT_FILES = "step_*[zs]"  # .npz, and .safetensors of older versions, which are refused
+CHECKPOINT_FILES = "step_*.npz"
 
 
-class Checkpoints(AbstractContextManager):
+class Checkpoints:
     """Rank 0 writes checkpoints/<RUN_ID>/step_<N>.npz: whole tensors, with everything else as
     metadata. A step only waits for the copy to host memory; a thread writes the file. The last two
     are kept."""
@@ -4022,15 +3925,6 @@ class Checkpoints(AbstractContextManager):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for unfinished in self.folder.glob("*.partial"):  # of a killed run
                     unfinished.unlink()
-
-    def __exit__(self, kind, error, trace):
-        """Wait for the file that is being written: the process may end without its threads."""
-        if not error:
-            self.written.result()
-            return
-        on_signals(ENDING)
-        with suppress(TimeoutError):  # of a disk that hangs
-            self.written.exception(timeout=60)
 
     def due(self, step: int, seconds: float) -> bool:
         """Whether to save before `step`, which begins `seconds` into the run; the same on all
@@ -4056,10 +3950,8 @@ class Checkpoints(AbstractContextManager):
             }
             self.written = self.writer.submit(self.write, metadata, copies)
 
-    def write(self, metadata: dict, tensors: Tensors) -> Path | None:
-        """In the writer's thread. Returns the path, or None after an error, such as a full disk:
-        the run continues."""
-        started = perf_counter()
+    def write(self, metadata: dict, tensors: Tensors):
+        """In the writer's thread. After an error, such as a full disk, the run continues."""
         step = metadata["step"]
         path = self.folder / f"step_{step:08d}.npz"
         try:
@@ -4067,28 +3959,14 @@ class Checkpoints(AbstractContextManager):
                 require(vector_norm(tensor).isfinite(), f"{name} is not finite")
             with replacing(path) as unfinished, open(unfinished, "wb") as file:
                 np.savez(file, metadata=json.dumps(metadata), **tensors)
-            for older in sorted(self.folder.glob(CHECKPOINT_FILES))[:-2]:
+            # Later ones are damaged: this run did not continue from them.
+            before = sorted(file for file in self.folder.glob(CHECKPOINT_FILES) if file < path)
+            for older in before[:-1]:
                 older.unlink()
-            self.log(
-                f"checkpoint: step:{step} {path}",
-                "checkpoint",
-                step=step,
-                bytes=path.stat().st_size,
-                wall_seconds=perf_counter() - started,
-            )
+            self.log(f"checkpoint: step:{step} {path}", "checkpoint", step=step)
             self.log.kept = f"RESUME=auto continues from {path}"
-            return path
         except (ValueError, OSError) as error:
             self.log(f"note: there is no checkpoint of step {step}: {error}")
-
-    def continue_from(self, path: Path, state: dict):
-        """Delete later checkpoints: they are damaged."""
-        self.last = state
-        self.log.kept = f"RESUME=auto continues from {path}"
-        if self.comm.rank == 0:
-            for later in self.folder.glob(CHECKPOINT_FILES):
-                if later > path:
-                    later.unlink()
 
 
 def read_checkpoint(path: Path) -> tuple[dict, Tensors]:
@@ -4169,17 +4047,14 @@ def require_space(hp: Hyperparameters):
         folder = CHECKPOINTS / hp.run_id
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
-    total, full = collections.Counter(), ""  # bytes by disk; the last message has the whole sum
     for folder, need in needs.items():
         place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
-        disk, free = place.stat().st_dev, shutil.disk_usage(place).free
-        total[disk] += need
-        if free < total[disk]:
-            full = (
-                f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
-                f"{total[disk] >> 20}: free some, or start it in another folder"
-            )
-    require(not full, full)
+        free = shutil.disk_usage(place).free
+        require(
+            free >= need,
+            f"{folder}: the disk has {free >> 20} MiB of free space, but the run may need "
+            f"{need >> 20}: free some, or start it in another folder",
+        )
 
 
 # ---- Ranks and devices: rank, device, dtype and compiler, each decided once and logged -----------
@@ -4330,20 +4205,6 @@ class Runtime:
         return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
 
 
-def gpu_facts(device: torch.device) -> str:
-    """Driver, power limit, clock and libraries of a GPU, for the log."""
-    driver = ask_driver(device, "driver_version,power.limit,clocks.max.sm")
-    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else "none"
-    return f"{driver}, cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
-
-
-def ask_driver(device: torch.device, query: str) -> str:
-    """nvidia-smi's values of `query` for this GPU, or "unknown"."""
-    gpu = torch.cuda.get_device_properties(device).uuid
-    command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}"
-    return subprocess.getoutput(f"{command} 2>/dev/null").strip() or "unknown"
-
-
 def package_versions() -> str:
     """The versions of the installed PACKAGES, for the log."""
     versions = []
@@ -4420,34 +4281,17 @@ def choose_deterministic(wanted: bool):
 
 
 def choose_compile(wanted: str, device: torch.device) -> tuple[bool, tuple[str, ...]]:
-    """(compile or not, notes). Without compilers a CPU runs eagerly. On a GPU, which would be much
-    slower, that is a UserError."""
+    """(compile or not, notes). Where nothing can be compiled a CPU runs eagerly. On a GPU, which
+    would be much slower, that is a UserError."""
     if wanted != "auto":
         return wanted == "1", ()
-    on_gpu, which = device.type == "cuda", shutil.which
-    needs = {"Python.h (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").exists()}
-    if on_gpu:
-        needs["triton"] = find_spec("triton")
-        needs["a C compiler"] = which(os.environ.get("CC", "gcc")) or which("clang")
-    else:
-        needs["Linux"] = sys.platform == "linux"  # elsewhere C++ needs an OpenMP of its own
-        needs["a C++ compiler"] = which(os.environ.get("CXX", "g++"))
-    if sys.platform == "linux" and all(needs.values()):
-        from torch._inductor.runtime.cache_dir_utils import cache_dir  # a slow import
-
-        try:
-            usable = not os.statvfs(cache_dir()).f_flag & os.ST_NOEXEC
-        except OSError:
-            usable = False
-        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]  # set by `cache_dir`
-        needs[f"the right to run what is in TORCHINDUCTOR_CACHE_DIR={folder}"] = usable
-    missing = ", ".join(name for name, met in needs.items() if not met)
-    if not missing:
-        return True, ()
-    require(
-        not on_gpu, f"torch.compile needs {missing}: provide it, or set COMPILE=0, which is slow"
-    )
-    return False, (f"not compiled, which is slower: {missing} is missing",)
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(1, device=device))
+    except Exception as error:  # such as a missing compiler, Triton or Python.h (python3-dev)
+        failed = f"torch.compile failed ({error_message(error)})"
+        require(device.type == "cpu", f"{failed}: mend it, or set COMPILE=0, which is slow")
+        return False, (f"not compiled, which is slower: {failed}",)
+    return True, ()
 
 
 def compile_whole(function: Callable, compiled: bool) -> Callable:
@@ -4879,41 +4723,28 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args()
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    # It may be ASCII, and a path may have any bytes. A notebook's is of another class.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    on_signals(interrupt)
+    # It may be ASCII, and a path may have any bytes.
+    sys.stdout.reconfigure(errors="backslashreplace")
+    handle_signals()
     try:
-        try:
-            if artifact := os.environ.get("EVAL_ONLY", "").strip():
-                return evaluate_only(os.environ, artifact)
-            return train_and_score(Hyperparameters.from_env(os.environ))
-        except BaseException:
-            on_signals(ENDING)
-            raise
+        if artifact := os.environ.get("EVAL_ONLY", "").strip():
+            evaluate_only(os.environ, artifact)
+        else:
+            train_and_score(Hyperparameters.from_env(os.environ))
     except UserError as error:
-        status, sentence = error.status, str(error)
+        end(str(error))
     except RuntimeError as error:
-        status, sentence = 1, about_torch(error)
-    except KeyboardInterrupt as interrupted:
-        (number,) = interrupted.args
-        name = "Ctrl-C" if number == signal.SIGINT else number.name
-        status = 128 + number
-        sentence = f"interrupted by {name}; what was finished until then is in the log"
-    print_error(sentence)
-    if dist.is_initialized():  # threads of failed collectives can abort an interpreter that ends
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+        end(about_torch(error))
+    except KeyboardInterrupt as error:
+        status = 128 + signal.Signals[str(error)]
+        end(f"interrupted by {error}; what was finished until then is in the log", status)
 
 
 def about_torch(error: RuntimeError) -> str:
     """What to do about full memory or a failed compilation. Raises any other error again."""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"a GPU's memory is full ({error_message(error)}): set a lower MICRO_BATCH_TOKENS"
+        lower = f"set a lower MICRO_BATCH_TOKENS, such as {MICRO_BATCH['cuda'] // 2}"
+        return f"a GPU's memory is full ({error_message(error)}): {lower}"
     if isinstance(error, torch._dynamo.exc.BackendCompilerFailed):
         # torch has set this variable.
         return (

@@ -147,7 +147,8 @@ def one_rank(hyperparameters):
 @pytest.fixture(autouse=True)
 def signals_are_restored():
     """The script's handlers would stay after a test that calls it in this process."""
-    before = {number: signal.getsignal(number) for number in train_gpt.STOP_SIGNALS}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

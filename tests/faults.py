@@ -5,8 +5,6 @@ term   SIGTERM, as a batch system sends it; hup, usr1: SIGHUP of a lost terminal
 int    Ctrl-C
 late   SIGTERM during the first validation
 export Ctrl-C during the export; twice: a second one at once
-start  Ctrl-C on all ranks when the training begins: on RANK just before it notes signals, on
-       the others just after
 score  SIGHUP during the scores of the artifact
 nan    a gradient that is not finite
 jump   the clock jumps forward by 1,000 seconds
@@ -72,16 +70,7 @@ def main() -> None:
         if number == at and here and run.clock.step >= 0:
             strike(fault, run)
 
-    def begins(clock, step):  # is called when signals are noted
-        nonlocal fault
-        if fault == "start" and not here and step == 0:
-            fault = "none"  # a second one would end the run at once
-            send(signal.SIGINT)
-
     before(train_gpt.Run, "train_step", steps)
-    before(train_gpt.Clock, "begins", begins)
-    if fault == "start" and here:
-        before(train_gpt, "stop_signals", lambda _: send(signal.SIGINT))
     if fault in LATER and (here or fault != "late"):
         owner, name, signals = LATER[fault]
         before(owner, name, lambda *_: send(*signals))

@@ -99,8 +99,8 @@ def test_a_stopped_run_resumes_bit_for_bit(fault, status, undisturbed, knobs, tm
     """Fault B11: #399's state was empty after sharded steps."""
     first = faulty(fault, 7, knobs, tmp_path, status=status)
     if fault == "term":  # the run ends after its step, with a checkpoint
-        advice = f"RESUME=auto continues from {step_file(8)}"
-        assert sentence(first) == f"error: stopped by SIGTERM after step 8; {advice}"
+        assert sentence(first) == f"error: {INTERRUPTED.format('SIGTERM')}"
+        assert f"note: {KEPT.format(step_file(8))}\n" in first.stdout
     (tmp_path / f"{step_file(5)}.partial").write_bytes(b"half")
     again = faulty("none", 0, knobs, tmp_path)
     assert f"resumed: step:{6 if fault == 'kill' else 8} " in again.stdout
@@ -136,15 +136,15 @@ LOST = "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
 KEPT = "RESUME=auto continues from {}"
 SCORES = "EVAL_ONLY=logs/r.npz scores the artifact"
 INTERRUPTED = "interrupted by {}; what was finished until then is in the log"
-SIGNALS = {  # (changed knobs, status, the sentence, in the log, a line of the output)
-    "term": (PLAIN, 143, f"stopped by SIGTERM after step 8; {LOST}", LOST, ""),
-    "int": (PLAIN, 130, f"stopped by SIGINT after step 8; {LOST}", LOST, ""),
-    "hup": ({}, 129, f"stopped by SIGHUP after step 8; {KEPT.format(step_file(8))}", "8.npz", ""),
-    "usr1": (PLAIN, 138, f"stopped by SIGUSR1 after step 8; {LOST}", LOST, ""),
-    "late": ({}, 143, f"stopped by SIGTERM after step 12; {KEPT[:11]}", "00012.npz", ""),
-    "export": (PLAIN, 130, f"stopped by SIGINT after step 12; {SCORES}", SCORES, ""),
-    "twice": ({}, 130, INTERRUPTED.format("Ctrl-C"), "SIGINT: 2>)", KEPT.format(step_file(12))),
-    "score": (PLAIN, 129, INTERRUPTED.format("SIGHUP"), "(<Signals.SIGHUP: 1>)", SCORES),
+SIGNALS = {  # (changed knobs, status, the signal, a line of the output)
+    "term": (PLAIN, 143, "SIGTERM", LOST),
+    "int": (PLAIN, 130, "SIGINT", LOST),
+    "hup": ({}, 129, "SIGHUP", KEPT.format(step_file(8))),
+    "usr1": (PLAIN, 138, "SIGUSR1", LOST),
+    "late": ({}, 143, "SIGTERM", KEPT.format(step_file(12))),
+    "export": (PLAIN, 130, "SIGINT", SCORES),
+    "twice": ({}, 130, "SIGINT", KEPT.format(step_file(12))),
+    "score": (PLAIN, 129, "SIGHUP", SCORES),
 }
 CASES = [*((fault, 1) for fault in SIGNALS), ("int", 2), ("late", 2), ("export", 2), ("score", 2)]
 
@@ -154,14 +154,14 @@ def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
     """Without checkpoints too, and outside the training. SIGHUP and SIGUSR1 killed a run, Ctrl-C in
     the export lost the finished training, and one during the last validation, which is in no
     step's report, was forgotten."""
-    changes, status, sentence, logged, noted = SIGNALS[fault]
+    changes, status, name, noted = SIGNALS[fault]
     status = status if ranks == 1 else 1
     result = faulty(fault, 7, knobs | changes, tmp_path, ranks, ranks - 1, status)
-    assert f"error: {sentence}" in result.stderr and 'train_gpt.py", line' not in result.stderr
-    assert "lost a collective" not in result.stderr
-    *_, last = (tmp_path / "logs" / "r.txt").read_text().splitlines()
-    assert last.startswith("error: ") and last.endswith(logged)
-    assert not noted or f"note: {noted}\n" in result.stdout
+    assert result.stderr.count(f"error: {INTERRUPTED.format(name)}\n") == 1, result.stderr
+    assert "lost a collective" not in result.stderr and 'pt.py", line' not in result.stderr
+    *_, note, last = (tmp_path / "logs" / "r.txt").read_text().splitlines()
+    assert (note, last) == (f"note: {noted}", f"error: KeyboardInterrupt: {name}")
+    assert f"{note}\n" in result.stdout
     trained = fault in ("export", "twice", "score")
     assert [*exact(tmp_path)] == ["final_average_exact"] * trained
     assert (tmp_path / "logs" / "r.npz").exists() == (fault in ("export", "score"))
@@ -180,21 +180,23 @@ def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_pa
         return step(number, settings)
 
     training.train_step = signalled
-    sentence = f"stopped by SIGTERM after step 8; RESUME=auto continues from {step_file(8)}"
-    with user_error(sentence) as stopped, train_gpt.stop_signals(training.signals):
+    train_gpt.handle_signals(training.signals)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         training.train()
-    assert stopped.value.status == 143 and kept(tmp_path) == [8]
+    assert kept(tmp_path) == [8]
+    assert training.log.kept == KEPT.format(step_file(8))
     training.signals = [signal.SIGTERM, signal.SIGHUP]  # of a lost terminal, and its launcher's
-    with user_error("stopped by SIGHUP after"):
+    with pytest.raises(KeyboardInterrupt, match="SIGHUP"):
         training.raise_if_stopped()
 
 
-@pytest.mark.parametrize("every, steps", [(4, 12), (0, 4)])
-def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
+@pytest.mark.parametrize("every, steps, taken", [(4, 12, 5), (0, 4, 4)])
+def test_after_a_signal_there_is_no_validation(every, steps, taken, run_of, tmp_path):
     """As on a GPU. Neither was a signal in the last step's report, nor was that read in time."""
-    training = run_of(RUN_ID="r", CHECKPOINT_EVERY=9, VAL_LOSS_EVERY=every, ITERATIONS=steps)
+    knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 9, "VAL_LOSS_EVERY": every, "ITERATIONS": steps}
+    training, validated = run_of(val=True, **knobs), []
     training.clock.in_flight, step = 2, training.train_step
-    training.validate = lambda number, looping: number and pytest.fail("there is one")
+    training.clock.pause = lambda: validated.append(training.clock.step + 1)
 
     def signalled(number, settings):
         report = step(number, settings)
@@ -203,35 +205,17 @@ def test_after_a_signal_there_is_no_validation(every, steps, run_of, tmp_path):
         return report
 
     training.train_step = signalled
-    with user_error("stopped by SIGTERM after step 4"), train_gpt.stop_signals(training.signals):
+    train_gpt.handle_signals(training.signals)
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         training.train()
-    assert kept(tmp_path) == [4]
+    assert kept(tmp_path) == [taken] and validated == [0] * bool(every)
 
 
-@pytest.mark.parametrize("early", [0, 1])
-def test_ctrl_c_when_the_training_begins_is_one_sentence(early, knobs, tmp_path):
-    """The other rank notes the signal and waits for the first: it said that a collective was lost."""
-    result = faulty("start", 0, knobs, tmp_path, ranks=2, rank=early, status=1)
-    sentence = "error: interrupted by Ctrl-C; what was finished until then is in the log\n"
-    assert result.stderr.count("error: ") == result.stderr.count(sentence) == 1, result.stderr
-
-
-def test_a_signal_does_not_hide_another_error():
-    """A lost collective is the work of the signal, a full disk during the export is not."""
-    with (
-        user_error("cannot write x"),
-        train_gpt.stop_signals([signal.SIGTERM]),
-        train_gpt.writing("x"),
-    ):
-        raise OSError("full")
-
-
-def test_the_second_interrupt_ends_a_run_at_once(monkeypatch):
-    """But a launcher repeats SIGTERM, and the first one's checkpoint must be written. A shell's
-    background ignores Ctrl-C."""
-    monkeypatch.setattr(train_gpt, "STOP_SIGNALS", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_interrupt_ends_a_run_at_once():
+    """But a launcher repeats SIGTERM, and the first one's checkpoint must be written."""
     received = []
-    with pytest.raises(KeyboardInterrupt), train_gpt.stop_signals(received):
+    train_gpt.handle_signals(received)
+    with pytest.raises(KeyboardInterrupt, match="SIGINT"):
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert received == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
@@ -346,7 +330,7 @@ def test_a_run_that_its_cap_has_ended_takes_no_other_step(in_flight, run_of, tmp
     assert steps > 10 and kept(tmp_path) == [steps]
     path, state, tensors, _ = train_gpt.find_checkpoint(again.hp, again.runtime.comm)
     again.restore(path, state, tensors)
-    for each in (train_gpt.Clock.begins, train_gpt.Clock.spare):
+    for each in (train_gpt.Clock.expected_start, train_gpt.Clock.time_left):
         assert each(again.clock, steps) == each(first.clock, steps)
     assert train_gpt.Clock.elapsed(again.clock) == state["seconds"] > 10, "its timer goes on"
     again.train()
@@ -366,8 +350,8 @@ def test_only_the_same_experiment_continues(undisturbed, knobs, tmp_path):
 
     shutil.copytree(undisturbed, tmp_path, dirs_exist_ok=True)
     said = refused()
-    assert "RUN_ID=r is used by a finished run" in said
-    assert "or delete logs/r.txt, .jsonl, .npz and checkpoints/r; " in said, "to begin again"
+    assert "RUN_ID=r is used by an earlier run" in said
+    assert said.endswith("or delete logs/r.txt, .jsonl, .npz and checkpoints/r"), "to begin again"
     unfinished(tmp_path)
     again = refused(RESUME="")
     assert "checkpoints/r holds an earlier run: set RESUME=auto to continue it" in again
@@ -422,20 +406,27 @@ def damage(folder: Path, step: int = 6) -> None:
     file.write_bytes(blob)
 
 
-def test_a_run_deletes_the_damaged_checkpoints_that_it_skips_and_needs_a_usable_one(
+def test_a_run_skips_damaged_checkpoints_and_needs_a_usable_one(
     undisturbed, knobs, tmp_path, monkeypatch
 ):
-    """They would count as the newest. Those of other runs stay."""
+    """Those later than its own do not count as the newest."""
     shutil.copytree(undisturbed / "checkpoints", tmp_path / "checkpoints")
     monkeypatch.chdir(tmp_path)
     damage(tmp_path, 12)
-    shutil.copytree("checkpoints/r", "checkpoints/s")
-    (note,) = resume(knobs)
-    damaged = f"checkpoint {step_file(12)} is truncated, altered or of another version"
-    assert note == f"skipped: {damaged}: its checksum is wrong; copy or delete it"
-    assert kept(tmp_path) == [9] and len(list(Path("checkpoints/s").iterdir())) == 2
-    damage(tmp_path, 9)
-    with user_error(f"{step_file(9)} .* delete checkpoints/r to start over"):
+    shutil.copy(step_file(12), step_file(13))
+    note, other = resume(knobs)
+    for step, said in ((13, note), (12, other)):
+        damaged = f"checkpoint {step_file(step)} is truncated, altered or of another version"
+        assert said == f"skipped: {damaged}: its checksum is wrong; copy or delete it"
+    hp = train_gpt.Hyperparameters.from_env(knobs)
+    checkpoints = train_gpt.Checkpoints(hp, Comm(), mock.Mock())
+    for step, left in ((10, [9, 10]), (11, [10, 11]), (14, [13, 14])):
+        checkpoints.write({"step": step}, {})
+        assert kept(tmp_path) == sorted({*left, 12, 13} if step < 14 else left)
+    for step in (13, 14):
+        Path(step_file(step)).rename(step_file(step - 4))
+    damage(tmp_path, 10)
+    with user_error(f"{step_file(10)} .*{step_file(9)} .* delete checkpoints/r to start over"):
         resume(knobs)
 
 
@@ -512,7 +503,6 @@ class Code:
     [
         ("step_00000012.npz", b"\x80\x04\x95pickle" * 9),
         ("step_00000012.npz", None),
-        ("step_00000012.safetensors", b"\x02" + 7 * b"\0" + b"{}"),  # of version 7
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_refused(name, content, knobs, tmp_path, monkeypatch):
@@ -548,11 +538,11 @@ def test_a_full_disk_does_not_end_the_run(undisturbed, knobs, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run(step, ranks, steps, knobs, tmp_path):
     result = faulty("nan", step, knobs, tmp_path, ranks, status=1)
     assert f"error: the training loss of step {step + 1} is nan: lower MATRIX_LR" in result.stderr
-    assert f"that step; RESUME=auto continues from {step_file(steps[-1])}\n" in result.stderr
+    assert f"note: {KEPT.format(step_file(steps[-1]))}\n" in result.stdout
     assert kept(tmp_path) == steps and not (tmp_path / "final_model.npz").exists()
     if step == 5:  # a resumed run names its checkpoint, too
         again = faulty("nan", 3, knobs, tmp_path, status=1)
-        assert f"RESUME=auto continues from {step_file(3)}" in sentence(again)
+        assert f"note: {KEPT.format(step_file(3))}\n" in again.stdout
 
 
 # ---- Clocks --------------------------------------------------------------------------------------
@@ -587,7 +577,7 @@ def test_seconds_between_checkpoints(hyperparameters, tmp_path, monkeypatch):
     assert not never.due(1000, 1e9)
     # On a GPU, whose loss is read later, weights that are not finite may be due
     by_step.log = mock.Mock()
-    assert by_step.write({"step": 70}, {"x": torch.tensor([1.0, np.nan])}) is None
+    by_step.write({"step": 70}, {"x": torch.tensor([1.0, np.nan])})
     assert "there is no checkpoint of step 70: x is not finite" in str(by_step.log.call_args)
 
 
@@ -621,21 +611,20 @@ def test_the_step_does_not_wait_for_the_disk(run_of, tmp_path, monkeypatch):
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(run_of, tmp_path, monkeypatch):
     """Of several ranks the process ends without its threads; its launcher sends SIGTERM."""
     training, real = run_of(CHECKPOINT_EVERY=1, RUN_ID="r"), train_gpt.replacing
-    waits = threading.Event()
+    failed = threading.Event()
 
     def slow(path):
-        waits.wait(60)
+        failed.wait(60)
+        time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.2)
         return real(path)
 
     def failing(run, log):
-        set_signals = train_gpt.on_signals
-        set_signals(mock.Mock(side_effect=AssertionError("the signal ends the wait")))
-        set_and_tell = lambda act: (set_signals(act), waits.set())  # noqa: E731
-        monkeypatch.setattr(train_gpt, "on_signals", set_and_tell)
+        train_gpt.handle_signals()
         monkeypatch.setattr(train_gpt, "replacing", slow)
         run.save(1)
+        failed.set()
         raise UserError("another rank has died")
 
     monkeypatch.setattr(train_gpt, "prepare", lambda *_: training)

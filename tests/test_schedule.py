@@ -96,10 +96,15 @@ def simulate(rng, base, cap, in_flight, hp=None, stalls=()):
     more. With a GPU the host queues a step up to two steps before it begins."""
     clock, asked, ends, last, stalls = Clock(cap, in_flight), [], [], None, list(stalls)
     for step in range(100_000):
-        if clock.spare(step) <= 0:
+        if clock.time_left(step) <= 0:
             break
         if hp:
-            last = schedule(hp, step, clock.begins(step), clock.begins(step) + clock.spare(step))
+            last = schedule(
+                hp,
+                step,
+                clock.expected_start(step),
+                clock.expected_start(step) + clock.time_left(step),
+            )
         # The last step that the host has waited for
         settled = step - 1 - (in_flight if step > 2 else 0)
         before = ends[settled] if settled >= 0 else 0.0
@@ -200,10 +205,13 @@ def test_the_rate_ends_at_zero_in_the_loop_of_a_run(run_of, in_flight, reserve):
 
 def test_a_step_is_expected_at_the_pace_of_the_run():
     clock = Clock(10.0, 0)
-    assert clock.begins(3) == 0.0, "nothing is known"
+    assert clock.expected_start(3) == 0.0, "nothing is known"
     for step in range(2):
         clock.record(step, step + 1.0)
-        assert [clock.begins(later) for later in (step + 1, step + 4)] == [step + 1.0, step + 4.0]
+        assert [clock.expected_start(later) for later in (step + 1, step + 4)] == [
+            step + 1.0,
+            step + 4.0,
+        ]
 
 
 def scoring(note):

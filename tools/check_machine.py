@@ -23,6 +23,7 @@ import os
 import shutil
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -91,9 +92,19 @@ def machine(runtime: Runtime) -> dict:
     if runtime.device.type == "cuda":
         properties = torch.cuda.get_device_properties(runtime.device)
         found |= {"cuda": torch.version.cuda, "memory_mib": properties.total_memory >> 20}
-        found["driver, power limit, clock"] = train_gpt.gpu_facts(runtime.device)
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else "none"
+        driver = ask_driver(runtime.device, "driver_version,power.limit,clocks.max.sm")
+        libraries = f"cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
+        found["driver, power limit, clock"] = f"{driver}, {libraries}"
         found["packages"] = train_gpt.package_versions()
     return found
+
+
+def ask_driver(device: torch.device, query: str) -> str:
+    """nvidia-smi's values of `query` for this GPU, or "unknown"."""
+    gpu = torch.cuda.get_device_properties(device).uuid
+    command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}"
+    return subprocess.getoutput(f"{command} 2>/dev/null").strip() or "unknown"
 
 
 def check_data(hp: Hyperparameters) -> dict:
@@ -145,7 +156,7 @@ def load(runtime: Runtime) -> str | None:
     """The state of a GPU right after the products."""
     on_gpu = runtime.device.type == "cuda"
     query = "clocks.sm,power.draw,temperature.gpu"
-    return train_gpt.ask_driver(runtime.device, query) if on_gpu else None
+    return ask_driver(runtime.device, query) if on_gpu else None
 
 
 def copy_speed(runtime: Runtime) -> float:
@@ -663,8 +674,6 @@ def judge(hp: Hyperparameters, report: dict) -> dict:
         report["slow"] += [sentence for sentence, _ in limited]
         report["advice"] += best_fa3(report) + [sentence for sentence, _ in advised]
         knobs = fastest(report)
-        if "halved" in report["chosen"]:  # so that a run need not try
-            knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"]
         for _, changes in limited + advised:
             knobs |= changes
         report["paste"] = " ".join(f"{name}={value}" for name, value in knobs.items())
@@ -858,10 +867,7 @@ def check(hp: Hyperparameters) -> dict:
         if not runtime.comm.broadcast(section.report["errors"]):
             val = train_gpt.read_validation(hp, runtime.device)
             silent = dataclasses.replace(hp, checkpoint_every="")
-            run = train_gpt.make_run(silent, runtime, lambda *_, **__: None, val)
-            tokens = run.runtime.micro_batch_tokens
-            if tokens != runtime.micro_batch_tokens:
-                section.report["chosen"] |= {"micro_batch_tokens": tokens, "halved": True}
+            run = train_gpt.Run(silent, runtime, lambda *_, **__: None, val)
             section("training", training, run, alone=False)
             section("evaluation", evaluation, run, alone=False)
         report = judge(hp, section.report)

@@ -588,7 +588,7 @@ def adopt(arguments: argparse.Namespace) -> None:
             log(
                 f"note: {val.targets} tokens are scored: below {FEW} a loss says little of the text's"
             )
-        compare(train_gpt.make_run(hp, runtime, log, val), weights, arguments, paths)
+        compare(train_gpt.Run(hp, runtime, log, val), weights, arguments, paths)
 
 
 def counts(text: str) -> list[int]:

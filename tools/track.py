@@ -179,7 +179,7 @@ class Sender:
         begins = {"run_id", "started", "hyperparameters"} <= event.keys()
         advice = "give the logs/<RUN_ID>.jsonl of a run"
         require(begins, f"{path} does not begin with the settings of a run; {advice}")
-        facts = {name: event.get(name, "") for name in ("started", "versions", "runtime", "gpu")}
+        facts = {name: event.get(name, "") for name in ("started", "versions", "runtime")}
         kind = TensorBoard if to == "tensorboard" else Service
         with self.sending():
             config = event["hyperparameters"] | facts

@@ -424,7 +424,6 @@ def environment(groups: list[Group]) -> Table:
         for run in group.members:
             script = run.source and hashlib.sha256(run.source).hexdigest()[:12]
             found = {"device": run.device, "ranks": run.ranks}
-            found["GPU"] = events_of(run).get("start", {}).get("gpu", "").removeprefix("gpu: ")
             for name, value in (found | run.versions | {"sha256 of the script": script}).items():
                 facts.setdefault(name, []).append(str(value or ""))
         columns.append({name: "; ".join(dict.fromkeys(told)) for name, told in facts.items()})
