@@ -65,11 +65,7 @@ from train_gpt import Hyperparameters, UserError
 import torch
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
-BASE = (
-    demo_settings.SIZES["small"]
-    | demo_settings.SHORT_RUN
-    | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
-)
+BASE = demo_settings.CPU | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
 STEPS = 400
 POINTS = 50  # of a curve
 POWER = 0.8  # of the smallest gain that is seen, at compare.LEVEL
