@@ -196,8 +196,7 @@ def row_of(run: Run) -> list[float | None]:
     """The numbers of COLUMNS; none that an unfinished run lacks."""
     done = is_finished(run)
     return [
-        read(run) if done or name not in ("score", "eval s") else None
-        for name, _, _, read in COLUMNS
+        read(run) if done or name not in ("score", "eval s") else None for name, _, read in COLUMNS
     ]
 
 
@@ -210,8 +209,7 @@ def run_table(groups: list[Group]) -> Table:
             summary = runs.summary([values for _, values in numbers])
             numbers += zip(("mean", "std"), summary, strict=True)
         for name, values in numbers:
-            forms = [form for _, _, form, _ in COLUMNS]
-            cells = ["–" if v is None else format(v, f) for v, f in zip(values, forms, strict=True)]
+            cells = [runs.cell(v, f, "–") for v, (_, f, _) in zip(values, COLUMNS, strict=True)]
             rows.append([name, *cells])
     return Table(["run", *HEADINGS.values()], rows)
 
