@@ -35,7 +35,6 @@ words() { for name; do if [ -n "${!name:-}" ]; then printf "%s=%q " "$name" "${!
 given=$(words DATA_PATH TOKENIZER_PATH SCRIPT VOCAB_SIZE DEVICE NPROC MAX_WALLCLOCK_SECONDS)
 script="${SCRIPT:-train_gpt.py}"
 torchrun="-m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc_per_node"
-
 fail() { echo "error: $*" >&2; exit 1; }
 
 # Choose PYTHON and give it the packages of this requirements file: python3 if it has all, else .venv, which also sees
@@ -43,8 +42,9 @@ fail() { echo "error: $*" >&2; exit 1; }
 set_up() {
     local pip="-m pip install --quiet --disable-pip-version-check -r $1" pins=""
     local recent="import sys; sys.version_info < (3, 11) and sys.exit(1)"
-    for PYTHON in .venv/bin/python python3; do
-        if { "$PYTHON" -c "$recent" && "$PYTHON" $pip --dry-run --no-index; } >/dev/null 2>&1; then return; fi
+    for PYTHON in .venv/bin/python python3; do  # without your pip.conf, whose find-links would count as installed
+        if { "$PYTHON" -c "$recent" &&
+            PIP_CONFIG_FILE=/dev/null "$PYTHON" $pip --isolated --no-index --dry-run; } >/dev/null 2>&1; then return; fi
     done
     # .venv could not see the packages of a virtual environment, which gets what it lacks.
     python3 -c "$recent; sys.exit(sys.prefix == sys.base_prefix)" 2>/dev/null || PYTHON=.venv/bin/python
@@ -88,7 +88,8 @@ record_settings() {
 
 demonstration_settings() {  # on a CPU, on Python's own text or on DATA_PATH
     # glibc keeps freed memory. Else its pages fault again in every step, which cost more than the arithmetic.
-    export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1099511627776 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1099511627776
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     local chosen line own="${DATA_PATH:-}"
     chosen=$("$PYTHON" tools/demo_settings.py)
     while IFS= read -r line; do export "$line"; done <<<"$chosen"
@@ -107,13 +108,12 @@ train() {  # one run, or a sweep if SEEDS or GRID is set
 }
 
 next_steps() {
-    local python=$PYTHON names launcher="" artifact=final_model
+    local python=${PYTHON#.venv/bin/} names launcher="" artifact=final_model
     if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID"); fi
     printf "\nnext:\n"
     if [ -n "$here" ]; then echo "    $here"; fi
-    if [ "$PYTHON" = .venv/bin/python ]; then
-        python=python
-        if [ "${VIRTUAL_ENV:-}" != "$PWD/.venv" ]; then echo "    source .venv/bin/activate"; fi
+    if [ "$python" != "$PYTHON" ] && [ "${VIRTUAL_ENV:-}" != "$PWD/.venv" ]; then
+        echo "    source .venv/bin/activate"
     fi
     if [ -n "${SEEDS:-}${GRID:-}" ]; then
         echo "    \$(./run.sh setup) tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"  # it needs scipy
@@ -142,8 +142,8 @@ case "${1:-}" in
         next_steps ;;
     test)
         set_up requirements-dev.txt
-        processes=$("$PYTHON" -c "import program; print(program.cores() + 1)")  # tests wait for what they start
-        OMP_WAIT_POLICY=PASSIVE exec "$PYTHON" -m pytest -q -n "$processes" --maxprocesses 8 --dist worksteal "${@:2}" ;;
+        n=$("$PYTHON" -c "import program; print(program.cores() + 1)")  # tests wait for what they start
+        OMP_WAIT_POLICY=PASSIVE exec "$PYTHON" -m pytest -q -n "$n" --maxprocesses 8 --dist worksteal "${@:2}" ;;
     setup) set_up requirements-dev.txt; echo "$PYTHON" ;;
     -h | --help) usage ;;
     *) usage >&2; fail "run.sh has no command $1" ;;
