@@ -240,6 +240,8 @@ def test_runs_that_did_not_finish(copied, tmp_path):
     assert "(and 1 more such logs)" in found.text and "empty2" not in found.text
     names = [second.stem, f"{first.stem}, not finished"]
     assert named(figures_of(first, second)[0]) == names
+    twins = [written(tmp_path / place, first.read_text(), first.name) for place in ("a", "b")]
+    assert named(figures_of(*twins)[0]) == [f"{first.stem}, not finished"] * 2
     with user_error("empty.txt has neither steps nor scores"):
         written_page(tmp_path, empty)
 

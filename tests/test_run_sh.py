@@ -28,7 +28,7 @@ case "${1:-} ${2:-}" in
 "-m pip")
     if [ -e "$root/no-pip" ]; then echo "No module named pip" >&2; exit 1; fi
     if [ "$3" = --version ]; then exit; fi
-    case "$*" in *--isolated\ --no-index*) exec grep -qsx -e "$6" -e "$7" "$root/satisfied" ;; esac
+    case "$*" in *"--isolated --no-index"*) exec grep -qsx -e "$6" -e "$7" "$root/satisfied" ;; esac
     echo "$root ${*:4}" >>"$INSTALLED"
     if [ -e "$root/offline" ]; then echo "ERROR: no network" >&2; exit 1; fi
     echo "$7" >>"$root/satisfied"

@@ -272,23 +272,19 @@ def late_range(traces: list[go.Scatter], field: str) -> list[float] | None:
     return [low and low - room, high + room]
 
 
-def styles(groups: list[Group]) -> dict[str, dict]:
-    """How each group's lines are drawn, by its name. Plotly reads HTML in names."""
-    return {
-        group.name: {
-            "name": html.escape(group.name),
-            "legendgroup": str(i),
-            "line": {"color": COLORS[i % 8], "dash": ("solid", "dot", "dash")[i // 8 % 3]},
-        }
-        for i, group in enumerate(groups)
-    }
+def styles(groups: list[Group]) -> list[tuple[dict, list[Run]]]:
+    """(how its lines are drawn, its runs) of each group. Plotly reads HTML in names."""
+    found = []
+    for i, group in enumerate(groups):
+        line = {"color": COLORS[i % 8], "dash": ("solid", "dot", "dash")[i // 8 % 3]}
+        style = {"name": html.escape(group.name), "legendgroup": str(i), "line": line}
+        found.append((style, group.members))
+    return found
 
 
 def curves(groups: list[Group], record: str | None) -> go.Figure | None:
     """A row of each panel that has data: over steps and over time. None without data."""
-    members = [
-        (style, group.members) for group, style in zip(groups, styles(groups).values(), strict=True)
-    ]
+    members = styles(groups)
     if record:
         line = {"color": "#6b7580", "dash": "dash"}
         style = {"name": f"#{record}, published", "legendgroup": "record", "line": line}
@@ -325,8 +321,8 @@ def curves(groups: list[Group], record: str | None) -> go.Figure | None:
 def bars(groups: list[Group], parts_of: Callable, form: str) -> go.Figure | None:
     """A bar for each part and group, with its share of the group's total; None without parts."""
     figure, height = go.Figure(), 0
-    for group, style in zip(groups, styles(groups).values(), strict=True):
-        parts = average([parts_of(run) for run in group.members])
+    for style, members in styles(groups):
+        parts = average([parts_of(run) for run in members])
         height += 20 * len(parts)
         figure.add_bar(
             x=list(parts.values()),
