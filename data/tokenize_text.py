@@ -59,7 +59,6 @@ import sentencepiece
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 CHUNK_BYTES = 1 << 20  # text per task of a worker
 PARTIAL = ".partial"  # the folder in --out that holds what is not complete
-UNWOUND = (signal.SIGTERM, signal.SIGHUP)  # signals that also remove that folder
 SPACE = "\u2581"  # SentencePiece's symbol for a space
 PAD, BOS, EOS, UNK = 0, train_gpt.BOS, 2, 3  # as in the published tokenizers
 FEWEST_PIECES = 4 + 256 + 2  # these four, the bytes, U+2581 and the newline
@@ -346,9 +345,6 @@ def begin_worker() -> None:
     """Leave Ctrl-C to the main process: a worker that it ends would print a traceback or hold a
     queue's lock. End with the main process, even if that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in UNWOUND:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
 
     def follow() -> None:
         multiprocessing.parent_process().join()
@@ -616,46 +612,28 @@ def content(out: Path) -> set[str]:
 @contextlib.contextmanager
 def new_folder(out: Path, force: bool) -> Iterator[Path]:
     """An empty folder in `out`, which is locked. If the body succeeds, its files replace the shards
-    of `out`, else it is removed, also on SIGTERM and SIGHUP. Once the first shard is replaced, signals
-    are ignored, and what cannot be moved stays there. Raises UserError if `out` has files, unless
-    `force`."""
+    of `out`, else it is removed; a build that is killed leaves it to the next one. What cannot be
+    moved stays there. Raises UserError if `out` has files, unless `force`."""
     train_gpt.require(
         force or not content(out),
         f"--out {out} exists already: choose another folder, or --force to replace its shards",
     )
     partial = out / PARTIAL
-    handlers = {number: signal.getsignal(number) for number in (*UNWOUND, signal.SIGINT)}
-    for number in UNWOUND:
-        if handlers[number] == signal.SIG_DFL:  # what nohup ignores stays ignored
-            signal.signal(number, unwind)
-    moving = False
+    shutil.rmtree(partial, ignore_errors=True)
+    with train_gpt.writing(partial):
+        partial.mkdir()
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a build that was killed
-        with train_gpt.writing(partial):
-            partial.mkdir()
         yield partial
-        for number in handlers:
-            signal.signal(number, signal.SIG_IGN)
-        moving = True
-        with train_gpt.writing(out):
-            # A folder with a manifest is complete
-            for old in (out / shards.MANIFEST, *out.glob("fineweb_*.bin")):
-                old.unlink(missing_ok=True)
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == shards.MANIFEST):
-                path.replace(out / path.name)
-        moving = False
-    finally:
-        if not moving:
-            shutil.rmtree(partial, ignore_errors=True)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def unwind(number: int, frame: object) -> None:
-    """A signal handler: end the program in order."""
-    for each in UNWOUND:
-        signal.signal(each, signal.SIG_IGN)  # it may be repeated
-    sys.exit(128 + number)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    with train_gpt.writing(out):
+        # A folder with a manifest is complete
+        for old in (out / shards.MANIFEST, *out.glob("fineweb_*.bin")):
+            old.unlink(missing_ok=True)
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == shards.MANIFEST):
+            path.replace(out / path.name)
+        partial.rmdir()
 
 
 class Options(NamedTuple):
@@ -726,11 +704,9 @@ def build(
 
 
 def progress_bar(files: list[Path]) -> Callable:
-    """A function that wraps an iterator of chunks with a progress bar, if tqdm is installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return lambda chunks: chunks
+    """A function that wraps an iterator of chunks with a progress bar."""
+    from tqdm import tqdm
+
     # The file size is not the size of the text
     compressed = any(suffix_of(path) == ".parquet" for path in files)
 
@@ -745,102 +721,64 @@ def progress_bar(files: list[Path]) -> Callable:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The options. Ends the program with a message if one is out of bounds or does not fit another."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    usual = Options(workers=program.cores())._asdict() | Reading()._asdict()
+
+    del usual["vocab_size"]
+
+    def add(name: str, text: str, to=parser, **options) -> None:
+        default = usual.get(name.replace("-", "_"))
+        text += f" (default: {default:,})" if type(default) is int and default else ""
+        to.add_argument(f"--{name}", help=text, **{"default": default} | options)
+
+    def between(low: float, high: float) -> Callable:
+        def parsed(word: str) -> float:
+            value = type(high)(word)
+            if not low <= value <= high:
+                raise argparse.ArgumentTypeError(f"{word} is not between {low} and {high}")
+            return value
+
+        parsed.__name__ = "number"  # in argparse's message
+        return parsed
+
+    count = between(0, 1 << 40)
     parser.add_argument("inputs", nargs="+", help="files, folders, or - for standard input")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder to write: shards, tokenizer.model, manifest.json",
-    )
+    add("out", "folder to write: shards, tokenizer.model, manifest.json", type=Path, required=True)
     which = parser.add_mutually_exclusive_group(required=True)
-    pieces = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
-    which.add_argument("--vocab-size", type=int, help=pieces)
-    which.add_argument("--tokenizer", type=Path, help="use this SentencePiece model")
-    parser.add_argument(
-        "--normalizer",
-        choices=("identity", "nmt_nfkc"),
-        default="identity",
-        help="of a trained tokenizer: no change (default), or NFKC and single spaces as in the challenge",
+    pieces = between(FEWEST_PIECES, 65536)
+    text = f"train a tokenizer with this many pieces ({FEWEST_PIECES} to 65536)"
+    add("vocab-size", text, which, type=pieces)
+    add("tokenizer", "use this SentencePiece model", which, type=Path)
+    text = (
+        "of a trained tokenizer: no change (default), or NFKC and single spaces as in the challenge"
     )
-    parser.add_argument(
-        "--caseops",
-        action="store_true",
-        help="train a tokenizer for lower-case text with operators for capitals (data/README.md)",
-    )
+    add("normalizer", text, choices=("identity", "nmt_nfkc"))
+    text = "train a tokenizer for lower-case text with operators for capitals (data/README.md)"
+    add("caseops", text, action="store_true")
     side = parser.add_mutually_exclusive_group(required=True)
-    side.add_argument(
-        "--val-docs", type=int, default=0, help="the first N documents are validation"
-    )
-    side.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.0,
-        help="about this fraction of the documents, chosen by hash",
-    )
-    parser.add_argument(
-        "--field", default="text", help="field of JSON lines and parquet files (default: text)"
-    )
-    parser.add_argument(
-        "--separator",
-        default="",
-        help=r"separator of the documents in a text file; \n is a newline",
-    )
-    parser.add_argument(
-        "--skip-bad",
-        type=int,
-        default=0,
-        help="skip up to so many documents that are not text, and name them (default: 0)",
-    )
-    parser.add_argument("--strip", action="store_true", help="remove white space around documents")
-    parser.add_argument("--stdin-format", choices=("txt", "jsonl"), default="txt")
-    parser.add_argument(
-        "--sample-bytes",
-        type=int,
-        default=50_000_000,
-        help="text to train the tokenizer on (default: 50,000,000)",
-    )
-    parser.add_argument(
-        "--shard-tokens",
-        type=int,
-        default=shards.SHARD_TOKENS,
-        help="tokens per shard (default: 100,000,000)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=program.cores(),
-        help="processes (default: the CPU cores that this one may use)",
-    )
-    parser.add_argument("--force", action="store_true", help="replace the shards in --out")
+    add("val-docs", "the first N documents are validation", side, type=count)
+    text = "about this fraction of the documents, chosen by hash"
+    add("val-fraction", text, side, type=between(0, 1.0))
+    add("field", "field of JSON lines and parquet files (default: text)")
+    add("separator", r"separator of the documents in a text file; \n is a newline")
+    add("skip-bad", "skip up to so many documents that are not text, and name them", type=count)
+    add("strip", "remove white space around documents", action="store_true")
+    add("stdin-format", "of standard input", choices=("txt", "jsonl"), default="txt")
+    add("sample-bytes", "text to train the tokenizer on", type=between(1, 1 << 40))
+    add("shard-tokens", "tokens per shard", type=between(1, 1 << 30))
+    add("workers", "processes", type=between(1, 1024))
+    add("force", "replace the shards in --out", action="store_true")
     arguments = parser.parse_args()
-    check_arguments(parser, arguments)
-    return arguments
-
-
-def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program with a message if an argument is out of bounds or does not fit another
-    one."""
     if arguments.caseops and (arguments.tokenizer or arguments.normalizer != "identity"):
         parser.error(
             "--caseops is for a tokenizer that is trained here: it needs --vocab-size and the identity normalizer"
         )
     if arguments.inputs.count("-") > 1:
         parser.error("-, standard input, is given twice")
-    for name, low, high in (
-        ("vocab_size", FEWEST_PIECES, 65536),
-        ("val_docs", 0, 1 << 40),
-        ("val_fraction", 0, 1),
-        ("shard_tokens", 1, 1 << 30),
-        ("workers", 1, 1024),
-        ("sample_bytes", 1, 1 << 40),
-        ("skip_bad", 0, 1 << 40),
-    ):
-        value = getattr(arguments, name)
-        if value is not None and not low <= value <= high:
-            parser.error(f"--{name.replace('_', '-')} {value} is not between {low} and {high}")
+    return arguments
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ class Hub:
         self.commit = COMMIT
         self.corrupt = set()  # paths that are served with a flipped bit
         self.requests: list[tuple[str, str]] = []  # method, path
-        self.limited: dict[str, int] = {}  # by method, requests to answer with HTTP 429
-        self.limit = {"Retry-After": "0"}  # what these answers say
+        self.limited: dict[str, int] = {}  # by method, requests of files to answer with HTTP 429
         self.delay = 0.0  # seconds before the content of a .bin
         hub = self
 
@@ -54,23 +53,18 @@ class Hub:
 
     def answer(self, request) -> None:
         path = urllib.parse.unquote(urllib.parse.urlparse(request.path).path)
-        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
         self.requests.append((request.command, path))
         api, files = f"/api/datasets/{self.repository}", f"/datasets/{self.repository}/resolve/"
         name = path.removeprefix(files).partition("/")[2]
-        if self.limited.get(request.command, 0):
+        if path.startswith(files) and self.limited.get(request.command, 0):
             self.limited[request.command] -= 1
-            self.json(request, {"error": "Too Many Requests"}, 429, **self.limit)
+            self.json(request, {"error": "Too Many Requests"}, 429, **{"Retry-After": "0"})
             return
-        if path.startswith(f"{api}/paths-info/"):
-            names = self.asked(body, request.headers)
-            self.json(request, [self.info(name) for name in names if (self.root / name).is_file()])
-        elif path == api or path.startswith(f"{api}/revision/"):
-            siblings = [{"rfilename": name} for name in self.names()]
+        if path in (api, f"{api}/revision/{self.commit}"):
+            siblings = [self.info(name) for name in self.names()]
             facts = {"id": self.repository, "sha": self.commit, "siblings": siblings, "tags": []}
             self.json(request, facts)
-        elif path.startswith(f"{api}/tree/"):
-            self.json(request, [self.info(name) for name in self.names()])
         elif path.startswith(files) and (self.root / name).is_file():
             self.file(request, name)
         else:
@@ -81,19 +75,13 @@ class Hub:
         files = filter(Path.is_file, self.root.rglob("*"))
         return sorted(str(path.relative_to(self.root)) for path in files)
 
-    @staticmethod
-    def asked(body: bytes, headers) -> list[str]:
-        if "json" in headers.get("Content-Type", ""):
-            return json.loads(body)["paths"]
-        return urllib.parse.parse_qs(body.decode())["paths"]
-
     def info(self, name: str) -> dict:
         data = (self.root / name).read_bytes()
         git_sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        entry = {"type": "file", "path": name, "size": len(data), "oid": git_sha1}
+        entry = {"rfilename": name, "size": len(data), "blobId": git_sha1}
         if name.endswith(".bin"):
             digest = hashlib.sha256(data).hexdigest()
-            entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 134}
+            entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
         return entry
 
     def json(self, request, content, status: int = 200, **headers) -> None:
@@ -106,7 +94,7 @@ class Hub:
             data = data[:-1] + bytes([data[-1] ^ 1])
         if name.endswith(".bin") and request.command == "GET":
             time.sleep(self.delay)
-        digest = info.get("lfs", info)["oid"]
+        digest = info["lfs"]["sha256"] if "lfs" in info else info["blobId"]
         self.send(request, data, 200, {"ETag": f'"{digest}"', "X-Repo-Commit": self.commit})
 
     @staticmethod

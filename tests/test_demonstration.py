@@ -2,15 +2,10 @@
 
 import ast
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
-import sys
-import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +18,7 @@ import report
 import shards
 import tokenize_text
 import train_gpt
-from conftest import ROOT, VOCAB, assert_mistake, run, start, user_error, write_shard
+from conftest import ROOT, VOCAB, assert_mistake, run, user_error, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -197,152 +192,40 @@ def test_report_of_an_unfinished_run(demonstrated, tmp_path):
 
 
 # ---- Settings, with the user's own winning -------------------------------------------------------
-@pytest.mark.parametrize("speed, name", [(1.1e13, "large"), (1.09e13, "small")])
-def test_the_model_fits_the_machine(speed, name, monkeypatch):
-    """DEMO_SIZE overrides the measured speed."""
-    monkeypatch.setattr(demo_settings, "forked", lambda calls: speed)
-    chosen, sentence = demo_settings.choose_size({}, 2)
-    assert chosen == name
-    assert f"using the {name} model: this CPU makes {speed / 1e9:,.0f} GFLOP/s in " in sentence
-    assert demo_settings.choose_size({"DEMO_SIZE": "large"}, 2)[0] == "large"
-    with user_error("DEMO_SIZE=huge is not one of small, large"):
-        demo_settings.choose_size({"DEMO_SIZE": "huge"}, 2)
-
-
 @pytest.mark.parametrize(
-    "cores, fixed, pairs",
+    "given, cores, ranks",
     [
-        (1, (None, None), [(1, 1)]),
-        (2, (None, None), [(1, 2), (2, 1)]),
-        (4, (None, None), [(1, 4), (2, 2), (4, 1)]),
-        (64, (None, None), [(1, 64), (2, 32), (4, 16), (8, 8), (8, 4), (8, 2), (8, 1)]),
-        (4, (2, None), [(2, 2), (2, 1)]),
-        (4, (None, 2), [(1, 2), (2, 2)]),
-        (2, (None, 4), [(1, 4)]),
-        (4, (3, 5), [(3, 5)]),
+        ({}, 1, "1"),
+        ({}, 2, "2"),
+        ({}, 7, "4"),
+        ({}, 64, "8"),
+        ({"TRAIN_BATCH_TOKENS": "1536"}, 4, "3"),
+        ({"NPROC": "3"}, 4, "3"),
     ],
 )
-def test_candidates_divide_the_eight_sequences_and_use_all_cores(cores, fixed, pairs):
-    assert demo_settings.candidates(cores, 8, *fixed) == pairs
+def test_as_many_processes_as_cores_that_divide_the_sequences(given, cores, ranks):
+    assert demo_settings.settings(given, cores)["NPROC"] == ranks
 
 
-@pytest.mark.parametrize(
-    "quota, expected",
-    [
-        ({}, 3),
-        ({"cpu.max": "max 100000"}, 3),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 3),
-        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
-    ],
-)
-def test_cores_are_physical_and_within_the_limits(quota, expected, tmp_path):
-    """CPUs 0 and 4 are one core, 1 and 5 another; of the last, one may be used."""
-    for cpu, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2,6"}.items():
-        path = tmp_path / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        path.parent.mkdir(parents=True)
-        path.write_text(siblings + "\n")
-    for name, text in quota.items():
-        path = tmp_path / "fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert demo_settings.physical_cores({0, 1, 2, 4, 5}, tmp_path) == expected
+def test_settings_yield_to_the_users():
+    found = demo_settings.settings({}, 2)
+    assert found["DATA_PATH"] == "demo_data"
+    assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
+    assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
+    given = {"NUM_LAYERS": "3", "MAX_WALLCLOCK_SECONDS": "7.5", "RUN_ID": "mine"}
+    assert not given.keys() & demo_settings.settings(given, 2).keys()
+    # WARMDOWN_FRAC would replace WARMDOWN_ITERS
+    mine = ("WARMDOWN_ITERS", "9"), ("GRID", "SEED=1 WARMDOWN_ITERS=9,10"), ("WARMDOWN_FRAC", "0.1")
+    own = {"RUN_SH": "GRID"}
+    for name, value in mine:
+        assert "WARMDOWN_FRAC" not in demo_settings.settings({name: value, **own}, 2)
+    assert "WARMDOWN_FRAC" in demo_settings.settings({"GRID": "MATRIX_LR=0.1,0.2", **own}, 2)
 
 
-def test_the_fastest_pair_is_chosen_and_fixed_ones_are_not_measured(monkeypatch):
-    speeds = {(1, 4): 5.0, (2, 2): 7.0, (4, 1): 6.0}
-    monkeypatch.setattr(
-        demo_settings, "measure", lambda _, pairs: {pair: speeds[pair] for pair in pairs}
-    )
-    environ = {name: str(value) for name, value in demo_settings.SIZES["small"].items()}
-    chosen, sentence = demo_settings.choose_ranks(environ, 4)
-    assert chosen == {"NPROC": "2", "OMP_NUM_THREADS": "2"}
-    assert "2 x 2: 7.0, 4 x 1: 6.0, 1 x 4: 5.0; NPROC=2 OMP_NUM_THREADS=2" in sentence
-    chosen, sentence = demo_settings.choose_ranks(
-        {**environ, "NPROC": "4", "OMP_NUM_THREADS": "3"}, 4
-    )
-    assert chosen == {"NPROC": "4", "OMP_NUM_THREADS": "3"}
-
-
-MEASURES = """
-import sys, time
-sys.path[:0] = {path}
-import program, demo_settings
-
-def sleep():
-    print("began", flush=True)
-    time.sleep(100)
-
-demo_settings.forked([sleep, sleep])
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks, and ends them")
-def test_what_is_measured_ends_with_a_killed_program(tmp_path):
-    process = start(["-c", MEASURES.format(path=[str(ROOT), str(ROOT / "tools")])], {}, tmp_path)
-    assert [process.stderr.readline() for _ in range(2)] == ["began\n"] * 2
-    process.kill()
-    process.communicate(timeout=50)  # until the last one has closed its output
-    assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
-def test_what_hangs_is_not_measured(monkeypatch):
-    """As a step whose ranks wait for each other. It hung ./run.sh."""
-    monkeypatch.setattr(demo_settings, "PATIENCE", 0.2)
-    began = time.monotonic()
-    assert demo_settings.forked([lambda: 1.0, lambda: time.sleep(60)]) == 0
-    assert time.monotonic() - began < 30 and not multiprocessing.active_children()
-
-
-def log_of(size: str, path: Path) -> None:
-    """The first line of a run's log, and one that was cut off."""
-    knobs = {name.lower(): value for name, value in demo_settings.SIZES[size].items()}
-    if "NUM_LAYERS=5" in path.name:
-        knobs["num_layers"] = 5
-    runtime = "runtime: ranks:4 mesh:4x1 device:CPU model, 3 threads compute_dtype:bfloat16"
-    start = json.dumps({"event": "start", "runtime": runtime, "hyperparameters": knobs})
-    path.write_text(start + '\n{"event"')
-
-
-@pytest.mark.parametrize("size", demo_settings.SIZES)
-@pytest.mark.parametrize(
-    "given, name, kept",
-    [
-        ({"RESUME": "auto"}, "demo", "4 3"),
-        ({"RESUME": "auto", "RUN_ID": "mine", "NPROC": "2"}, "mine", "2 3"),
-        ({"RESUME": "auto", "RUN_ID": "NUM_LAYERS=5", "NUM_LAYERS": "5"}, "NUM_LAYERS=5", "4 3"),
-        ({"SEEDS": "1 2"}, "demo_seed2", "4 3"),
-        ({"GRID": "NUM_LAYERS=3,5", "SEED": "9"}, "demo_NUM_LAYERS=5_seed9", "4 3"),
-        ({}, "demo", "1 1"),
-        ({"SEEDS": "1 2"}, "demo_seed3", "1 1"),
-        ({"RESUME": "auto", "DEMO_SIZE": "small"}, "nothing", "1 1"),
-    ],
-)
-def test_what_is_continued_keeps_what_it_began_with(
-    size, given, name, kept, tmp_path, monkeypatch, capsys
-):
-    """Nothing is measured again, except what the log does not say."""
-    (tmp_path / "logs").mkdir()
-    log_of(size, tmp_path / "logs" / f"{name}.jsonl")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_settings.os, "environ", given)
-    measured = []
-    monkeypatch.setattr(demo_settings, "forked", lambda calls: measured.append("size") or 0.0)
-    speeds = lambda _, pairs: measured.append("ranks") or {p: -sum(p) for p in pairs}  # noqa: E731
-    monkeypatch.setattr(demo_settings, "measure", speeds)
-    monkeypatch.setattr(demo_settings, "physical_cores", lambda _: 2)
-    monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
-    demo_settings.main()
-    lines = capsys.readouterr().out.splitlines()
-    sentences = [line for line in lines if not re.match("[A-Z].*=", line)]
-    found = dict(line.split("=", 1) for line in lines if line not in sentences) | given
-    new = kept == "1 1"
-    assert f"{found['NPROC']} {found['OMP_NUM_THREADS']}" == (kept if not new else "1 2")
-    assert found["MODEL_DIM"] == str(demo_settings.SIZES["small" if new else size]["MODEL_DIM"])
-    assert sentences[-1].startswith(f"kept as logs/{name}.jsonl began: DEMO_SIZE=") is not new
-    assert bool(measured) is new
+@pytest.mark.parametrize("layers, xsa", [("1", "1"), ("2", "2"), ("6", "2")])
+def test_few_layers_lower_what_would_exceed_them(layers, xsa):
+    assert demo_settings.settings({"NUM_LAYERS": layers}, 2)["XSA_LAST_N"] == xsa
+    assert "XSA_LAST_N" not in demo_settings.settings({"NUM_LAYERS": "2", "XSA_LAST_N": "1"}, 2)
 
 
 def test_settings_are_printed_byte_for_byte(tmp_path, monkeypatch, capfdbinary):
@@ -351,37 +234,11 @@ def test_settings_are_printed_byte_for_byte(tmp_path, monkeypatch, capfdbinary):
     folder.mkdir()
     entry = {"path": "t.model", "sha256": "0", "vocab_size": 400}
     shards.write_manifest(folder, files={}, tokenizer=entry)
-    environ = {"DATA_PATH": str(folder), "DEMO_SIZE": "small", "NPROC": "1", "OMP_NUM_THREADS": "1"}
-    monkeypatch.setattr(demo_settings.os, "environ", environ)
+    monkeypatch.setattr(demo_settings.os, "environ", {"DATA_PATH": str(folder)})
     monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
     program.run_program(demo_settings.main)
     line = os.fsencode(f"TOKENIZER_PATH={folder}/t.model\n")
     assert line in capfdbinary.readouterr().out
-
-
-def test_real_steps_are_timed_by_several_ranks(env):
-    """5 ranks cannot share 24 sequences: their speed is 0, and nothing hangs."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import demo_settings, os; "
-    code += "print(demo_settings.measure(dict(os.environ), [(1, 1), (2, 1), (5, 1)]))"
-    result = run(["-c", code], env(), ROOT)
-    found = eval(result.stdout)
-    assert found[1, 1] > 0 and found[2, 1] > 0 and found[5, 1] == 0, result.stderr
-
-
-# ---- Knobs ---------------------------------------------------------------------------------------
-def test_settings_yield_to_the_users(tmp_path):
-    for size in demo_settings.SIZES:
-        found = demo_settings.knobs({}, size, tmp_path)
-        assert found["DATA_PATH"] == "demo_data"
-        assert found["TOKENIZER_PATH"] == "demo_data/tokenizer.model"
-        assert train_gpt.Hyperparameters.from_env(found).warmdown_frac == 0.5
-    given = {"NUM_LAYERS": "3", "MAX_WALLCLOCK_SECONDS": "7.5", "RUN_ID": "mine"}
-    assert not given.keys() & demo_settings.knobs(given, "small", tmp_path).keys()
-    # WARMDOWN_FRAC would replace WARMDOWN_ITERS
-    mine = ("WARMDOWN_ITERS", "9"), ("GRID", "SEED=1 WARMDOWN_ITERS=9,10"), ("WARMDOWN_FRAC", "0.1")
-    for name, value in mine:
-        assert "WARMDOWN_FRAC" not in demo_settings.knobs({name: value}, "small", tmp_path)
-    assert "WARMDOWN_FRAC" in demo_settings.knobs({"GRID": "MATRIX_LR=0.1,0.2"}, "small", tmp_path)
 
 
 def test_each_demonstration_has_a_name_of_its_own(tmp_path):
@@ -396,7 +253,7 @@ def test_each_demonstration_has_a_name_of_its_own(tmp_path):
 
 def test_own_data_bring_their_tokenizer(tmp_path):
     def found(**environ):
-        chosen = demo_settings.knobs({"DATA_PATH": str(tmp_path), **environ}, "small", tmp_path)
+        chosen = demo_settings.settings({"DATA_PATH": str(tmp_path), **environ}, 2)
         return [chosen.get(name) for name in ("DATA_PATH", "TOKENIZER_PATH", "VOCAB_SIZE")]
 
     with user_error("has no manifest.json that names its tokenizer: set TOKENIZER_PATH and"):
@@ -416,21 +273,16 @@ def test_own_data_bring_their_tokenizer(tmp_path):
             "5",
             "DEMO_SECONDS is set but is not a knob; did you mean MAX_WALLCLOCK_SECONDS?",
         ),
-        ("DEMO_SIZES", "large", "DEMO_SIZES is set but is not a knob; did you mean DEMO_SIZE?"),
         ("SEDES", "1 2", "SEDES is set but is not a knob; did you mean SEEDS?"),
         ("GIRD", "SEED=1,2", "GIRD is set but is not a knob; did you mean GRID?"),
         ("NPORC", "2", "NPORC is set but is not a knob; did you mean NPROC?"),
-        ("NPROC", "two", "NPROC=two is not a whole number above 0: set for example NPROC=2"),
         ("DATA_PATH", "/nowhere", "DATA_PATH=/nowhere does not exist: set the folder of your"),
         ("RUN_ID", "../x", "RUN_ID=../x must not have a slash"),
         ("NUM_LAYERS", "no", "NUM_LAYERS='no' is not a whole number"),
+        ("TRAIN_SEQ_LEN", "0", "TRAIN_SEQ_LEN=0 is not"),
     ],
 )
-def test_a_mistake_is_named_before_anything_is_measured(variable, value, sentence, monkeypatch):
+def test_a_mistake_is_named_before_the_data_are_made(variable, value, sentence):
     names = re.search(r'RUN_SH="(.*)"', (ROOT / "run.sh").read_text())[1]
-    environ = {"RUN_SH": names, "DEMO_SIZE": "small", "OMP_NUM_THREADS": "1", variable: value}
-    monkeypatch.setattr(demo_settings.os, "environ", environ)
-    monkeypatch.setattr(demo_settings, "measure", None)
-    monkeypatch.setattr(demo_settings.sys, "argv", ["demo_settings.py"])
     with user_error(f"^{re.escape(sentence)}"):
-        demo_settings.main()
+        demo_settings.settings({"RUN_SH": names, variable: value}, 2)

@@ -237,7 +237,7 @@ def test_any_activation_reads_the_normalised_stream(formula, hyperparameters, wi
 
 
 def test_an_import_starts_no_thread(with_activation):
-    """tools/demo_settings.py forks afterwards: a product in a child waited for a thread for ever."""
+    """A program that forks afterwards hung: a product in the child waited for a thread for ever."""
     folder = os.path.dirname(with_activation("F.gelu(z)").__file__)
     environ = os.environ | {"OMP_NUM_THREADS": "4", "PYTHONPATH": f"{folder}:{ROOT}"}
     counts = set()

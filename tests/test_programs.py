@@ -111,21 +111,18 @@ def test_ctrl_c_between_the_modules():
     assert result.stderr.startswith("Traceback") and result.stderr.endswith("ValueError: x\n")
 
 
-WITH_CHILDREN = {
-    "demo_settings": "demo_settings.forked([lambda: print('waits', file=sys.stderr, flush=True) or time.sleep(60)])",
-    # The workers wait for more
-    "tokenize_text": "list(tokenize_text.in_workers(abs, (print('waits', file=sys.stderr, flush=True) or "
-    "time.sleep(60) if i else 1 for i in range(2)), 2))",
-}
-
-
-@pytest.mark.parametrize("module", WITH_CHILDREN)
-def test_ctrl_c_of_a_program_with_children_is_one_sentence(module, tmp_path):
-    """A terminal sends it to all processes of the group."""
-    code = (
-        f"import sys, time; sys.path[:0] = {[str(ROOT / name) for name in ('', 'tools', 'data')]}; "
-    )
-    code += f"import program, {module}; program.run_program(lambda: {WITH_CHILDREN[module]})"
+def test_ctrl_c_of_a_program_with_children_is_one_sentence(tmp_path):
+    """A terminal sends it to all processes of the group. The workers wait for more."""
+    code = f"""
+import sys, time
+sys.path[:0] = {[str(ROOT / name) for name in ("", "data")]}
+import program, tokenize_text
+def items():
+    yield 1
+    print("waits", file=sys.stderr, flush=True)
+    time.sleep(60)
+program.run_program(lambda: list(tokenize_text.in_workers(abs, items(), 2)))
+"""
     process = start(["-c", code], {}, tmp_path, fresh=True, start_new_session=True)
     assert process.stderr.readline() == "waits\n"
     time.sleep(0.3)  # until the children of tokenize_text.py wait

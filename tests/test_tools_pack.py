@@ -229,7 +229,7 @@ def test_inspection(hyperparameters, tmp_path):
     for kind, name, view in train_gpt.artifact_tensors(train_gpt.load_artifact(blob)):
         line, *values = [line for line in lines if line.split()[:1] == [name]]
         if kind is None:
-            assert line.endswith(f" {2 * view.numel()}   before compression")
+            assert line.endswith(f" {2 * view.numel()}  before compression")
             assert name == "resid_mix" or values
             continue
         stream = streams[name]

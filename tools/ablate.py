@@ -65,11 +65,7 @@ from train_gpt import Hyperparameters, UserError
 import torch
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
-BASE = (
-    demo_settings.SIZES["small"]
-    | demo_settings.SHORT_RUN
-    | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
-)
+BASE = demo_settings.CPU | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
 STEPS = 400
 POINTS = 50  # of a curve
 POWER = 0.8  # of the smallest gain that is seen, at compare.LEVEL
@@ -328,31 +324,27 @@ def unsure(line: dict) -> str:
     return f"the seeds have {min(ratios):.2f} to {max(ratios):.2f}: repeat it on an idle machine"
 
 
-COLUMNS = {
-    "mean": (9, ".5f"),
-    "std": (9, ".5f"),
-    "difference": (12, "+.5f"),
-    "p": (9, ".4f"),
-    "p_paired": (10, ".4f"),
-    "before": (10, "+.5f"),
-    "steps": (8, ".0f"),
-    "time_ratio": (12, ".3f"),
-    "bytes": (12, ",.0f"),
+FORMS = {  # of the columns
+    "mean": ".5f",
+    "std": ".5f",
+    "difference": "+.5f",
+    "p": ".4f",
+    "p_paired": ".4f",
+    "before": "+.5f",
+    "steps": ".0f",
+    "time_ratio": ".3f",
+    "bytes": ",.0f",
 }
 
 
 def table(rows: list[dict]) -> str:
     """The rows as aligned text."""
-    width = max(len(line["variant"]) for line in rows)
-    lines = [" " * width + "".join(f"{name:>{size}}" for name, (size, _) in COLUMNS.items())]
+    cells = [["", *FORMS]]
     for line in rows:
-        text = f"{line['variant']:{width}}"
-        for name, (size, form) in COLUMNS.items():
-            cell = "-" if line[name] is None else format(line[name], form)
-            cell += "?" * (name == "time_ratio" and bool(unsure(line)))
-            text += f"{cell:>{size}}"
-        lines.append(text)
-    return "\n".join(lines)
+        shown = {name: runs.cell(line[name], form) for name, form in FORMS.items()}
+        shown["time_ratio"] += "?" * bool(unsure(line))
+        cells.append([line["variant"], *shown.values()])
+    return runs.aligned(cells)
 
 
 def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:

@@ -17,10 +17,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
+from lib.runs import aligned
 
 # isort: split
 import numpy as np
@@ -45,17 +46,16 @@ def row(
     shape: tuple[int, ...],
     stream: bytes,
     header: dict,
-) -> str:
-    """The line of one tensor, given its codes' stream."""
-    line = f"  {name:12} {'x'.join(map(str, shape)) or 'scalar':>18}"
+) -> list[str]:
+    """The cells of one tensor, given its codes' stream."""
+    cells = [f"  {name}", "x".join(map(str, shape)) or "scalar"]
     if kind is None:
-        return f"{line} {'':8} {16:8} {2 * math.prod(shape):10}   before compression"
+        return [*cells, "", "16", str(2 * math.prod(shape)), "before compression"]
     codes = train_gpt.CODERS[header["coder"]][1](stream, shape)
-    nbytes = len(stream)
-    entropy = order0_entropy(codes) / codes.size
-    line = f"{line} {entropy:8.4f} {8 * nbytes / codes.size:8.4f} {nbytes:10}"
     loss = header["expected_loss"].get(name)
-    return line if loss is None else f"{line} {1000 * loss:8.4f}"
+    sizes = order0_entropy(codes) / codes.size, 8 * len(stream) / codes.size
+    shown = "" if loss is None else f"{1000 * loss:.4f}"
+    return [*cells, *(f"{bits:.4f}" for bits in sizes), str(len(stream)), shown]
 
 
 def learned(name: str, gain: torch.Tensor) -> list[str]:
@@ -89,14 +89,12 @@ def inspection(path: str) -> str:
             for key, value in header.items()
             if key not in ("code_bytes", "expected_loss")
         ]
-        titles = (
-            f"  {'tensor':12} {'shape':>18} {'entropy':>8} {'coded':>8} {'bytes':>10} {'loss':>8}"
-        )
-        lines.append(titles)
-        lines += [
+        views = train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
+        rows = [
             row(kind, name, tuple(view.shape), streams.get(name, b""), header)
-            for kind, name, view in train_gpt.artifact_tensors(train_gpt.meta_parameters(hp))
+            for kind, name, view in views
         ]
+        lines.append(aligned([["  tensor", "shape", "entropy", "coded", "bytes", "loss"], *rows]))
         lines.append("  learned gains and gates, a column per layer")
         weights = train_gpt.load_artifact(blob)
         for kind, name, gain in train_gpt.artifact_tensors(weights):

@@ -1,18 +1,17 @@
 """The HTML page of `tools/report.py --html`: one file about runs, drawn by Plotly.
 
 `write` reads the logs, makes tables of strings and figures, and fills html_page.html. The template
-escapes every string. A color is the number of a group; the page has the colors, for light and dark.
+escapes every string.
 """
 
-import base64
 import dataclasses
-import gzip
 import hashlib
 import html
-import json
+import itertools
 import math
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from lib.runs import Run
 import jinja2
 import numpy as np
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
+from plotly.subplots import make_subplots
 
 # By the challenge's rule, and by that of its later board
 LEVELS = {f"record, p < {rule.level}": rule for rule in (compare.RECORD, compare.LATER)}
@@ -47,15 +46,22 @@ PANELS = (  # title, unit, format, field of a point
     ("Learning rate", "fraction of its peak", ".3f", "lr_scale"),
     ("Speed", "tokens per second", ",.0f", "speed"),
 )
-AXES = {"step": ("step", "step %{x}"), "seconds": ("training time, s", "%{x:,.1f} s")}
-PUBLISHED = -1  # its color
+AXES = {"step": "step", "seconds": "training time, s"}
+# At least 21 units of CIELAB apart, also with protanopia, deuteranopia or tritanopia
+COLORS = ["#0064b0", "#d55e00", "#602030", "#8c1aff", "#800000", "#cc6699", "#203060", "#ff1a53"]
+CONFIG = {  # of the figures
+    "responsive": True,
+    "displaylogo": False,
+    # Plotly's own choice has a button that sends the data to a server.
+    "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    "plotlyServerURL": "",
+}
 
 
 class Group(NamedTuple):
     """Finished runs that differ only in their seeds, or a single run that did not finish."""
 
     name: str
-    color: int
     members: list[Run]
     finished: bool = True
 
@@ -64,17 +70,9 @@ class Group(NamedTuple):
         return statistics.fmean(run.score.bpb for run in self.members)
 
 
-class Row(NamedTuple):
-    """A row of a table. `color` is that of its first cell, `kind` a CSS class."""
-
-    cells: list[str]
-    color: int | None = None
-    kind: str = ""
-
-
 class Table(NamedTuple):
     head: list[str]
-    rows: list[Row]
+    rows: list[list[str]]
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
@@ -105,10 +103,10 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
         )
         members = trained
     named = plot.groups([run for run in members if is_finished(run)])
-    found = [Group(name, i, group) for i, (name, group) in enumerate(named.items())]
+    found = [Group(name, group) for name, group in named.items()]
     for run in members:
         if not is_finished(run):
-            found.append(Group(f"{run.path.stem}, not finished", len(found), [run], False))
+            found.append(Group(f"{run.path.stem}, not finished", [run], False))
             why = fault_of(run).removeprefix(f"{run.path.parent}/").partition(";")[0]
             notes.append(f"{why}.")
     return found, notes
@@ -134,7 +132,7 @@ def significance(groups: list[Group]) -> tuple[Table, list[str]]:
             cells, sentences = beside(groups[0].members, group.members)
             notes += [f"{group.name}: {sentence}." for sentence in sentences]
         score = plot.mean_std([run.score.bpb for run in group.members], ".5f")
-        rows.append(Row([group.name, score, *cells], group.color))
+        rows.append([group.name, score, *cells])
     return Table([*head, f"p, by more than {margin}", *LEVELS], rows), notes
 
 
@@ -173,7 +171,7 @@ def headline(groups: list[Group], table: Table) -> str:
         return f"{text}."
     if best is done[0]:
         return f"{text}. No other configuration that can be compared has a lower score."
-    _, _, nats, p, _, *cells = next(row.cells for row in table.rows if row.color == best.color)
+    _, _, nats, p, _, *cells = next(row for row in table.rows if row[0] == best.name)
     levels = [
         rule.level for rule, cell in zip(LEVELS.values(), cells, strict=True) if cell == "reached"
     ]
@@ -190,55 +188,29 @@ def headline(groups: list[Group], table: Table) -> str:
 
 def best_of(done: list[Group], table: Table) -> Group:
     """The group with the lowest score among the first one and those that are compared with it."""
-    compared = {row.color for row in table.rows if row.cells[2]}
-    return min((group for group in done if group.color in compared), key=lambda group: group.bpb)
-
-
-def tiles(group: Group) -> list[tuple[str, str, str]]:
-    """(title, number, remark): means of a group."""
-    values = {name: [row_of(run)[i] for run in group.members] for i, name in enumerate(HEADINGS)}
-    means = {name: statistics.fmean(found) for name, found in values.items() if None not in found}
-    seeds = [str(run.seed) for run in group.members if run.seed is not None]
-    share = f"{100 * means.get('bytes', 0) / train_gpt.SUBMISSION_CAP:.1f} %"
-    found = (
-        ("score", ".4f", f"bits per byte, seed{'s' * (len(seeds) > 1)} {', '.join(seeds) or '?'}"),
-        ("bytes", ",.0f", f"bytes, {share} of {train_gpt.SUBMISSION_CAP:,}"),
-        ("train s", ",.0f", "seconds"),
-        ("steps", ",.0f", f"{means.get('ms/step', 0):,.1f} ms each"),
-    )
-    titles = {"bytes": "submission", "train s": "training"}
-    return [
-        (titles.get(name, name), format(means[name], form), remark)
-        for name, form, remark in found
-        if name in means
-    ]
+    compared = {name for name, _, difference, *_ in table.rows if difference}
+    return min((group for group in done if group.name in compared), key=lambda group: group.bpb)
 
 
 def row_of(run: Run) -> list[float | None]:
     """The numbers of COLUMNS; none that an unfinished run lacks."""
     done = is_finished(run)
     return [
-        read(run) if done or name not in ("score", "eval s") else None
-        for name, _, _, read in COLUMNS
+        read(run) if done or name not in ("score", "eval s") else None for name, _, read in COLUMNS
     ]
 
 
 def run_table(groups: list[Group]) -> Table:
     """Each run, then the mean and standard deviation of its group."""
     rows = []
-
-    def add(name: str, values: list, group: Group, kind: str = "") -> None:
-        forms = [form for _, _, form, _ in COLUMNS]
-        cells = ["–" if v is None else format(v, f) for v, f in zip(values, forms, strict=True)]
-        rows.append(Row([name, *cells], group.color, kind))
-
     for group in groups:
-        numbers = [row_of(run) for run in group.members]
-        for run, values in zip(group.members, numbers, strict=True):
-            add(run.path.stem, values, group)
+        numbers = [(run.path.stem, row_of(run)) for run in group.members]
         if len(numbers) > 1:
-            for name, values in zip(("mean", "std"), runs.summary(numbers), strict=True):
-                add(name, values, group, "mean")
+            summary = runs.summary([values for _, values in numbers])
+            numbers += zip(("mean", "std"), summary, strict=True)
+        for name, values in numbers:
+            cells = [runs.cell(v, f, "–") for v, (_, f, _) in zip(values, COLUMNS, strict=True)]
+            rows.append([name, *cells])
     return Table(["run", *HEADINGS.values()], rows)
 
 
@@ -257,7 +229,7 @@ def read_curve(run: Run | record_curves.Track, field: str, x: str) -> plot.Curve
     return plot.curve(run.val if field == "val_bpb" else run.train, x, field)
 
 
-def lines_of(curves: list[plot.Curve], color: int, name: str, form: str) -> list[go.Scatter]:
+def lines_of(curves: list[plot.Curve], style: dict, form: str) -> list[go.Scatter]:
     """The mean of a group's curves, above the band from the lowest to the highest; none if they
     have no x in common."""
     x, y = plot.together(curves)
@@ -271,20 +243,18 @@ def lines_of(curves: list[plot.Curve], color: int, name: str, form: str) -> list
         x=x.tolist(),
         y=mean,
         customdata=list(zip(low, high, strict=True)),
-        name=html.escape(name),  # Plotly reads HTML
         mode="lines+markers" if measured and len(x) <= 12 else "lines",
-        line={"width": 2, "dash": ("solid", "dot", "dash")[color // 8 % 3]},  # of eight colors
         hovertemplate=f"%{{y:{form}}}{span}",
-        meta={"color": color},
+        **style,
     )
     band = go.Scatter(
         x=[*x.tolist(), *x[::-1].tolist()],
         y=[*high, *low[::-1]],
         fill="toself",
-        mode="lines",
-        line={"width": 0},
+        line={"width": 0, "color": style["line"]["color"]},
         hoverinfo="skip",
-        meta={"color": color, "band": True},
+        legendgroup=style["legendgroup"],
+        showlegend=False,
     )
     return [band, line] if len(curves) > 1 else [line]
 
@@ -302,73 +272,73 @@ def late_range(traces: list[go.Scatter], field: str) -> list[float] | None:
     return [low and low - room, high + room]
 
 
-def figure(traces: list, **layout) -> dict:
-    """A figure as Plotly's JavaScript takes it."""
-    common = {"showlegend": False, "template": "none"}
-    return json.loads(go.Figure(traces, common | layout).to_json())
-
-
-def panels(members: list[tuple[str, int, list]]) -> list[dict]:
-    """Each panel that has data, over steps and over time. `members`: (name, color, runs)."""
+def styles(groups: list[Group]) -> list[tuple[dict, list[Run]]]:
+    """(how its lines are drawn, its runs) of each group. Plotly reads HTML in names."""
     found = []
-    for title, unit, form, field in PANELS:
-        figures = {}
-        for x, (label, hover) in AXES.items():
-            traces = []
-            for name, color, group in members:
-                curves = [read_curve(run, field, x) for run in group]
-                if curves := [points for points in curves if len(points[0])]:
-                    traces += lines_of(curves, color, name, form)
-            layout = {
-                "xaxis": {
-                    "title": {"text": label},
-                    "unifiedhovertitle": {"text": hover},
-                    "rangemode": "tozero",
-                },
-                "hovermode": "x unified",
-                "margin": {"l": 52, "r": 14, "t": 8, "b": 44},
-            }
-            if traces:
-                figures[x] = figure(traces, yaxis={"range": late_range(traces, field)}, **layout)
-        if figures:
-            found.append({"title": title, "unit": unit, "figures": figures})
+    for i, group in enumerate(groups):
+        line = {"color": COLORS[i % 8], "dash": ("solid", "dot", "dash")[i // 8 % 3]}
+        style = {"name": html.escape(group.name), "legendgroup": str(i), "line": line}
+        found.append((style, group.members))
     return found
 
 
-def bars(shares: list[tuple[Group, dict[str, float]]], form: str, count: int) -> dict | None:
-    """A bar for each part and group, in the height of `count` parts; None without parts. The label
-    has the part's share of the group's total."""
-    names = list(dict.fromkeys(name for _, parts in shares for name in parts))
-    if not names:
+def curves(groups: list[Group], record: str | None) -> go.Figure | None:
+    """A row of each panel that has data: over steps and over time. None without data."""
+    members = styles(groups)
+    if record:
+        line = {"color": "#6b7580", "dash": "dash"}
+        style = {"name": f"#{record}, published", "legendgroup": "record", "line": line}
+        members.append((style, record_curves.tracks(record)))
+    panels = {}
+    for title, unit, form, field in PANELS:
+        found = {x: [] for x in AXES}
+        for x, (style, group) in itertools.product(AXES, members):
+            points = [read_curve(run, field, x) for run in group]
+            if points := [curve for curve in points if len(curve[0])]:
+                found[x] += lines_of(points, style, form)
+        if any(found.values()):
+            panels[f"{title}, {unit}"] = field, found
+    if not panels:
         return None
-    traces = [
-        go.Bar(
+    figure = make_subplots(len(panels), 2, vertical_spacing=0.3 / len(panels))
+    named = set()
+    for row, (title, (field, found)) in enumerate(panels.items(), start=1):
+        for column, (x, label) in enumerate(AXES.items(), start=1):
+            for trace in found[x]:
+                if trace.showlegend is None:
+                    trace.showlegend = trace.legendgroup not in named
+                    named.add(trace.legendgroup)
+                figure.add_trace(trace, row, column)
+            figure.update_xaxes(title=label, rangemode="tozero", row=row, col=column)
+            bounds = late_range(found[x], field) if found[x] else None
+            figure.update_yaxes(title=title, range=bounds, row=row, col=column)
+    legend = {"orientation": "h", "yanchor": "bottom", "y": 1.02}
+    return figure.update_layout(
+        height=320 * len(panels), hovermode="x unified", template="plotly_white", legend=legend
+    )
+
+
+def bars(groups: list[Group], parts_of: Callable, form: str) -> go.Figure | None:
+    """A bar for each part and group, with its share of the group's total; None without parts."""
+    figure, height = go.Figure(), 0
+    for style, members in styles(groups):
+        parts = average([parts_of(run) for run in members])
+        height += 20 * len(parts)
+        figure.add_bar(
             x=list(parts.values()),
             y=list(parts),
             orientation="h",
             text=[f"{v:{form}} · {100 * v / sum(parts.values()):.1f} %" for v in parts.values()],
             textposition="outside",
             cliponaxis=False,
-            name=html.escape(group.name),
-            hovertemplate="%{y}: %{text}",
-            meta={"color": group.color},
+            name=style["name"],
+            marker={"color": style["line"]["color"]},
+            visible=bool(parts),
         )
-        for group, parts in shares
-    ]
-    return figure(
-        traces,
-        height=40 + count * (14 + 20 * len(shares)),
-        # The page makes room for the labels.
-        xaxis={"range": [0, max(max(parts.values()) for _, parts in shares)], "visible": False},
-        yaxis={
-            "categoryarray": names,
-            "autorange": "reversed",
-            "automargin": True,
-            "ticksuffix": " ",
-        },
-        margin={"l": 8, "r": 8, "t": 4, "b": 4},
-        bargap=0.3,
-    )
+    figure.update_layout(height=120 + height, template="plotly_white", margin={"r": 140, "t": 20})
+    figure.update_xaxes(visible=False)
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    return figure if height else None
 
 
 def average(found: list[dict[str, float]]) -> dict[str, float]:
@@ -387,7 +357,8 @@ def bytes_of(run: Run) -> dict[str, float]:
     path = run.path.with_name(run.path.stem + "".join(train_gpt.ARTIFACT.suffixes))
     try:
         if path.stat().st_size == run.model_bytes:
-            return plot.byte_shares(str(path)) | code
+            shares = plot.byte_shares(str(path)) | code
+            return dict(sorted(shares.items(), key=lambda part: -part[1]))
     except (OSError, train_gpt.UserError):
         pass
     return {"weights": run.model_bytes} | code
@@ -432,7 +403,7 @@ def environment(groups: list[Group]) -> Table:
     alike = all(column == columns[0] for column in columns)
     titles = ["all runs"] if alike else [group.name for group in groups]
     shown = columns[: len(titles)]
-    return Table(["", *titles], [Row([n, *(c.get(n) or "–" for c in shown)]) for n in names])
+    return Table(["", *titles], [[n, *(c.get(n) or "–" for c in shown)] for n in names])
 
 
 def value_of(field: dataclasses.Field, text: str) -> object:
@@ -453,9 +424,9 @@ def knobs(groups: list[Group]) -> tuple[Table, Table]:
         values = [found.get(name, "–") for found in settings]
         # A script without a knob counts as one with its default
         if len({found.get(name, start[1]) for found in settings}) > 1:
-            differing.append(Row([*start, *values, end]))
+            differing.append([*start, *values, end])
         elif name in settings[0] and value_of(field, values[0]) != field.default:
-            alike.append(Row([*start, values[0], end]))
+            alike.append([*start, values[0], end])
     heads = [
         ["knob", "default", *titles, "meaning"] for titles in ([g.name for g in groups], ["value"])
     ]
@@ -491,37 +462,38 @@ def contents(texts: list[str], record: str | None) -> dict:
     groups, notes = read_groups(texts)
     done = [group for group in groups if group.finished]
     table, sentences = significance(done)
-    sizes = [(group, average([bytes_of(run) for run in group.members])) for group in groups]
-    sizes = [(g, dict(sorted(parts.items(), key=lambda part: -part[1]))) for g, parts in sizes]
-    times = [(group, average([seconds_of(run) for run in group.members])) for group in groups]
-    sizes, times = ([(g, parts) for g, parts in found if parts] for found in (sizes, times))
-    count = max((len(parts) for _, parts in sizes + times), default=0)
-    members = [(group.name, group.color, group.members) for group in groups]
     warned = {group.name: runs.uneven_steps(group.members) for group in groups}
     notes += [f"{name}: {warning}." for name, warning in warned.items() if warning]
     if record:
         notes += track_notes(groups, record)
-        members.append((f"#{record}, published", PUBLISHED, record_curves.tracks(record)))
+    between, defaults = knobs(groups)
     return {
         "title": groups[0].name + f" and {len(groups) - 1} more" * (len(groups) > 1),
         "about": about([run for group in groups for run in group.members], len(groups)),
         "headline": headline(groups, table),
-        "tiles": tiles(best_of(done, table) if done else groups[0]),
-        "key": [(color, name) for name, color, _ in members],
         "significance": table,
         "sentences": sentences,
         "runs": run_table(groups),
         "record": record,
-        "panels": panels(members),
-        "bars": {"bytes": bars(sizes, ",.0f", count), "time": bars(times, ",.1f", count)},
-        "tables": dict(zip(("between", "defaults"), knobs(groups), strict=True))
-        | {"environment": environment(groups)},
+        "figures": {
+            "Curves": curves(groups, record),
+            "Where the bytes went": bars(groups, bytes_of, ",.0f"),
+            "Where the time went": bars(groups, seconds_of, ",.1f"),
+        },
+        "tables": {
+            "Knobs that differ between configurations": between,
+            "Knobs that differ from the defaults": defaults,
+            "Environment": environment(groups),
+        },
         "notes": notes,
         "margin": compare.RECORD.margin,
         "levels": [rule.level for rule in LEVELS.values()],
-        # A third of its 4.8 MB; every browser since 2023 unpacks it
-        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
+
+
+def drawn(figure: go.Figure, library: bool) -> str:
+    """The HTML of a figure; with Plotly's library for all figures of the page."""
+    return figure.to_html(CONFIG, full_html=False, include_plotlyjs=library)
 
 
 def write(path: Path, texts: list[str], record: str | None = None) -> None:
@@ -529,7 +501,7 @@ def write(path: Path, texts: list[str], record: str | None = None) -> None:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True}
     template = jinja2.Environment(loader=loader, **options).get_template("html_page.html")
-    page = template.render(contents(texts, record)).encode(errors="replace")
+    page = template.render(contents(texts, record), drawn=drawn).encode(errors="replace")
     with train_gpt.replacing(path) as partial:
         partial.write_bytes(page)
     print(f"written: {path}, {len(page) / 1e6:.1f} MB")

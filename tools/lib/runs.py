@@ -574,34 +574,39 @@ def summary(rows: list[list[float | None]]) -> tuple[list[float | None], list[fl
     return [mean for mean, _ in stats], [std for _, std in stats]
 
 
-COLUMNS = (  # title, width, format, how to read it
-    ("steps", 7, ".0f", lambda run: run.steps),
-    ("ms/step", 9, ".2f", lambda run: run.step_ms),
-    ("before", 9, ".5f", lambda run: run.before_export and run.before_export.bpb),
-    ("after", 9, ".5f", lambda run: run.after_export and run.after_export.bpb),
-    ("score", 9, ".5f", lambda run: run.score.bpb),
-    ("bytes", 12, ",.0f", lambda run: run.total_bytes),
-    ("train s", 8, ".1f", lambda run: run.train_seconds),
-    ("eval s", 8, ".1f", lambda run: run.eval_seconds),
+COLUMNS = (  # title, format, how to read it
+    ("steps", ".0f", lambda run: run.steps),
+    ("ms/step", ".2f", lambda run: run.step_ms),
+    ("before", ".5f", lambda run: run.before_export and run.before_export.bpb),
+    ("after", ".5f", lambda run: run.after_export and run.after_export.bpb),
+    ("score", ".5f", lambda run: run.score.bpb),
+    ("bytes", ",.0f", lambda run: run.total_bytes),
+    ("train s", ".1f", lambda run: run.train_seconds),
+    ("eval s", ".1f", lambda run: run.eval_seconds),
 )
+
+
+def cell(value: float | None, form: str, unknown: str = "-") -> str:
+    return unknown if value is None else format(value, form)
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """Rows of equally many cells as text: the first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = "<" + ">" * (len(widths) - 1)
+    layout = "  ".join(f"{{:{sign}{width}}}" for sign, width in zip(signs, widths, strict=True))
+    return "\n".join(layout.format(*row) for row in rows)
 
 
 def table(members: list[Run], names: list[str] | None = None) -> str:
     """One line per run, then their mean and standard deviation."""
     names = names or [run.path.stem for run in members]
-    width = max(map(len, (*names, "mean")))
-
-    def line(name: str, row: list[float | None]) -> str:
-        cells = [
-            f"{'-' if value is None else format(value, form):>{size}}"
-            for value, (_, size, form, _) in zip(row, COLUMNS, strict=True)
-        ]
-        return f"{name:{width}}" + "".join(cells)
-
-    rows = [[read(run) for *_, read in COLUMNS] for run in members]
-    lines = [" " * width + "".join(f"{title:>{size}}" for title, size, _, _ in COLUMNS)]
-    lines += [line(name, row) for name, row in zip(names, rows, strict=True)]
+    numbers = [[read(run) for *_, read in COLUMNS] for run in members]
+    rows = list(zip(names, numbers, strict=True))
     if len(members) > 1:
-        lines += map(line, ("mean", "std"), summary(rows))
-    lines.append(f"{'n':{width}}{len(members):>7}")
+        rows += zip(("mean", "std"), summary(numbers), strict=True)
+    forms = [form for _, form, _ in COLUMNS]
+    cells = [["", *(title for title, *_ in COLUMNS)]]
+    cells += [[name, *map(cell, values, forms)] for name, values in rows]
+    lines = [aligned([*cells, ["n", str(len(members)), *[""] * (len(COLUMNS) - 1)]]).rstrip()]
     return "\n".join([*lines, *filter(None, [uneven_steps(members)])])
