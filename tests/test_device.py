@@ -68,6 +68,10 @@ def test_export(elsewhere, monkeypatch):
     quantisers = train_gpt.make_quantisers(run.optimizer.weights(), run.hp, calibration)
     assert all(on_device(*one.round(1e-9)) for one in quantisers.values())
     assert len(sum(quantisers, ())) == len(train_gpt.MATRICES) + len(train_gpt.TABLES)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: torch.zeros(t.shape, dtype=t.dtype))
+    hosts = [vars(one.on_host()) for one in quantisers.values()]
+    tensors = [t for host in hosts for t in host.values() if isinstance(t, torch.Tensor)]
+    assert len(tensors) == 8 * len(hosts) and all(t.device.type == "cpu" for t in tensors)
 
 
 def test_rotated_matrices():

@@ -303,7 +303,7 @@ class RotatedQuantiser(Quantiser):
             targets = (column / unit).clamp(-4000, 4000).flatten(0, 1)
             return train_gpt.viterbi(targets, weights, self.states).view_as(column)
 
-        integers = gptq(self.rows, *self.factor, unit, to_integers, self.feedback)
+        integers = gptq(self.rows, self.order, self.factor, unit, to_integers, self.feedback)
         errors = self.rows - integers * unit
         expected = (self.output @ errors * (errors @ self.damped)).sum((1, 2))
         return (integers / parts).floor().short(), steps, expected
@@ -592,7 +592,7 @@ def make_groups(
 def emptied(quantiser: Quantiser) -> Quantiser:
     """Without what it needs for more than `expected_bytes`."""
     quantiser.rows = quantiser.rows.to("meta")
-    for name in {"damped", "factor", "output", "feedback"} & vars(quantiser).keys():
+    for name in {"damped", "order", "factor", "output", "feedback"} & vars(quantiser).keys():
         delattr(quantiser, name)
     return quantiser
 
