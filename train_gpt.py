@@ -4359,20 +4359,18 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
 
 
 def why_not(name: str, hp: Hyperparameters, runtime: Runtime) -> str:
-    """Why a kernel of attention cannot be used here, or "" if it can."""
+    """Why a kernel of attention does not run here, or "" if it does."""
     train, window = hp.train_seq_len, hp.eval_seq_len
     lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
     unfit = [n for n in lengths if n % TILE]
-    nvidia = runtime.device.type == "cuda" and not torch.version.hip
-    if name in ("fa3", "cudnn") and not (nvidia and runtime.dtype == torch.bfloat16):
-        return "it needs an NVIDIA GPU and COMPUTE_DTYPE=bfloat16"
     if name == "cudnn" and unfit:
         return f"sequences of {unfit} tokens are no multiple of {TILE}"
-    if name == "fa3":
-        try:
-            load_fa3()
-        except Exception as error:  # a missing or unfit package can raise anything
-            return error_message(error)
+    like = {"dtype": runtime.dtype, "device": runtime.device}
+    heads = hp.num_heads, hp.num_kv_heads, hp.num_kv_heads
+    try:
+        load_attention(name)(*(torch.zeros(1, TILE, n, hp.head_dim, **like) for n in heads))
+    except Exception as error:  # a missing or unfit kernel can raise anything
+        return error_message(error)
     return ""
 
 

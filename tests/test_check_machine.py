@@ -80,7 +80,7 @@ def test_a_machine_that_works(ranks, check, tmp_path):
         ("none", {"ranks": 2, "TRAIN_BATCH_TOKENS": 800}, "TOKENS=800 is not a multiple of"),
         ("died", {"ranks": 2}, "training of rank 1: RuntimeError: an illegal memory access"),
         ("memory", {"ranks": 2}, "20.00 GiB; set a lower MICRO_BATCH_TOKENS"),
-        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs an NVIDIA GPU"),
+        ("none", {"ATTENTION": "fa3"}, "attention fa3 skipped: it needs a Hopper GPU"),
     ],
 )
 def test_a_run_that_would_fail_is_an_error(fault, changes, sentence, check):
