@@ -30,7 +30,6 @@ from conftest import ROOT, made, run, user_error, write_shard
 from test_export import DAMAGES, VALUES, replaced, rewritten, walked, zeros
 
 PIECES, WIDTH = 60, 24
-TOOLS = str(ROOT / "tools")
 
 
 @pytest.fixture(autouse=True)
@@ -950,12 +949,18 @@ def test_a_file_is_loaded_as_in_the_document(folder, tmp_path, monkeypatch):
     assert torch.equal(names["model"].lm_head.weight, twin.lm_head.weight)
 
 
-def test_the_example_of_the_document_runs(tmp_path):
+def test_the_example_of_the_document_runs_after_pip_install(tmp_path):
+    """With the files that setup.py installs, alone; they leave the reader's Python as it is."""
+    for path in re.findall(r'"([\w/]+\.py)"', (ROOT / "setup.py").read_text()):
+        shutil.copy(ROOT / path, tmp_path)
     text = (ROOT / "docs" / "quantiser.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(.*?)```", text, re.S)
     assert len(example.splitlines()) < 40
-    start = f"import sys, warnings; warnings.simplefilter('error'); sys.path[:0] = [{TOOLS!r}]"
-    result = run(["-c", f"{start}\n{example}"], {}, tmp_path)
+    start = (
+        "import sys, warnings; warnings.simplefilter('error'); own = [*sys.path], sys.excepthook"
+    )
+    end = "assert own == (sys.path, sys.excepthook)"
+    result = run(["-c", f"{start}\n{example}\n{end}"], {}, tmp_path)
     expected, found = map(float, re.findall(r"-?\d\.\d+", result.stdout.splitlines()[-1]))
     assert expected == pytest.approx(found, rel=0.3)
 
@@ -1005,6 +1010,7 @@ def folder(tmp_path_factory):
 def program(folder, tmp_path, monkeypatch):
     """A function that calls the program with these words, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(quantise, "program", sys.modules["program"], raising=False)
 
     def call(words, text=folder / "text", name="a.npz"):
         first = ["quantise.py", folder / "model", "--text", text, "--width", 31, "-o", name]
