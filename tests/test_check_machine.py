@@ -8,8 +8,7 @@ import math
 import os
 import re
 import shutil
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 
 import check_machine
 import train_gpt
-from conftest import ROOT, run, variables
+from conftest import ROOT, run
 from train_gpt import Hyperparameters
 
 SECTIONS = ["machine", "data", "disk", "products", "copies", "collectives"]
@@ -53,14 +52,18 @@ def test_a_machine_that_works(ranks, check, tmp_path):
     assert report["works"] and not report["errors"] and len(report["ranks"]) == ranks
     for rank in report["ranks"]:
         assert {"machine", "products", "copies", "attention", "mlp", "training"} <= rank.keys()
-        assert rank["products"] > 1e6 and rank["attention"]["ms"].keys() == {"sdpa", "math"}
+        assert rank["products"]["TFLOP/s"] > 1e-6 < rank["copies"]["GB/s"]
+        assert rank["attention"]["ms"].keys() == {"sdpa", "math"}
         kinds = rank["training"]["kinds"]
-        assert [(kind["seq_len"], kind["qat"]) for kind in kinds] == [(16, 0), (32, 0), (32, 1)]
-        assert sum(kind["share"] for kind in kinds) == pytest.approx(1)
-        names = {"roundtrip", "sliding_window", f"ttt_{mode}"}
-        assert rank["evaluation"].keys() == names and all(rank["evaluation"].values())
+        assert list(kinds) == ["T=16", "T=32", "T=32 QAT"]
+        assert sum(kind["share"] for kind in kinds.values()) == pytest.approx(1)
+        names, seconds = (
+            {"roundtrip", "sliding_window", f"ttt_{mode}"},
+            rank["evaluation"]["seconds"],
+        )
+        assert seconds.keys() == names and all(seconds.values())
         assert rank["training"]["calibration_seconds"] > 0 < rank["training"]["read_ms"]
-        assert rank["training"]["memory_mib"] == {}, "no GPU"
+        assert "memory_mib" not in rank["training"], "no GPU"
         sizes = {name: part["bytes"] for name, part in rank["collectives"].items()}
         assert not sizes if ranks == 1 else sizes["all-gather"] == sizes["reduce-scatter"] > 1000
     assert lines[-2] == "ready to run; logs/check.json has all figures"
@@ -143,25 +146,22 @@ H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 @pytest.fixture
 def report():
     """What 8 good H100s would give the defaults. Times of the step and kernels are invented."""
-    kinds = [
-        {"seq_len": 512, "qat": False, "looping": False, "share": 0.4, "ms": 70.0},
-        {"seq_len": 2048, "qat": False, "looping": False, "share": 0.5, "ms": 80.0},
-        {"seq_len": 2048, "qat": True, "looping": False, "share": 0.1, "ms": 82.0},
-    ]
-    training = dict(kinds=kinds, loss=6.9, gradients_ms=70.0, read_ms=5.0, calibration_seconds=4.0)
+    kinds = {"T=512": {"share": 0.4, "ms": 70.0}, "T=2048": {"share": 0.5, "ms": 80.0}}
+    kinds["T=2048 QAT"] = {"share": 0.1, "ms": 82.0}
+    training = dict(kinds=kinds, step_ms=80.0, step_loops=False, gradients_ms=70.0, read_ms=5.0)
     rank = {
         "machine": dict(device=H100, memory_mib=81_090, torch="2.9.1+cu128"),
         "data": {"shards": 80, "train_tokens": 8_000_000_000, "val_tokens": 62_021_846},
-        "disk": {"free_bytes": 10**12},
-        "products": 720e12,
-        "copies": 2.9e12,
+        "disk": {"free GB": 1000.0},
+        "products": {"TFLOP/s": 720.0},
+        "copies": {"GB/s": 2900.0},
         "collectives": {n: {"ms": 0.5, "bytes": 10**8} for n in ("reduce-scatter", "all-gather")},
         "attention": {"ms": {"fa3": 2.1, "cudnn": 2.6, "sdpa": 4.0}, "refused": {}},
         "mlp": {"ms": {"plain": 5.0, "fused": 4.4}, "refused": {}},
-        "training": training | {"memory_mib": {"allocated": 17_000, "reserved": 20_000}},
-        "evaluation": {"roundtrip": 3.0, "sliding_window": 80.0},
+        "training": training | {"calibration_seconds": 4.0, "memory_mib": 20_000},
+        "evaluation": {"seconds": {"roundtrip": 3.0, "sliding_window": 80.0}},
     }
-    chosen = {"attention": "fa3", "mlp": "fused", "micro_batch_tokens": 98_304, "rows": 48}
+    chosen = {"attention": "fa3", "mlp": "fused", "micro_batch_tokens": 98_304}
     chosen |= {"dtype": "torch.bfloat16", "compiled": True}
     ranks = [copy.deepcopy(rank) for _ in range(8)]
     for number, each in enumerate(ranks):
@@ -185,14 +185,8 @@ def test_a_good_machine_has_an_expectation_and_a_line_to_paste(report, capsys):
     assert found["expected"]["evaluation_seconds"] == 83
     assert found["expected"]["epochs"] == pytest.approx(steps * 786_432 / 8e9)
     assert found["paste"] == "ATTENTION=fa3 FUSED_MLP=1"
-    assert found["bound"] == ("defaults", 44.36)
-    plain = copy.deepcopy(report)
-    plain["chosen"]["mlp"] = "plain"
-    assert judge(plain)["bound"] == ("defaults", 48.78)
     check_machine.print_verdict(found)
-    printed = capsys.readouterr().out
-    assert f"expected: {steps:,} steps in 600 s of training" in printed
-    assert "step:     80.0 ms, 1.80 times the modelled bound of defaults, 44.36 ms" in printed
+    assert f"expected: {steps:,} steps in 600 s of training" in capsys.readouterr().out
 
 
 def test_a_run_that_its_steps_end(report):
@@ -203,20 +197,8 @@ def test_a_run_that_its_steps_end(report):
         assert judge(report, ITERATIONS=9000, **knobs)["expected"]["steps"] == 9000
     # Time ends the run before its last step, and the sum over kinds says over 200,000 steps
     kinds = report["ranks"][0]["training"]["kinds"]
-    kinds[0]["ms"], kinds[1]["ms"] = 1.0, 200.0
+    kinds["T=512"]["ms"], kinds["T=2048"]["ms"] = 1.0, 200.0
     assert judge(report, ITERATIONS=6000)["expected"]["steps"] == 6000
-
-
-def test_configurations_have_their_bounds(report):
-    assert judge(report)["bound"][0] == "defaults"
-    assert judge(report, SEED=5)["bound"][0] == "defaults"
-    assert judge(report, NUM_LAYERS=12)["bound"] is None
-    assert judge(report | {"ranks": report["ranks"][:4]})["bound"] is None
-    for name in check_machine.BOUNDS.keys() - {"defaults"}:
-        knobs = variables(name)
-        for kind in report["ranks"][0]["training"]["kinds"]:
-            kind["seq_len"] = int(knobs.get("TRAIN_SEQ_LEN", 2048))
-        assert judge(report, **knobs)["bound"][0] == name
 
 
 def change(report: dict, value: object, *path: str, ranks=range(8)) -> None:
@@ -230,18 +212,33 @@ def change(report: dict, value: object, *path: str, ranks=range(8)) -> None:
 @pytest.mark.parametrize(
     "value, path, ranks, sentence",
     [
-        (634e12, ["products"], [5], "rank 5 (node5) multiplies 12% slower than the others"),
-        (660e12, ["products"], [5], "rank 5 (node5) multiplies 8% slower than the others"),
-        (2.6e12, ["copies"], [0], "rank 0 (node0) copies 10% slower than the others"),
+        (
+            634.0,
+            ["products", "TFLOP/s"],
+            [5],
+            "rank 5 (node5) multiplies 12% slower than the others",
+        ),
+        (
+            660.0,
+            ["products", "TFLOP/s"],
+            [5],
+            "rank 5 (node5) multiplies 8% slower than the others",
+        ),
+        (2600.0, ["copies", "GB/s"], [0], "rank 0 (node0) copies 10% slower than the others"),
         (80.0, ["training", "gradients_ms"], [7], "rank 7 (node7) computes gradients 12% slower"),
-        (490e12, ["products"], range(8), "large products reach 490 TFLOP/s; 593 is usual"),
-        (586e12, ["products"], range(8), ""),  # measured on a healthy H100
-        (2.2e12, ["copies"], range(8), "copies reach 2,200 GB/s; 3,015 is usual"),
-        (78_000, ["training", "memory_mib", "reserved"], [6], "training reserves 78,000 of 81,090"),
+        (
+            490.0,
+            ["products", "TFLOP/s"],
+            range(8),
+            "large products reach 490 TFLOP/s; 593 is usual",
+        ),
+        (586.0, ["products", "TFLOP/s"], range(8), ""),  # measured on a healthy H100
+        (2200.0, ["copies", "GB/s"], range(8), "copies reach 2,200 GB/s; 3,015 is usual"),
+        (78_000, ["training", "memory_mib"], [6], "training reserves 78,000 of 81,090"),
         (13.0, ["collectives", "all-gather", "ms"], range(8), "collectives take 13.5 ms, over"),
         (81.0, ["training", "read_ms"], [3], "reading a batch takes 81 ms, longer than a step"),
-        (700.0, ["evaluation", "sliding_window"], [4], "evaluation takes 703 s, over"),
-        (668e12, ["products"], [5], ""),  # 7 %
+        (700.0, ["evaluation", "seconds", "sliding_window"], [4], "evaluation takes 703 s, over"),
+        (668.0, ["products", "TFLOP/s"], [5], ""),  # 7 %
     ],
 )
 def test_what_is_slow_is_said(value, path, ranks, sentence, report):
@@ -252,118 +249,41 @@ def test_what_is_slow_is_said(value, path, ranks, sentence, report):
 
 
 def test_a_slow_step_is_compared_with_the_published_one(report):
-    kinds = report["ranks"][0]["training"]["kinds"]
-    kinds[1]["ms"] = 81.87 * 790 / 720  # #399's part of products that are 0.91 as fast
+    training = report["ranks"][0]["training"]
+    training["step_ms"] = 81.87 * 790 / 720  # #399's part of products that are 0.91 as fast
     assert judge(report)["slow"] == []
-    kinds[1]["ms"] /= 0.84
+    training["step_ms"] /= 0.84
     (sentence,) = judge(report)["slow"]
     assert "a step reaches 0.29 of the speed of large products" in sentence
     assert "#399's published step on 8 x H100 reached 0.35" in sentence
     report["ranks"] = report["ranks"][:4]  # a looping run as it is before its loop
-    kinds[1]["ms"] = 2 * 81.87 * 790 / 720
+    training["step_ms"] = 2 * 81.87 * 790 / 720
     assert judge(report, LOOP_VISITS=3)["slow"] == []
-    kinds[1]["ms"] /= 0.84
+    training["step_ms"] /= 0.84
     assert "a step reaches 0.29" in judge(report, LOOP_VISITS=3)["slow"][0]
 
 
-MISSING = "ModuleNotFoundError: No module named 'x'"
-
-
-def missing(report: dict, times: float, why=MISSING) -> list[str]:
-    """What is said if attention takes so many times FlashAttention 3's published time: forward 371
-    and backward 422 TFLOP/s, of 48 x 8 heads x 2,048 x 2,048 / 2 x 64 x 4 FLOP."""
-    forward = 4 * 48 * 8 * 2048 * 2048 / 2 * 64
-    published = 1000 * (forward / 371e12 + 2.5 * forward / 422e12)
-    change(report, {"sdpa": times * published, "cudnn": 9.0}, "attention", "ms")
-    change(report, {"fa3": why}, "attention", "refused")
-    return [sentence for sentence in judge(report)["slow"] if "FlashAttention" in sentence]
-
-
-def test_missing_flash_attention_is_priced_by_its_published_speed(report):
-    (sentence,) = missing(report, 1.9)
-    assert sentence.startswith("FlashAttention 3 is missing: attention takes 1.9 times as long")
-    (sentence,) = missing(report, 1.9, "UserError: its results differ")
-    assert "FlashAttention 3 was refused (UserError: its results differ): attention" in sentence
-    assert not missing(report, 1.05)
-    change(report, "NVIDIA H200", "machine", "device")
-    assert missing(report, 1.9)
+def test_missing_flash_attention_is_advised_where_it_could_run(report):
+    change(report, {"fa3": "No module named 'x'"}, "attention", "refused")
+    (sentence,) = judge(report)["advice"]
+    assert sentence.startswith("no FlashAttention 3 (No module named 'x'): pip install")
     change(report, A100, "machine", "device")
-    assert not missing(report, 1.9)
-
-
-def fa3_builds(report: dict, ms: dict, refused: dict, **attention: float) -> list[str]:
-    """What is advised if these builds of FlashAttention 3 were timed, and attention took this long."""
-    change(report, {"ms": ms, "refused": refused}, "fa3")
-    if attention:
-        change(report, attention, "attention", "ms")
-    return judge(report)["advice"]
-
-
-def test_the_fastest_build_of_flash_attention_is_advised(report):
-    wheel, hub, other = check_machine.FA3_SOURCES
-    lines = check_machine.FA3_SOURCES
-    assert not fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 2.07}, {wheel: "..."}, fa3=2.04)
-    (line,) = fa3_builds(report, {wheel: 2.1, hub: 2.0, other: 1.9}, {}, fa3=2.1)
-    assert line.endswith(f", {wheel}, 2.10: {lines[other]}") and line.startswith(f"{other} takes 1")
-    change(report, {"ms": {wheel: 2.1, hub: 2.0, other: 2.9}, "refused": {}}, "fa3", ranks=[3])
-    (line,) = judge(report)["advice"]
-    assert line.endswith(f": {lines[hub]}"), "the slowest rank decides"
-    # The wheel is there, but wrong, so that a run takes another kernel
-    report["chosen"]["attention"] = "cudnn"
-    (line,) = fa3_builds(report, {hub: 2.0}, {wheel: "UserError: differ"}, cudnn=2.6)
-    assert line.endswith(f"the run's attention, cudnn, 2.60: {lines[hub]}")
-
-
-def test_a_missing_build_of_flash_attention_is_advised(report):
-    wheel, hub, other = check_machine.FA3_SOURCES
-    (line,) = fa3_builds(report, {hub: 2.1}, {wheel: MISSING}, fa3=2.1)
-    assert "slower than another build on an H100 (published" in line
-    assert line.endswith(f": {check_machine.FA3_SOURCES[wheel]}")
-    (line,) = fa3_builds(report, {}, dict.fromkeys((wheel, hub, other), MISSING), cudnn=2.6)
-    assert line == f"install FlashAttention 3: {check_machine.FA3_SOURCES[wheel]}"
-    why = "ImportError: libcudart.so.12: cannot open shared object file"
-    (line,) = fa3_builds(report, {hub: 2.1}, {wheel: why}, fa3=2.1)
-    assert line.startswith(why) and line.endswith("#737): apt-get install cuda-cudart-12-6")
-    why = "HfHubHTTPError: 401 Client Error. (Request ID: Root=1)"
-    (line,) = fa3_builds(report, {wheel: 2.1}, {hub: why}, fa3=2.1)
-    assert line.startswith(f"{hub}: kernels 0.16 and later") and line.endswith(": hf auth login")
-
-
-@pytest.mark.parametrize(
-    "gpu, driver, version, compiled, slow, advice",
-    [
-        (H100, "570.86.15, 700.00 W", "2.10.0+cu128", True, "is 570: before", ""),
-        (H100, "580.95.05, 700.00 W", "2.9.1+cu128", True, "", ""),
-        (H100, "unknown, cudnn 91002", "2.9.1+cu128", True, "", ""),
-        (A100, "550.90.07, 400.00 W", "2.9.1+cu128", True, "", ""),
-        (A100, "580.95.05, 400.00 W", "2.10.0+cu128", True, "", "NaN on an A100"),
-        (A100, "580.95.05, 400.00 W", "2.10.0+cu128", False, "", ""),
-    ],
-)
-def test_published_faults_are_known(gpu, driver, version, compiled, slow, advice, report):
-    """Even if a section failed, as the fault may be why."""
-    report["chosen"]["compiled"] = compiled
-    facts = {"device": gpu, "host": "", "driver, power limit, clock": driver, "torch": version}
-    change(report, facts, "machine", ranks=[1, 2])
-    del report["ranks"][0]["training"]
-    found = judge(report)
-    assert len(found["slow"]) == bool(slow) and all(slow in line for line in found["slow"])
-    assert len(found["advice"]) == bool(advice) and all(advice in line for line in found["advice"])
+    assert judge(report)["advice"] == []
 
 
 def test_two_ranks_are_compared_with_each_other_but_not_on_cpus(report):
     """Which others use as well."""
-    change(report, 648e12, "products", ranks=[1])
+    change(report, 648.0, "products", "TFLOP/s", ranks=[1])
     two = report | {"ranks": report["ranks"][:2]}
     assert judge(two)["slow"] == ["rank 1 (node1) multiplies 10% slower than the others"]
     for rank in report["ranks"]:
         del rank["machine"]["memory_mib"]
-    change(report, 580e12, "products", ranks=[1])  # 19 %
+    change(report, 580.0, "products", "TFLOP/s", ranks=[1])  # 19 %
     assert judge(report)["slow"] == []
 
 
 def test_other_data_types_and_parts_of_a_gpu_have_no_usual_speed(report):
-    change(report, 60e12, "products")
+    change(report, 60.0, "products", "TFLOP/s")
     assert len(judge(report, TRAIN_BATCH_TOKENS=786_432)["slow"]) == 1
     report["chosen"]["dtype"] = "torch.float32"
     assert judge(report)["slow"] == []
@@ -378,8 +298,8 @@ def test_other_data_types_and_parts_of_a_gpu_have_no_usual_speed(report):
 
 
 def test_the_line_to_paste_has_what_is_advised(report):
-    change(report, 78_000, "training", "memory_mib", "reserved")
-    change(report, 700.0, "evaluation", "sliding_window")
+    change(report, 78_000, "training", "memory_mib")
+    change(report, 700.0, "evaluation", "seconds", "sliding_window")
     change(report, {"plain": 4.0, "fused": 4.4}, "mlp", "ms")
     found = judge(report, MAX_WALLCLOCK_SECONDS=300)
     knobs = "MICRO_BATCH_TOKENS=49152 EVAL_MODE=banded WARMDOWN_FRAC=0.41"
@@ -422,15 +342,6 @@ def test_an_error_of_any_rank_means_that_a_run_would_not_work(report):
 
 
 # ---- Measurements --------------------------------------------------------------------------------
-def test_a_time_is_the_best_of_three_rounds(monkeypatch):
-    """The first round takes 3 s, the others 2 s; five calls each, and the device is waited for."""
-    calls, waits, now = [], [], iter([0.0, 3.0, 3.0, 5.0, 5.0, 7.0])
-    monkeypatch.setattr(check_machine.time, "perf_counter", lambda: next(now))
-    runtime = SimpleNamespace(synchronize=lambda: waits.append(len(calls)))
-    assert check_machine.milliseconds(lambda: calls.append(1), runtime) == 400.0
-    assert waits == [0, 5, 5, 10, 10, 15]
-
-
 def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     """Forward and backward; a kernel that is refused has its reason and no time."""
     hp, runtime = (run := run_of(val=True, MICRO_BATCH_TOKENS=96)).hp, run.runtime
@@ -443,16 +354,10 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     why_not = lambda name, *_: "" if name == "math" else "it is missing"  # noqa: E731
     monkeypatch.setattr(train_gpt, "why_not", why_not)
     monkeypatch.setattr(train_gpt, "load_attention", lambda name: attend)
-    names = ("sdpa", "math")
-    found = check_machine.attention_times(hp, runtime, names)
+    found = check_machine.attention_times(hp, runtime, ("sdpa", "math"))
     assert found["ms"]["math"] > 0 and found["refused"] == {"sdpa": "it is missing"}
     assert set(shapes) == {((3, 32, 4, 8), (3, 32, 2, 8))}
     assert check_machine.mlp_times(hp, runtime)["ms"].keys() == {"plain"}
-    monkeypatch.setattr(train_gpt, "why_not", lambda *_: "")
-    now = iter([1.0, 2.0, 1.0, 2.0, 9.0, 2.0, 9.0, 2.0, 1.0, 2.0])  # of sdpa and math, in turn
-    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: next(now))
-    assert check_machine.attention_times(hp, runtime, names)["ms"] == {"sdpa": 1.0, "math": 2.0}
-    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: call() or 1.0)
     monkeypatch.setattr(train_gpt, "is_hopper", lambda _: True)
     fused = mock.Mock(side_effect=lambda x, *_: x)
     monkeypatch.setattr(train_gpt, "load_fused_mlp", lambda *_: fused)
@@ -462,37 +367,6 @@ def test_kernels_are_timed_at_the_sizes_of_the_run(run_of, monkeypatch):
     assert check_machine.mlp_times(hp, runtime)["ms"].keys() == {"plain", "fused"}
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_each_build_of_flash_attention_is_timed(installed, run_of, monkeypatch):
-    """The script imports each of them; after that, what is installed."""
-    run, asked, tried = run_of(val=True), [], []
-    wheel, hub, other = check_machine.FA3_SOURCES
-    builds = {name: ModuleType(name) for name in (wheel, hub, other)}
-    builds[other].flash_attn_interface = inner = ModuleType("inner")
-
-    def get_kernel(source, **version):
-        asked.append((source, version))
-        train_gpt.require(source != hub, "401 Client Error")
-        return builds[source]
-
-    def load_attention(name):
-        tried.append((name, sys.modules.get(wheel)))
-        return train_gpt.reference_attention
-
-    monkeypatch.setitem(sys.modules, wheel, builds[wheel] if installed else None)  # ImportError
-    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
-    monkeypatch.setattr(train_gpt, "why_not", lambda *_: "")
-    monkeypatch.setattr(train_gpt, "load_attention", load_attention)
-    found = check_machine.attention_times(run.hp, run.runtime, check_machine.FA3_SOURCES)
-    assert asked == [(hub, {"version": 1}), (other, {"revision": "main"})]
-    *tried, last = tried
-    assert tried == [("fa3", builds[wheel])] * installed + [("fa3", inner)]
-    assert last[0] == run.runtime.attention, "torch's switches are those of the run"
-    assert list(found["ms"]) == [wheel] * installed + [other]
-    assert found["refused"][hub] == "401 Client Error"
-    assert sys.modules.get(wheel) is (builds[wheel] if installed else None)
-
-
 def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
     """8 timed batches take a second, so each batch of the whole text takes an eighth of it."""
     run = run_of(val=True, MICRO_BATCH_TOKENS=64, VAL_BATCH_SIZE=64)  # two windows of 32
@@ -500,7 +374,7 @@ def test_evaluations_are_scaled_to_the_whole_text(run_of, monkeypatch):
     monkeypatch.setattr(train_gpt.Evaluator, "score", lambda self, w: scored.append(w.shape[1]))
     monkeypatch.setattr(check_machine, "seconds_of", lambda work, runtime: work() or 1.0)
     later = math.ceil((run.val.targets - 32) / 8)
-    found = check_machine.evaluation(run)
+    found = check_machine.evaluation(run)["seconds"]
     assert scored == [2, 16, 2, 16]
     assert found["sliding_window"] == math.ceil(later / 2) / 8
     assert found["roundtrip"] == math.ceil(run.val.targets / 32 / 2) / 8
@@ -512,10 +386,12 @@ def test_time_after_the_limit_of_test_time_training_is_scored_plainly(run_of, mo
     knobs = {"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 128}
     run = run_of(val=True, **knobs)
     whole = 10.0 * run.val.targets / (8 * 128) * 8 / 7
-    assert check_machine.evaluation(run)["ttt_sgd"] == pytest.approx(whole)
+    assert check_machine.evaluation(run)["seconds"]["ttt_sgd"] == pytest.approx(whole)
     run = run_of(val=True, **knobs, EVAL_MAX_SECONDS=whole / 4)
     monkeypatch.setattr(train_gpt, "out_of_time", lambda *_: False)
-    assert check_machine.evaluation(run)["ttt_sgd"] == pytest.approx(whole / 4 + 0.75 * 4.0)
+    assert check_machine.evaluation(run)["seconds"]["ttt_sgd"] == pytest.approx(
+        whole / 4 + 0.75 * 4.0
+    )
 
 
 def test_training_leaves_no_gradients_and_knows_the_time_of_gptq(run_of):
@@ -539,10 +415,10 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
     comm = train_gpt.Comm(0, ranks)
     comm.shard, comm.replicate = train_gpt.Comm(0, shard), train_gpt.Comm(0, ranks // shard)
     monkeypatch.setattr(train_gpt.Comm, "start", start)
-    monkeypatch.setattr(check_machine, "milliseconds", lambda call, runtime: 1.0)
     runtime = dataclasses.replace(run.runtime, comm=comm)
     found = check_machine.communication(run.hp, runtime)
-    assert len(calls) == 3 + 3 + 1 + 3 * (shard != ranks), "each once before it is timed"
+    each = 3 + 3 + 1 + 3 * (shard != ranks)
+    assert len(calls) == (2 + 15) * each, "as often on every rank, whatever its time"
     model = train_gpt.GPT(run.hp, None, runtime.dtype)
     optimizer = train_gpt.ParallelMuon(model, model.initialise(0), run.hp, comm)
     padded = sum(shard.padded.nbytes for shard in optimizer.banks.values())
@@ -561,9 +437,10 @@ def test_collectives_have_the_sizes_of_the_optimizers(ranks, shard, run_of, monk
 )
 def test_facts_of_a_gpu(script, told, tmp_path, monkeypatch):
     """Those that nvidia-smi tells of the card that torch uses."""
-    card = mock.Mock(uuid="12ab-34")
+    card = mock.Mock(uuid="12ab-34", total_memory=1 << 36)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert check_machine.ask_driver(torch.device("cuda", 0), "driver_version") == told
+    runtime = SimpleNamespace(device=torch.device("cuda"), device_name=lambda: H100)
+    assert check_machine.machine(runtime)["driver, power limit, clock"] == told

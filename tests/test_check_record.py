@@ -213,19 +213,11 @@ BROKEN = {
     "unfinished log": (edit("train_seed1.log", r"final_int6_\w+_exact.*\n.*", ""), "did not finish"),
     "no author": (fields(author=""), "without author"),
     "unfilled readme": (edit("README.md", "none", "(to fill: x)"), "still to fill"),
-    "a wrong bpb": (fields(val_bpb=0.9), "val_bpb is"),
     "bpb as loss": (fields(lambda given: {"val_loss": given["val_bpb"]}), "val_loss is nats per token"),
-    "a wrong std": (fields(val_bpb_std=0.5), "val_bpb_std is 0.5"),
-    "a seed invented": (fields(seeds=[9, 2]), "seeds are"),
     "a seed left out": (remove("train_seed2.log"), "seed_results has seed 2, which has no log"),
     "a seed's results left out": (
         fields(lambda given: {"seed_results": {"1": given["seed_results"]["1"]}}), "seed_results lacks seed 2"
     ),
-    "a seed's figure": (
-        edit("submission.json", r'"artifact_bytes": \d+', '"artifact_bytes": 5'), "artifact_bytes 5 for seed"
-    ),
-    "bytes wrong": (fields(bytes_total=5), "bytes_total is 5"),
-    "code bytes wrong": (fields(bytes_code=5), "bytes_code is 5"),
     "mixed settings": (
         edit("train_seed2.log", r"^[* ] MATRIX_LR=0\.025", "* MATRIX_LR=0.03"), "MATRIX_LR=0.025 and 0.03"
     ),
@@ -323,7 +315,13 @@ def tilted(text: str) -> str:
 
 
 def test_a_run_with_the_tilt_says_that_it_counts_n_grams(made):
-    """It said that it does not, and its hints took no time."""
+    """It said that it does not, and its hints took no time, which is limited."""
+    slow = lambda text: re.sub(r"(final_int6_sl.*eval_time:)\d+", r"\g<1>590000", tilted(text))  # noqa: E731
+    folder = made(change=slow)
+    given = json.loads((folder / "submission.json").read_text())
+    assert given["compliance"]["eval_under_600s"] is False
+    assert any("seed 1: 619.00 s" in line.detail for line in failures(folder))
+    shutil.rmtree(folder)
     folder = made(change=tilted)
     given = json.loads((folder / "submission.json").read_text())
     assert given["compliance"]["no_ngram_cache"] is False
@@ -336,14 +334,6 @@ def test_a_run_with_the_tilt_says_that_it_counts_n_grams(made):
     path.write_text(json.dumps(fields_of(given, no_slot=False)))
     (found,) = check_record.claims(check_record.Folder(folder))
     assert found.status == "FAIL" and found.detail == "no_slot is False, not true"
-
-
-def test_hints_count_within_the_time_limit(made):
-    slow = lambda text: re.sub(r"(final_int6_sl.*eval_time:)\d+", r"\g<1>590000", tilted(text))  # noqa: E731
-    folder = made(change=slow)
-    given = json.loads((folder / "submission.json").read_text())
-    assert given["compliance"]["eval_under_600s"] is False
-    assert any("seed 1: 619.00 s" in line.detail for line in failures(folder))
 
 
 def test_what_the_logs_do_not_show_is_left_to_the_author(made):

@@ -412,14 +412,19 @@ def test_the_end_names_the_data_that_were_given(complete, tmp_path):
 
 
 def test_the_end_repeats_the_users_settings_and_the_prompt(complete):
-    """They are those that run.sh names. Text that is not Python begins with "The "."""
+    """They are those that run.sh names. Text that is not Python begins with "The ", and no text of the
+    demonstration is made beside it."""
+    (complete.repository / "tools" / "report.py").write_text("import sys; print(sys.argv[1:])")
     given = {"MAX_WALLCLOCK_SECONDS": "30", "DEVICE": "cpu", "VOCAB_SIZE": "9", "NPROC": "1"}
-    sample, *_, seeds = complete.run(**given).stdout.partition("\nnext:\n")[2].splitlines()
+    made, _, end = complete.run(**given).stdout.partition("\nnext:\n")
+    sample, *_, seeds = end.splitlines()
     settings = dict(word.split("=") for word in shlex.split(seeds)[:-1])
     assert settings == given | {"SEEDS": "1337 42 2025"}
     assert shlex.split(sample)[-1] == "def __init__(self,"
-    sample, *_ = complete.run(DATA_PATH="mine").stdout.partition("\nnext:\n")[2].splitlines()
-    assert shlex.split(sample)[-1] == "The "
+    assert "demo_corpus" in made and "'--prompt', 'def __init__(self,'" in made
+    own, _, end = complete.run(DATA_PATH="mine").stdout.partition("\nnext:\n")
+    assert shlex.split(end.splitlines()[0])[-1] == "The "
+    assert "demo_corpus" not in own and "'--prompt', ''" in own
 
 
 def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
@@ -449,14 +454,6 @@ def test_the_end_repeats_the_score_of_the_run(complete):
         "--nproc_per_node=2",
         "train_gpt.py",
     )
-
-
-def test_own_data_are_used_as_they_are(complete):
-    """No text of the demonstration is made, and the sample does not begin like a Python program."""
-    (complete.repository / "tools" / "report.py").write_text("import sys; print(sys.argv[1:])")
-    own, default = complete.run(DATA_PATH="mine"), complete.run()
-    assert "demo_corpus" not in own.stdout and "'--prompt', ''" in own.stdout, own.stderr
-    assert "demo_corpus" in default.stdout and "'--prompt', 'def __init__(self,'" in default.stdout
 
 
 def test_requirements_are_what_is_imported():

@@ -500,18 +500,13 @@ def test_a_tokenizer_is_not_trained_on_validation(sources, tmp_path):
         assert (pieces.piece_to_id("zq") != pieces.unk_id()) == known
 
 
-def test_a_failed_build_leaves_nothing_and_force_replaces_all(sources, tmp_path, monkeypatch):
+def test_a_failed_build_leaves_nothing(sources, tmp_path):
     out = tmp_path / "made" / "out"
     build(sources, out, shard_tokens=1000)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with user_error("exists already.*--force"):
-        build(sources, out)
     with user_error("no document was left for train"):
         build(sources, out, val_docs=10_000, tokenizer=out / "tokenizer.model", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-    build(sources, out, force=True)
-    assert len(list(out.glob("*.bin"))) == 2, "the old shards are gone"
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
@@ -752,7 +747,6 @@ NO_VAL = "left for val, as all 3 are in the other split: set --val-docs or a hig
     [
         (["--vocab-size", 100, "--val-docs", 1], "--vocab-size: 100 is not between 262 and 65536"),
         (["-", "-", *SMALL, "--val-docs", 1], "-, standard input, is given twice"),
-        (["--vocab-size", 7**6, "--val-docs", 1], "--vocab-size: 117649 is not between 262 and"),
         ([*SMALL, "--val-fraction", 2], "--val-fraction: 2 is not between 0 and 1"),
         ([*TOKENIZER, "--val-docs", 1, "--caseops"], "--caseops is for a tokenizer that is traine"),
         ([*SMALL, "--val-docs", 1, "--caseops", "--normalizer", "nmt_nfkc"], "--caseops is for a"),
@@ -806,7 +800,7 @@ def test_force_replaces_shards_only(sources, tmp_path, monkeypatch):
     before = place.stat().st_ino
     monkeypatch.chdir(place)
     for out in (tmp_path / "link", Path(".")):
-        with user_error("--out .* exists already"):
+        with user_error("--out .* exists already.*--force"):
             build(sources, out)
         build(sources, out, force=True)
     build(sources, place, force=True)

@@ -15,7 +15,6 @@ takes minutes the first time; a run then finds it in the cache.
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import math
@@ -28,7 +27,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "data")]
@@ -41,6 +39,7 @@ from train_gpt import Hyperparameters, Runtime, UserError, require
 
 # isort: split
 import torch
+from torch.utils.benchmark import Timer
 
 REPORT = Path("logs/check.json")
 # How much slower than the others a rank may be: of a GPU, and of a CPU, which others use as well.
@@ -49,39 +48,14 @@ SLOW = 0.85  # of what is usual
 # Of the data sheet's peak, what large products and copies reach: 586 of 989 TFLOP/s were measured on
 # a healthy H100 at its power limit (docs/log.md).
 PRODUCTS, COPIES = 0.6, 0.9
-# FLOP/s of FlashAttention 3 for heads of 64 dimensions and 2,048 causal positions on an H100, forward
-# and backward (published, arXiv:2407.08608), and what a backward computes of a forward's.
-FA3_FORWARD, FA3_BACKWARD, BACKWARD = 371e12, 422e12, 2.5
-HOPPER = ("H100", "H200", "H20", "H800", "GH200")  # GPUs that it needs
-MUCH = 1.1  # times as long as with it, to be worth a line
-# Its builds, and the line after which a run takes that one. `kernels` 0.14 and later refuse the third
-# one, whose publisher they do not trust; earlier ones no longer find the second (published).
-WHEEL, HUB = "flash_attn_interface", "kernels-community/flash-attn3"
-OTHER = "varunneal/flash-attention-3"
-FA3_SOURCES = {
-    WHEEL: "pip install --no-deps flash-attn-3 --find-links "
-    "https://download.pytorch.org/whl/flash-attn-3/",
-    HUB: "pip uninstall -y flash-attn-3; pip install -U kernels",
-    OTHER: "pip uninstall -y flash-attn-3; pip install 'kernels<0.14'; hf download "
-    f"{OTHER} --local-dir fa3; export LOCAL_KERNELS={HUB}=$PWD/fa3",
-}
-DRIVER = 580  # an older one makes steps slower (published, modded-nanogpt)
+HOPPER = ("H100", "H200", "H20", "H800", "GH200")  # GPUs of FlashAttention 3
+FA3 = "pip install -U kernels, or the official wheel (docs/pods.md)"
 STEP_399 = 0.08187  # seconds of #399's step on 8 x H100 (published)
-# Milliseconds of a step without depth recurrence on one of 8 H100s, with the plain and the fused
-# MLP: a lower bound (modelled by bench/h100.py, torch 2.9.1), by file of configs/.
-BOUNDS = {
-    "defaults": (48.78, 44.36),
-    "399": (48.77, 44.35),
-    "2135": (59.16, 52.93),
-    "frontier": (60.07, 53.79),
-}
 EVALUATION_CAP = 600.0  # seconds, by the rules of the challenge
 STEPS, MORE_STEPS = 10, 3  # timed steps with whole sequences, and of each other kind
 BATCHES = 8  # of each rank that are scored
 SGD_CHUNKS = 8  # of test-time training that are timed; it trains on all but the last
-REPEATS = 5  # of the time of a kernel; the median counts
 CLEARLY = 0.02  # a kernel that is faster by this share than the automatic choice is advised
-SUSTAINED = 1.0  # seconds of products before those of a GPU that count, as it may become slower
 
 
 # ---- Measurements on each rank -------------------------------------------------------------------
@@ -92,19 +66,12 @@ def machine(runtime: Runtime) -> dict:
     if runtime.device.type == "cuda":
         properties = torch.cuda.get_device_properties(runtime.device)
         found |= {"cuda": torch.version.cuda, "memory_mib": properties.total_memory >> 20}
-        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else "none"
-        driver = ask_driver(runtime.device, "driver_version,power.limit,clocks.max.sm")
-        libraries = f"cudnn {torch.backends.cudnn.version()}, nccl {nccl}"
-        found["driver, power limit, clock"] = f"{driver}, {libraries}"
+        query = "driver_version,power.limit,clocks.max.sm"
+        command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader"
+        told = subprocess.getoutput(f"{command} --id=GPU-{properties.uuid} 2>/dev/null").strip()
+        found["driver, power limit, clock"] = told or "unknown"
         found["packages"] = train_gpt.package_versions()
     return found
-
-
-def ask_driver(device: torch.device, query: str) -> str:
-    """nvidia-smi's values of `query` for this GPU, or "unknown"."""
-    gpu = torch.cuda.get_device_properties(device).uuid
-    command = f"timeout 20 nvidia-smi --query-gpu={query} --format=csv,noheader --id=GPU-{gpu}"
-    return subprocess.getoutput(f"{command} 2>/dev/null").strip() or "unknown"
 
 
 def check_data(hp: Hyperparameters) -> dict:
@@ -112,96 +79,71 @@ def check_data(hp: Hyperparameters) -> dict:
     as long as their manifest says."""
     folder = Path(hp.data_path)
     train_gpt.require_data(hp, "train", "val")
-    streams = [train_gpt.TokenStream(hp.data_path, s, hp.vocab_size) for s in ("train", "val")]
+    train, val = (train_gpt.TokenStream(folder, s, hp.vocab_size) for s in ("train", "val"))
     manifest = shards.read_manifest(folder)
     wrong = shards.problems(folder, manifest, hashes=False) if manifest else []
     require(not wrong, "; ".join(wrong[:3]))
     train_gpt.read_validation(hp, torch.device("cpu"))
-    train, val = streams
     return {"shards": len(train.paths), "train_tokens": len(train), "val_tokens": len(val)}
 
 
 def check_disk(hp: Hyperparameters) -> dict:
-    """Free bytes, where rank 0 writes. Raises UserError if the run's files do not fit."""
+    """Free space, where rank 0 writes. Raises UserError if the run's files do not fit."""
     train_gpt.require_space(hp)
-    return {"free_bytes": shutil.disk_usage(".").free}
+    return {"free GB": shutil.disk_usage(".").free / 1e9}
 
 
-def milliseconds(call: Callable[[], object], runtime: Runtime) -> float:
-    """Of one call, from the fastest of three rounds of five that are queued together."""
-    rounds = []
-    for _ in range(3):
-        runtime.synchronize()
-        began = time.perf_counter()
-        for _ in range(5):
-            call()
-        runtime.synchronize()
-        rounds.append(time.perf_counter() - began)
-    return 1000 * min(rounds) / 5
+def milliseconds(call: Callable[[], object], seconds: float = 0.2, calls: int = 0) -> float:
+    """Of one call: the median over so many seconds, or the mean of so many calls."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    found = timer.timeit(calls) if calls else timer.blocked_autorange(min_run_time=seconds)
+    return 1000 * found.median
 
 
 def product_speed(runtime: Runtime) -> float:
-    """FLOP/s of a large matrix product; on a GPU after a second of them."""
-    on_gpu = runtime.device.type == "cuda"
-    n = 8192 if on_gpu else 1024
+    """TFLOP/s of a large matrix product, over seconds, in which a GPU may become slower."""
+    n = 8192 if runtime.device.type == "cuda" else 1024
     a, b = torch.randn(2, n, n, device=runtime.device).to(runtime.dtype)
-    end = time.perf_counter() + on_gpu * SUSTAINED
-    while True:
-        ms = milliseconds(lambda: a @ b, runtime)
-        if time.perf_counter() > end:
-            return 2e3 * n**3 / ms
-
-
-def load(runtime: Runtime) -> str | None:
-    """The state of a GPU right after the products."""
-    on_gpu = runtime.device.type == "cuda"
-    query = "clocks.sm,power.draw,temperature.gpu"
-    return ask_driver(runtime.device, query) if on_gpu else None
+    return 2e-9 * n**3 / milliseconds(lambda: a @ b, seconds=2.0)
 
 
 def copy_speed(runtime: Runtime) -> float:
-    """Bytes/s that a copy in the device's memory reads and writes."""
+    """GB/s that a copy in the device's memory reads and writes."""
     count = 1 << (30 if runtime.device.type == "cuda" else 26)
     source, target = torch.zeros(2, count, dtype=torch.uint8, device=runtime.device)
-    return 2e3 * count / milliseconds(lambda: target.copy_(source), runtime)
+    return 2e-6 * count / milliseconds(lambda: target.copy_(source))
 
 
 def communication(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
     """Milliseconds and bytes of a step's collectives, by name."""
-    comm, banks, small = runtime.comm, [], 0
+    comm, banks, small = runtime.comm, [], 4
     for name, weights in train_gpt.meta_parameters(hp).items():
-        if name not in train_gpt.BANKS:
+        if name in train_gpt.BANKS:
+            rows, options = math.ceil(len(weights) / comm.shard.size), {"device": runtime.device}
+            shape = comm.shard.size * rows, *weights.shape[1:]
+            full = torch.zeros(shape, dtype=runtime.dtype, **options)
+            banks.append((full, full[:rows].clone()))
+        else:
             small += weights.numel()
-            continue
-        rows = math.ceil(len(weights) / comm.shard.size)
-        options = {"dtype": runtime.dtype, "device": runtime.device}
-        full = torch.zeros(comm.shard.size * rows, *weights.shape[1:], **options)
-        banks.append((full, torch.zeros_like(full[:rows])))
-    flat = torch.zeros(small + 4, device=runtime.device)
-
-    def wait_for(collectives: Iterable[Callable[[], None]]) -> None:
-        for arrived in list(collectives):
-            arrived()
-
-    nbytes = sum(full.nbytes for full, _ in banks)
-    calls = {
-        "reduce-scatter": (
-            nbytes,
-            lambda: wait_for(comm.shard.reduce_scatter(s, f) for f, s in banks),
-        ),
-        "all-gather": (nbytes, lambda: wait_for(comm.shard.all_gather(f, s) for f, s in banks)),
-        "all-reduce": (flat.nbytes, lambda: wait_for([comm.all_reduce(flat)])),
+    flat = torch.zeros(small, device=runtime.device)
+    whole, part = (sum(t.nbytes for t in tensors) for tensors in zip(*banks, strict=True))
+    calls = {  # each starts collectives
+        "reduce-scatter": (whole, lambda: [comm.shard.reduce_scatter(s, f) for f, s in banks]),
+        "all-gather": (whole, lambda: [comm.shard.all_gather(f, s) for f, s in banks]),
+        "all-reduce": (flat.nbytes, lambda: [comm.all_reduce(flat)]),
     }
     if comm.replicate.size > 1:  # crosses nodes
-        calls["all-reduce of rows"] = (
-            sum(shard.nbytes for _, shard in banks),
-            lambda: wait_for(comm.replicate.all_reduce(shard) for _, shard in banks),
-        )
-    found = {}
-    for name, (size, call) in calls.items():
-        call()  # the first one sets up the connection
-        found[name] = {"ms": milliseconds(call, runtime), "bytes": size}
-    return found
+        calls["all-reduce of rows"] = part, lambda: [comm.replicate.all_reduce(s) for _, s in banks]
+
+    def finish(start: Callable[[], list[Callable]]) -> None:
+        for arrived in start():
+            arrived()
+
+    # As many calls on all ranks, or some would wait for ever
+    return {
+        name: {"ms": milliseconds(functools.partial(finish, start), calls=15), "bytes": size}
+        for name, (size, start) in calls.items()
+    }
 
 
 def forward_rows(hp: Hyperparameters, runtime: Runtime) -> int:
@@ -211,7 +153,7 @@ def forward_rows(hp: Hyperparameters, runtime: Runtime) -> int:
 
 
 def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str]) -> dict[str, dict]:
-    """What `kernel_times` finds for kernels of attention, or for FA3_SOURCES, at the run's sizes."""
+    """What `kernel_times` finds for kernels of attention at the run's sizes."""
     batch, options = (forward_rows(hp, runtime), hp.train_seq_len), {"device": runtime.device}
     heads = (hp.num_heads, hp.num_kv_heads, hp.num_kv_heads)
     qkv = [torch.randn(*batch, n, hp.head_dim, **options).to(runtime.dtype) for n in heads]
@@ -220,11 +162,8 @@ def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str])
         document = (torch.arange(batch[1], **options) >= 100).long().expand(batch[0], -1)
 
     def load(name: str) -> Callable[..., torch.Tensor]:
-        if name in FA3_SOURCES:
-            sys.modules[WHEEL] = fa3_build(name)  # what the script imports first
-            name = "fa3"
         missing = train_gpt.why_not(name, hp, runtime)
-        train_gpt.require(not missing, missing)
+        require(not missing, missing)
         attend = train_gpt.load_attention(name)
         prepared = document
         if document is not None and hasattr(attend, "prepare"):
@@ -232,25 +171,9 @@ def attention_times(hp: Hyperparameters, runtime: Runtime, names: Iterable[str])
         attend = train_gpt.compile_whole(attend, runtime.compiled and runtime.device.type == "cuda")
         return functools.partial(attend, document=prepared)
 
-    installed = sys.modules.get(WHEEL)
-    found = kernel_times(load, names, qkv, runtime)
-    if WHEEL in names:
-        sys.modules.pop(WHEEL, None)
-        if installed:
-            sys.modules[WHEEL] = installed
+    found = kernel_times(load, names, qkv)
     train_gpt.load_attention(runtime.attention)  # sets torch's switches
     return found
-
-
-def fa3_build(source: str) -> ModuleType:
-    """A build of FlashAttention 3, downloaded if it is not here. Raises if that cannot be."""
-    if source == WHEEL:
-        return importlib.import_module(WHEEL)
-    from kernels import get_kernel
-
-    version = {"version": 1} if source == HUB else {"revision": "main"}
-    found = get_kernel(source, **version)
-    return getattr(found, WHEEL, found)
 
 
 def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
@@ -271,37 +194,31 @@ def mlp_times(hp: Hyperparameters, runtime: Runtime) -> dict[str, dict]:
         return train_gpt.compile_whole(mlp, runtime.compiled)
 
     names = ("plain", "fused") if train_gpt.is_hopper(runtime.device) else ("plain",)
-    return kernel_times(load, names, inputs, runtime)
+    return kernel_times(load, names, inputs)
 
 
 def kernel_times(
     load: Callable[[str], Callable[..., torch.Tensor]],
     names: Iterable[str],
     inputs: list[torch.Tensor],
-    runtime: Runtime,
 ) -> dict[str, dict]:
     """Milliseconds of a forward and backward by kernel, and why others do not run here."""
-    calls, refused = {}, {}
+    found = {"ms": {}, "refused": {}}
     inputs = [t.requires_grad_() for t in inputs]
     for name in names:
         try:
             kernel = load(name)
             grad = torch.randn_like(kernel(*inputs))
-
-            def both_passes(kernel: Callable = kernel, grad: torch.Tensor = grad) -> None:
-                torch.autograd.grad(kernel(*inputs), inputs, grad)
-
-            both_passes()
-            calls[name] = both_passes
+            both = functools.partial(
+                lambda kernel, grad: torch.autograd.grad(kernel(*inputs), inputs, grad),
+                kernel,
+                grad,
+            )
+            both()  # compiles
+            found["ms"][name] = milliseconds(both)
         except Exception as error:  # a missing or unfit kernel can raise anything
-            refused[name] = train_gpt.error_message(error)
-    times = {name: [] for name in calls}
-    for _ in range(REPEATS):  # in turn, so that other programs slow all of them alike
-        for name, call in calls.items():
-            if name in train_gpt.KERNELS:
-                train_gpt.load_attention(name)  # sets torch's switches
-            times[name].append(milliseconds(call, runtime))
-    return {"ms": {name: statistics.median(ms) for name, ms in times.items()}, "refused": refused}
+            found["refused"][name] = train_gpt.error_message(error)
+    return found
 
 
 def seconds_of(work: Callable[[], object], runtime: Runtime) -> float:
@@ -325,46 +242,40 @@ def read_ms(loader: train_gpt.TrainingLoader) -> float:
 def training(run: train_gpt.Run) -> dict:
     """Real steps of each kind of the run: milliseconds, peak memory, the time of calibration and of
     reading. Raises UserError if the loss is not finite."""
-    hp, runtime = run.hp, run.runtime
-    if runtime.device.type == "cuda":  # products and kernels took memory, too
+    hp, cuda = run.hp, run.runtime.device.type == "cuda"
+    if cuda:  # products and kernels took memory, too
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    numbers, kinds, gradients_ms = itertools.count(), [], 0.0
+    numbers, found = itertools.count(), {"kinds": {}}
 
-    def steps(settings: train_gpt.StepSettings, count: int) -> float:
+    def steps(settings: train_gpt.StepSettings, count: int) -> None:
         reports = [run.train_step(n, settings) for n in itertools.islice(numbers, count)]
-        loss = torch.stack(reports)[:, 0].sum().item() / count
+        loss = torch.stack(reports)[:, 0].mean().item()
         require(math.isfinite(loss), f"the mean training loss is {loss}: lower the learning rates")
-        return loss
 
-    loss = math.nan
     phases = train_gpt.phases(hp)
     for settings, places in phases.items():
-        ordinary = settings.seq_len == hp.train_seq_len and not gradients_ms
+        ordinary = settings.seq_len == hp.train_seq_len and "gradients_ms" not in found
         count = STEPS if ordinary else MORE_STEPS
-        loss = steps(settings, 2)
-        seconds = seconds_of(functools.partial(steps, settings, count), runtime)
-        kind = {name: getattr(settings, name) for name in ("seq_len", "qat", "looping")}
-        kinds.append({**kind, "share": places / sum(phases.values()), "ms": 1000 * seconds / count})
+        steps(settings, 2)
+        ms = 1000 * seconds_of(functools.partial(steps, settings, count), run.runtime) / count
+        name = f"T={settings.seq_len}{' looping' * settings.looping}{' QAT' * settings.qat}"
+        found["kinds"][name] = {"ms": ms, "share": places / sum(phases.values())}
         if ordinary:  # without collectives, so each rank has its own time
             batch = run.loader.batch(next(numbers))
             work = functools.partial(run.backward, batch, settings)
-            gradients_ms = 1000 * min(seconds_of(work, runtime) for _ in range(3))
+            found |= {"step_ms": ms, "step_loops": settings.looping}
+            found["gradients_ms"] = 1000 * min(seconds_of(work, run.runtime) for _ in range(3))
             run.optimizer.step(0.0, 0.0)  # clears the gradients
     if hp.gptq_batches and hp.max_wallclock_seconds:
         run.reserve_for_calibration()
-    found = {"kinds": kinds, "loss": loss, "gradients_ms": gradients_ms, "memory_mib": {}}
-    found["read_ms"] = read_ms(run.loader)
-    found["calibration_seconds"] = run.clock.reserve
-    if runtime.device.type == "cuda":
-        found["memory_mib"] = {
-            "allocated": torch.cuda.max_memory_allocated() >> 20,
-            "reserved": torch.cuda.max_memory_reserved() >> 20,
-        }
+    found |= {"read_ms": read_ms(run.loader), "calibration_seconds": run.clock.reserve}
+    if cuda:
+        found["memory_mib"] = torch.cuda.max_memory_reserved() >> 20
     return found
 
 
-def evaluation(run: train_gpt.Run) -> dict[str, float]:
+def evaluation(run: train_gpt.Run) -> dict[str, dict]:
     """Expected seconds of each final score, from a part of the text."""
     found = {}
     for name, way in train_gpt.final_passes(run.hp).items():
@@ -372,7 +283,7 @@ def evaluation(run: train_gpt.Run) -> dict[str, float]:
             found[name] = test_time_training(run, name, way)
         else:
             found[name] = scoring(run, way)
-    return found
+    return {"seconds": found}
 
 
 def scoring(run: train_gpt.Run, way: train_gpt.Pass) -> float:
@@ -433,61 +344,36 @@ def first(report: dict, *path: str):
 
 def slow_ranks(report: dict) -> list[str]:
     """Ranks that hold up all others."""
-    on_gpu = first(report, "machine", "memory_mib")
+    limit = SLOW_RANK if first(report, "machine", "memory_mib") else SLOW_CPU
     speeds = {
-        "multiplies": lambda rank: rank["products"],
-        "copies": lambda rank: rank["copies"],
-        "computes gradients": lambda rank: 1 / rank["training"]["gradients_ms"],
+        "multiplies": values(report, "products", "TFLOP/s"),
+        "copies": values(report, "copies", "GB/s"),
+        "computes gradients": [1 / ms for ms in values(report, "training", "gradients_ms")],
     }
     found = []
-    for what, speed in speeds.items():
-        for number, rank in enumerate(report["ranks"]):
-            others = [speed(other) for other in report["ranks"] if other is not rank]
-            behind = 1 - speed(rank) / statistics.median(others) if others else 0.0
-            if behind > (SLOW_RANK if on_gpu else SLOW_CPU):
-                where = rank["machine"]["host"]
-                found.append(f"rank {number} ({where}) {what} {behind:.0%} slower than the others")
+    for what, each in speeds.items():
+        for rank, speed in enumerate(each):
+            others = each[:rank] + each[rank + 1 :]
+            behind = 1 - speed / statistics.median(others) if others else 0.0
+            if behind > limit:
+                where = report["ranks"][rank]["machine"]["host"]
+                found.append(f"rank {rank} ({where}) {what} {behind:.0%} slower than the others")
     return found
 
 
 def slow_hardware(report: dict) -> list[str]:
     """What is far below the data sheet of the GPU, which has bf16 products."""
-    name = first(report, "machine", "device")
-    if report["chosen"]["dtype"] != "torch.bfloat16":
-        return []
-    sheet = {
-        "large products reach": ("TFLOP/s", 1e12, "products", flops.PEAK_FLOPS, PRODUCTS),
-        "copies reach": ("GB/s", 1e9, "copies", flops.BANDWIDTH, COPIES),
-    }
-    found = []
-    for what, (unit, scale, section, peaks, part) in sheet.items():
-        peak = flops.of_gpu(name, peaks)
-        each = values(report, section)
-        if peak and statistics.median(each) < SLOW * part * peak:
-            here, usual = (
-                f"{speed / scale:,.0f}" for speed in (statistics.median(each), part * peak)
-            )
-            found.append(f"{what} {here} {unit}; {usual} is usual: look at clocks and power limit")
+    name, found = first(report, "machine", "device"), []
+    for what, section, unit, peaks, scale in (
+        ("large products", "products", "TFLOP/s", flops.PEAK_FLOPS, PRODUCTS / 1e12),
+        ("copies", "copies", "GB/s", flops.BANDWIDTH, COPIES / 1e9),
+    ):
+        here = statistics.median(values(report, section, unit))
+        usual = scale * (flops.of_gpu(name, peaks) or 0)
+        if report["chosen"]["dtype"] == "torch.bfloat16" and here < SLOW * usual:
+            text = f"{what} reach {here:,.0f} {unit}; {usual:,.0f} is usual"
+            found.append(f"{text}: look at clocks and power limit")
     return found
-
-
-def whole_step(hp: Hyperparameters, report: dict) -> dict:
-    """The first kind of steps with whole sequences."""
-    kinds = first(report, "training", "kinds")
-    return next(kind for kind in kinds if kind["seq_len"] == hp.train_seq_len)
-
-
-def bound(hp: Hyperparameters, report: dict) -> tuple[str, float] | None:
-    """(configuration, modelled milliseconds of its step) if this is a run of ours on 8 H100s."""
-    if len(report["ranks"]) != 8 or "H100" not in first(report, "machine", "device"):
-        return None
-    roles = [name for name in train_gpt.knobs_with("model", "training") if "seed" not in name]
-    for name, times in BOUNDS.items():
-        variables = program.read_env(ROOT / "configs" / f"{name}.env") if name != "defaults" else {}
-        ours = Hyperparameters.from_env(variables)
-        if all(getattr(hp, role) == getattr(ours, role) for role in roles):
-            return name, times[report["chosen"]["mlp"] == "fused"]
-    return None
 
 
 def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
@@ -495,11 +381,11 @@ def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     record = Hyperparameters(skips="scales", short_seq_parts=1)
     batch = record.train_batch_tokens * flops.flops_per_token(record, record.train_seq_len)
     usual = batch / 8 / STEP_399 / 790e12  # as bench/h100.py assumes
-    step = whole_step(hp, report)
-    model = hp if step["looping"] else dataclasses.replace(hp, loop_visits=1)
+    training = first(report, "training")
+    model = hp if training["step_loops"] else dataclasses.replace(hp, loop_visits=1)
     work = hp.train_batch_tokens * flops.flops_per_token(model, hp.train_seq_len)
-    speed = work / len(report["ranks"]) / step["ms"] * 1000
-    reached = speed / statistics.median(values(report, "products"))
+    speed = work / len(report["ranks"]) / training["step_ms"] / 1e9  # TFLOP/s
+    reached = speed / statistics.median(values(report, "products", "TFLOP/s"))
     if not first(report, "machine", "memory_mib") or reached > SLOW * usual:
         return []
     return [
@@ -508,109 +394,10 @@ def slow_step(hp: Hyperparameters, report: dict) -> list[str]:
     ]
 
 
-def missing_fa3(hp: Hyperparameters, report: dict) -> list[str]:
-    """What attention costs without FlashAttention 3 on a Hopper GPU."""
-    gpu, found = first(report, "machine", "device"), first(report, "attention")
-    ms, why = found["ms"], found["refused"].get("fa3", "")
-    if not any(name in gpu for name in HOPPER) or not why or not ms:
-        return []
-    rows = report["chosen"]["rows"]
-    forward = 2 * rows * hp.num_heads * hp.train_seq_len**2 * hp.head_dim
-    published = 1000 * (forward / FA3_FORWARD + BACKWARD * forward / FA3_BACKWARD)
-    times = min(ms.values()) / published
-    if times < MUCH:
-        return []
-    fault = "is missing" if "No module" in why else f"was refused ({why})"
-    return [
-        f"FlashAttention 3 {fault}: attention takes {times:.1f} times as long as with it "
-        "(published, H100)"
-    ]
-
-
-def best_fa3(report: dict) -> list[str]:
-    """How to install the fastest build of FlashAttention 3, and what keeps others from being timed."""
-    if not values(report, "fa3"):
-        return []
-    times, refused = slowest(report, "fa3"), first(report, "fa3", "refused")
-    kernel, found = report["chosen"]["attention"], []
-    ms = slowest(report, "attention").get(kernel, math.inf)
-    taken = next(iter(times), None) if kernel == "fa3" else None
-    best = min(times, key=times.get, default=None)
-    if best != taken and times[best] < (1 - CLEARLY) * ms:
-        text = f"{best} takes {times[best]:.2f} ms, and the run's attention, {taken or kernel}, {ms:.2f}"
-        found.append(f"{text}: {FA3_SOURCES[best]}")
-    why = refused.get(WHEEL, "")
-    if "No module" in why and not times:
-        found.append(f"install FlashAttention 3: {FA3_SOURCES[WHEEL]}")
-    elif "No module" in why and best == HUB:
-        text = (
-            f"{HUB} was slower than another build on an H100 (published, nanochat #540): time the"
-        )
-        found.append(f"{text} official wheel, too: {FA3_SOURCES[WHEEL]}")
-    elif "libcudart" in why:
-        text = f"{why}: the official wheels want that of CUDA 12.6 (published, nanochat #737)"
-        found.append(f"{text}: apt-get install cuda-cudart-12-6")
-    for source, why in refused.items():
-        if "401" in why:
-            text = "kernels 0.16 and later may download an older repository only for known users"
-            found.append(f"{source}: {text} (published, modded-nanogpt ANVIL2): hf auth login")
-    return found
-
-
-def published_faults(report: dict) -> dict[str, list[str]]:
-    """What is known of the drivers and of torch on these GPUs, by the kind of sentence."""
-    slow, advice = [], []
-    for facts in values(report, "machine"):
-        gpu, driver = facts["device"], facts.get("driver, power limit, clock", "").split(".")[0]
-        if any(name in gpu for name in HOPPER) and driver.isdigit() and int(driver) < DRIVER:
-            slow.append(
-                f"the NVIDIA driver is {driver}: before {DRIVER}, a step took some 35 % longer on "
-                "equal H100 nodes, without an error (published, modded-nanogpt ANVIL2)"
-            )
-        if "A100" in gpu and facts["torch"].startswith("2.10.") and report["chosen"]["compiled"]:
-            advice.append(
-                "torch 2.10 compiled to NaN on an A100 (published, modded-nanogpt #268): take "
-                "another torch, or COMPILE=0"
-            )
-    return {"slow": list(dict.fromkeys(slow)), "advice": list(dict.fromkeys(advice))}
-
-
-def limits(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
-    """(sentence, knobs to set) where memory, reading, collectives or evaluation are at a limit."""
-    found: list[tuple[str, dict]] = []
-    total = first(report, "machine", "memory_mib")
-    used = max(max(each.values(), default=0) for each in values(report, "training", "memory_mib"))
-    if total and used > 0.95 * total:
-        text = f"training reserves {used:,} of {total:,} MiB: run with half the micro-batch"
-        found.append((text, {"MICRO_BATCH_TOKENS": report["chosen"]["micro_batch_tokens"] // 2}))
-    step = whole_step(hp, report)["ms"]
-    read = max(values(report, "training", "read_ms"))
-    if read > step:
-        text = (
-            f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a local"
-        )
-        found.append((f"{text} disk and set DATA_PATH", {}))
-    waited = sum(part["ms"] for part in first(report, "collectives").values())
-    if total and waited > 0.15 * step:
-        text = f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between"
-        found.append((f"{text} the GPUs (nvidia-smi topo -m) and at NCCL_DEBUG=INFO", {}))
-    scored = report["expected"]["evaluation_seconds"]
-    if scored > EVALUATION_CAP:
-        text = f"evaluation takes {scored:.0f} s, over the challenge's {EVALUATION_CAP:.0f}: limit"
-        knob = {"EVAL_MAX_SECONDS": 540} if hp.ttt_enabled else {"EVAL_MODE": "banded"}
-        found.append((f"{text} test-time training, or evaluate in one banded pass", knob))
-    return found
-
-
-def scores(report: dict) -> dict[str, float]:
-    """Expected seconds of the final scores; the slowest rank decides."""
-    names = first(report, "evaluation")
-    return {name: max(values(report, "evaluation", name)) for name in names}
-
-
 def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
-    """Steps and training seconds within the limits, and seconds of the scores."""
-    kinds = first(report, "training", "kinds")
+    """Steps and training seconds within the limits, and seconds of the scores; the slowest rank
+    decides."""
+    kinds = first(report, "training", "kinds").values()
     reserve = first(report, "training", "calibration_seconds")
     mean = sum(kind["share"] * kind["ms"] / 1000 for kind in kinds)  # if ITERATIONS end the run
     steps, seconds = hp.iterations, hp.iterations * mean
@@ -619,45 +406,61 @@ def expected(hp: Hyperparameters, report: dict) -> dict[str, float]:
         fitting = sum(1000 * kind["share"] * limit / kind["ms"] for kind in kinds)
         steps, seconds = min(steps, int(fitting)), limit
     found = {"steps": steps, "train_seconds": seconds + reserve}
-    found["evaluation_seconds"] = sum(scores(report).values())
-    found["step_ms"] = whole_step(hp, report)["ms"]
+    scores = values(report, "evaluation", "seconds")
+    found["evaluation_seconds"] = sum(max(each[name] for each in scores) for name in scores[0])
     tokens = steps * hp.train_batch_tokens
     return found | {"epochs": tokens / first(report, "data", "train_tokens")}
 
 
-def advice(hp: Hyperparameters, report: dict) -> list[tuple[str, dict]]:
-    """(sentence, knobs to set) that the expected run asks for."""
-    found: list[tuple[str, dict]] = []
-    run = report["expected"]
+def best(report: dict, section: str) -> str:
+    """The automatic choice of a kernel, unless another one is clearly faster on the slowest rank,
+    for which all others wait."""
+    each, chosen = values(report, section, "ms"), report["chosen"][section]
+    times = {name: max(rank.get(name, math.inf) for rank in each) for name in each[0]}
+    name = min(times, key=times.get)
+    return name if times[name] < (1 - CLEARLY) * times.get(chosen, math.inf) else chosen
+
+
+def limits(hp: Hyperparameters, report: dict) -> tuple[list[str], list[str], dict]:
+    """What is slow, what is advised, and the knobs to set."""
+    slow = slow_ranks(report) + slow_hardware(report) + slow_step(hp, report)
+    attention = best(report, "attention")
+    advice, knobs = [], {"ATTENTION": attention, "FUSED_MLP": int(best(report, "mlp") == "fused")}
+    step, run = first(report, "training", "step_ms"), report["expected"]
+    total = first(report, "machine", "memory_mib")
+    why = first(report, "attention", "refused", "fa3")
+    if why and any(name in first(report, "machine", "device") for name in HOPPER):
+        advice.append(f"no FlashAttention 3 ({why}): {FA3}")
+    used = max(values(report, "training", "memory_mib"), default=0)
+    if total and used > 0.95 * total:
+        slow.append(f"training reserves {used:,} of {total:,} MiB: run with half the micro-batch")
+        knobs["MICRO_BATCH_TOKENS"] = report["chosen"]["micro_batch_tokens"] // 2
+    read = max(values(report, "training", "read_ms"))
+    if read > step:
+        text = f"reading a batch takes {read:.0f} ms, longer than a step: copy the shards to a"
+        slow.append(f"{text} local disk and set DATA_PATH")
+    waited = sum(part["ms"] for part in first(report, "collectives").values())
+    if total and waited > 0.15 * step:
+        text = f"collectives take {waited:.1f} ms, over 15 % of a step: look at the links between"
+        slow.append(f"{text} the GPUs (nvidia-smi topo -m) and at NCCL_DEBUG=INFO")
+    scored = run["evaluation_seconds"]
+    if scored > EVALUATION_CAP:
+        text = f"evaluation takes {scored:.0f} s, over the challenge's {EVALUATION_CAP:.0f}: limit"
+        slow.append(f"{text} test-time training, or evaluate in one banded pass")
+        knobs |= {"EVAL_MAX_SECONDS": 540} if hp.ttt_enabled else {"EVAL_MODE": "banded"}
     if run["epochs"] > 1:
-        text = f"the run reads the data {run['epochs']:.2f} times: download more shards"
-        found.append((text, {}))
+        text = f"the run reads the data {run['epochs']:.2f} times"
+        advice.append(f"{text}: download more shards")
     cap, seconds = hp.max_wallclock_seconds, run["train_seconds"]
     if seconds < cap:
         text = f"ITERATIONS={hp.iterations} ends the run after {seconds:.0f} of {cap:g} s"
-        steps = math.ceil(2 * hp.iterations * cap / seconds)
-        found.append((f"{text}: set more, so that the time limit ends it", {"ITERATIONS": steps}))
+        advice.append(f"{text}: set more, so that the time limit ends it")
+        knobs["ITERATIONS"] = math.ceil(2 * hp.iterations * cap / seconds)
     if not hp.warmdown_frac and hp.warmdown_iters > train_gpt.PHASE_LIMIT * run["steps"]:
         text = f"WARMDOWN_ITERS={hp.warmdown_iters} is over half of {run['steps']:,} steps"
-        found.append((f"{text}: #399's warmdown is 0.41 of its run", {"WARMDOWN_FRAC": 0.41}))
-    return found
-
-
-def slowest(report: dict, kind: str) -> dict[str, float]:
-    """Milliseconds of each kernel on the slowest rank, for which all others wait."""
-    each = values(report, kind, "ms")
-    return {name: max(rank.get(name, math.inf) for rank in each) for name in each[0]}
-
-
-def fastest(report: dict) -> dict[str, object]:
-    """The knobs that fix the kernels: the automatic choice, unless another one is clearly faster."""
-
-    def best(kind: str) -> str:
-        times, chosen = slowest(report, kind), report["chosen"][kind]
-        name = min(times, key=times.get)
-        return name if times[name] < (1 - CLEARLY) * times.get(chosen, math.inf) else chosen
-
-    return {"ATTENTION": best("attention"), "FUSED_MLP": int(best("mlp") == "fused")}
+        advice.append(f"{text}: #399's warmdown is 0.41 of its run")
+        knobs["WARMDOWN_FRAC"] = 0.41
+    return slow, advice, knobs
 
 
 def judge(hp: Hyperparameters, report: dict) -> dict:
@@ -665,105 +468,28 @@ def judge(hp: Hyperparameters, report: dict) -> dict:
     parts = ("machine", "products", "copies", "attention", "mlp", "training", "evaluation")
     complete = all(len(values(report, part)) == len(report["ranks"]) for part in parts)
     complete = complete and first(report, "data") is not None
-    report = report | published_faults(report)
+    report = report | {"finished": True, "works": complete and not report["errors"]}
     if complete:
-        report |= {"expected": expected(hp, report), "bound": bound(hp, report)}
-        report["slow"] += slow_ranks(report) + slow_hardware(report)
-        report["slow"] += slow_step(hp, report) + missing_fa3(hp, report)
-        limited, advised = limits(hp, report), advice(hp, report)
-        report["slow"] += [sentence for sentence, _ in limited]
-        report["advice"] += best_fa3(report) + [sentence for sentence, _ in advised]
-        knobs = fastest(report)
-        for _, changes in limited + advised:
-            knobs |= changes
+        report["expected"] = expected(hp, report)
+        report["slow"], report["advice"], knobs = limits(hp, report)
         report["paste"] = " ".join(f"{name}={value}" for name, value in knobs.items())
-    return report | {"finished": True, "works": complete and not report["errors"]}
+    return report
 
 
 # ---- Text ----------------------------------------------------------------------------------------
-def spread(each: list[float], form: str = ",.0f") -> str:
-    """The lowest and highest of all ranks, or one number if they are close."""
-    low, high = min(each), max(each)
-    numbers = dict.fromkeys((f"{low:{form}}", f"{high:{form}}"))
-    return " to ".join(numbers) if high > 1.01 * low else f"{high:{form}}"
-
-
-def about_machines(report: dict) -> str:
-    """A line for each kind of machine, with the number of its ranks."""
-    each = values(report, "machine")
-    texts = [", ".join(f"{key} {value}" for key, value in facts.items()) for facts in each]
-    return "\n".join(f"{texts.count(text)} x {text}" for text in dict.fromkeys(texts))
-
-
-def about_data(report: dict) -> str:
-    data = first(report, "data")
-    counts = f"{data['train_tokens']:,} training and {data['val_tokens']:,} validation tokens"
-    return f"{data['shards']} training shards, {counts}; lengths are right"
-
-
-def about_load(report: dict) -> str:
-    """nvidia-smi's lines of all ranks, in their order if they differ."""
-    return f"clock, power, temperature: {'; '.join(dict.fromkeys(values(report, 'load')))}"
-
-
-def about_collectives(report: dict) -> str:
-    parts = []
-    for name, part in first(report, "collectives").items():
-        ms = spread(values(report, "collectives", name, "ms"), ".2f")
-        parts.append(f"{name} {part['bytes'] / 1e6:.1f} MB in {ms} ms")
-    return ", ".join(parts) or "none, as there is one rank"
-
-
-def about_kernels(report: dict, kind: str) -> str:
-    found = first(report, kind)
-    parts = []
-    for name in sorted(found["ms"], key=found["ms"].get):
-        parts.append(f"{name} {spread(values(report, kind, 'ms', name), '.2f')} ms")
-    parts += [f"no {name} ({why})" for name, why in found["refused"].items()]
-    return ", ".join(parts)
-
-
-def about_training(report: dict) -> str:
-    one, parts = first(report, "training"), []
-    for kind in one["kinds"]:
-        more = " looping" * kind["looping"] + " QAT" * kind["qat"]
-        share = f"{kind['share']:.0%} of the run"
-        parts.append(f"{kind['ms']:.1f} ms for T={kind['seq_len']}{more} ({share})")
-    for what, name in (("gradients alone", "gradients_ms"), ("reading a batch", "read_ms")):
-        parts.append(f"{what} {spread(values(report, 'training', name), '.1f')} ms")
-    tokens = report["chosen"]["micro_batch_tokens"]
-    parts.append(f"micro-batches of at most {tokens:,} tokens")
-    parts.append(f"calibration {one['calibration_seconds']:.1f} s")
-    if one["memory_mib"]:
-        sizes = (f"{kind}: {size} MiB" for kind, size in one["memory_mib"].items())
-        parts.append(f"peak memory {' '.join(sizes)}")
-    return "; ".join(parts)
-
-
-def about_evaluation(report: dict) -> str:
-    return f"{', '.join(f'{name} {s:.1f} s' for name, s in scores(report).items())} (expected)"
-
-
-LINES: dict[str, Callable[[dict], str]] = {
-    "machine": about_machines,
-    "data": about_data,
-    "disk": lambda report: (
-        f"{first(report, 'disk')['free_bytes'] / 1e9:,.0f} GB free; the run fits"
-    ),
-    "products": lambda report: f"{scaled(report, 'products', 1e12, ',.4g')} TFLOP/s",
-    "load": about_load,
-    "copies": lambda report: f"{scaled(report, 'copies', 1e9, ',.0f')} GB/s",
-    "collectives": about_collectives,
-    "attention": functools.partial(about_kernels, kind="attention"),
-    "fa3": functools.partial(about_kernels, kind="fa3"),
-    "mlp": functools.partial(about_kernels, kind="mlp"),
-    "training": about_training,
-    "evaluation": about_evaluation,
-}
-
-
-def scaled(report: dict, section: str, unit: float, form: str) -> str:
-    return spread([speed / unit for speed in values(report, section)], form)
+def figures(each: list) -> str:
+    """One result of all ranks as text: numbers from the lowest to the highest."""
+    if isinstance(each[0], dict):
+        names = dict.fromkeys(name for one in each for name in one)
+        parts = {name: [one[name] for one in each if name in one] for name in names}
+        return ", ".join(
+            f"{name} ({figures(part)})" if isinstance(part[0], dict) else f"{name} {figures(part)}"
+            for name, part in parts.items()
+        )
+    if isinstance(each[0], str):
+        return " / ".join(dict.fromkeys(each))
+    texts = [f"{n:,}" if isinstance(n, int) else f"{n:,.4g}" for n in (min(each), max(each))]
+    return " to ".join(dict.fromkeys(texts))
 
 
 def print_verdict(report: dict) -> None:
@@ -771,18 +497,12 @@ def print_verdict(report: dict) -> None:
     print()
     if "expected" in report:
         run = report["expected"]
-        if report["bound"]:
-            name, ms = report["bound"]
-            print(
-                f"step:     {run['step_ms']:.1f} ms, {run['step_ms'] / ms:.2f} times the modelled "
-                f"bound of {name}, {ms} ms; #399's published step takes {1000 * STEP_399} ms"
-            )
         print(
             f"expected: {run['steps']:,} steps in {run['train_seconds']:.0f} s of training, "
             f"{run['epochs']:.2f} epochs, {run['evaluation_seconds']:.0f} s of evaluation"
         )
     for kind in ("slow", "advice"):
-        for sentence in report[kind]:
+        for sentence in report.get(kind, []):
             print(f"{kind}: {sentence}")
     if report["works"]:
         print(f"set:      {report['paste']}")
@@ -797,7 +517,7 @@ class Check:
         self.comm = runtime.comm
         chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
         chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
-        chosen |= {"rows": forward_rows(hp, runtime), "compiled": runtime.compiled}
+        chosen["compiled"] = runtime.compiled
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
         self.report["ranks"] = [{} for _ in range(self.comm.size)]
 
@@ -817,8 +537,8 @@ class Check:
             elif part is not None:
                 self.report["ranks"][rank][section] = part
         if self.comm.rank == 0:
-            if any(part is not None for part, _ in found):
-                print(f"{section + ':':12} {LINES[section](self.report)}", flush=True)
+            if values(self.report, section):
+                print(f"{section + ':':12} {figures(values(self.report, section))}", flush=True)
             save(self.report)
 
 
@@ -851,9 +571,8 @@ def check(hp: Hyperparameters) -> dict:
         section("machine", machine, runtime)
         section("data", lambda: check_data(hp) if first_of_node else None)
         section("disk", lambda: check_disk(hp) if runtime.comm.rank == 0 else None)
-        section("products", product_speed, runtime)
-        section("load", load, runtime)
-        section("copies", copy_speed, runtime)
+        section("products", lambda: {"TFLOP/s": product_speed(runtime)})
+        section("copies", lambda: {"GB/s": copy_speed(runtime)})
         section(
             "collectives",
             lambda: communication(hp, runtime) if runtime.comm.size > 1 else {},
@@ -861,8 +580,6 @@ def check(hp: Hyperparameters) -> dict:
         )
         names = ("sdpa", "math") if runtime.device.type == "cpu" else train_gpt.KERNELS[:-1]
         section("attention", attention_times, hp, runtime, names)
-        hopper = any(name in runtime.device_name() for name in HOPPER)
-        section("fa3", lambda: attention_times(hp, runtime, FA3_SOURCES) if hopper else None)
         section("mlp", mlp_times, hp, runtime)
         if not runtime.comm.broadcast(section.report["errors"]):
             val = train_gpt.read_validation(hp, runtime.device)

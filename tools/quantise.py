@@ -33,9 +33,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if __name__ == "__main__":  # a module must change neither sys.path nor sys.excepthook
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import program
+    import program
+
 import train_gpt
 from train_gpt import Quantiser, Rule, require
 
