@@ -99,12 +99,12 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 
 def knob(default, text, role="training", **limits):
-    """A field set by an environment variable. The artifact stores those whose `role` is "model" or
-    "evaluation", and how its codes were made; the command that repeats a score has those of
-    "score". On resume those of "evaluation", "score" and "run" may change, those of "training" and
-    "model" may not.
-    Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
-    model.
+    """A field set by an environment variable. The artifact stores those whose `role` is "model", and
+    those of "score" that differ from their defaults: EVAL_ONLY repeats the model, and the score
+    unless a variable is set. On resume those of "score" and "run" may change, those of "training"
+    and "model" may not.
+    Give "model" to every knob that GPT or the codes depend on, beyond initial values, or EVAL_ONLY
+    scores another model.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 and at
     most MAX_NUMBER unless they say otherwise."""
@@ -187,14 +187,14 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
-    rounding: str = knob("sensitivity", "steps by sensitivity, or #399's rule", choices=("sensitivity", "399"))
+    rounding: str = knob("sensitivity", "by sensitivity, or #399's rule", "model", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
-    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
+    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "model", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
     compressor: str = knob("ans", "coder of the rounded weights", "run", choices=("ans", "lzma", "zstd"))
 
-    eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
-    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
+    eval_seq_len: int = knob(2048, "tokens per window", "score", low=2, high=1 << 20, section="Evaluation")
+    eval_stride: int = knob(64, "new tokens per sliding window", "score", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
     canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
     ngram_tilt: bool = knob(False, "raise the logit of the token that mostly followed the last 15 so far", "score")
@@ -294,6 +294,20 @@ class Hyperparameters:
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
+
+    @property
+    def trellis(self) -> int:
+        """States of the trellis of the codes; 0 for none, as with #399's rule."""
+        return 0 if self.rounding == "399" or self.trellis_states == 1 else self.trellis_states
+
+    def stored(self) -> dict[str, str]:
+        """The variables that the artifact stores, see `knob`."""
+        values = {name: getattr(self, name) for name in knobs_with("model", "score")}
+        return {
+            name.upper(): str(value)
+            for name, value in values.items()
+            if name in knobs_with("model") or value != getattr(Hyperparameters, name)
+        }
 
     def layer_order(self, looping: bool = True) -> tuple[int, ...]:
         """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times
@@ -2635,9 +2649,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         squares = [calibration[f"{kind.name}.cost"] for kind in kinds if calibration]
         cost = cost_of_rows(torch.cat(squares)) if squares else None
         rule = RULES[hp.rounding][not kinds[0].bank]
-        states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
-        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, states, rule)
+        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, hp.trellis, rule)
     return quantisers
 
 
@@ -2726,15 +2739,10 @@ def pack_artifact(
             f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
         )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    first, *_ = quantisers.values()  # all have as many states
+    first, *_ = quantisers.values()  # all are calibrated, or none
     header = {
         "version": ARTIFACT_VERSION,
-        **{
-            role: {name: getattr(hp, name) for name in knobs_with(role)}
-            for role in ("model", "evaluation")
-        },
-        "rounding": hp.rounding,
-        "trellis_states": first.states,
+        "knobs": hp.stored(),
         "expected_loss": expected if first.calibrated else {},
         "coder": hp.compressor,
         **metadata,
@@ -2783,7 +2791,7 @@ def fit_bytes(
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
-    """(header, the model's knobs, its codes by tensor, steps and plain values), coded as in the
+    """(header, the knobs in it, codes by tensor, steps and plain values), coded as in the
     file. Raises an error if the file is invalid.
 
     Sizes are checked before memory is filled (here, by `read_small` and by the decoders), and
@@ -2806,15 +2814,13 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
-    # A knob that is younger than the file has its default.
-    stored = header["model"] | header["evaluation"]
-    unknown = stored.keys() - knobs_with("model", "evaluation")
+    unknown = header["knobs"].keys() - set(map(str.upper, knobs_with("model", "score")))
     require(
         not unknown,
-        f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
+        f"this script has no knob {' '.join(sorted(unknown))} of a model or score: use the one that "
+        "made it",
     )
-    stored |= {name: header[name] for name in ("rounding", "trellis_states")}
-    hp = Hyperparameters.from_env({name.upper(): str(value) for name, value in stored.items()})
+    hp = Hyperparameters.from_env(header["knobs"])  # a younger knob has its default
     require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
     sizes, stream = header["code_bytes"], io.BytesIO(codes)
@@ -2836,8 +2842,8 @@ def load_artifact(blob: bytes) -> Tensors:
     for (kind, name, view), part in zip(tensors, plain.split(counts), strict=True):
         if kind:
             rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
-            if hp.trellis_states:
-                rows = rows + trellis_bits(rows, hp.trellis_states) / 2
+            if hp.trellis:
+                rows = rows + trellis_bits(rows, hp.trellis) / 2
             # Both rules of a pair have the same type.
             steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
             view.copy_(rows * steps.float())
@@ -2848,9 +2854,9 @@ def load_artifact(blob: bytes) -> Tensors:
 
 
 def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
-    """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and
-    its windows unless `environ` sets others. Raises UserError if it is invalid or model or
-    tokenizer differ from the artifact's."""
+    """The file's bytes, and the knobs in it and in `environ`, which may set those of the score
+    otherwise. Raises UserError if it is invalid or model or tokenizer differ from the
+    artifact's."""
     require(
         not Path(path).match("step_*.npz"),
         f"{path} is a checkpoint: give logs/<RUN_ID>.npz; if there is none, the command of the "
@@ -2860,8 +2866,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     with reading_artifact(path):
         blob = read_small(path)
         header, stored, _, _ = open_artifact(blob)
-    names = knobs_with("model", "evaluation")
-    environ = {name.upper(): str(getattr(stored, name)) for name in names} | environ
+    environ = header["knobs"] | environ
     # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
     for field in KNOBS:
         here, there = parse(field, environ), getattr(stored, field.name)
@@ -2902,20 +2907,16 @@ def train_and_score(hp: Hyperparameters):
             begun = perf_counter() - run.val.seconds
             run.model.load_state_dict(load_artifact(blob))
             score = score_artifact(run.make_scorer, hp, log, perf_counter() - begun)
-        advice = evaluation_command(hp, log.artifact, runtime.comm.size)
+        advice = evaluation_command(log.artifact, runtime.comm.size)
         log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
 
 
-def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
+def evaluation_command(artifact: Path, ranks: int) -> str:
     """The command that scores the artifact as its run did."""
-    words = [f"EVAL_ONLY={shlex.quote(str(artifact))}"]
-    for field in KNOBS:
-        value = getattr(hp, field.name)
-        if field.metadata["role"] == "score" and value != field.default:
-            words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
     many = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
-    return " ".join((*words, many if ranks > 1 else "python", shlex.quote(sys.argv[0])))
+    path, script = map(shlex.quote, (str(artifact), sys.argv[0]))
+    return f"EVAL_ONLY={path} {many if ranks > 1 else 'python'} {script}"
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -2991,10 +2992,9 @@ def require_exportable(hp: Hyperparameters):
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
-    stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
     trained, loaded = (
         {(name, like.shape) for name, like in meta_parameters(knobs).items()}
-        for knobs in (hp, Hyperparameters(**stored))
+        for knobs in (hp, Hyperparameters.from_env(hp.stored()))
     )
     names = " ".join(sorted(dict(trained ^ loaded)))
     require(
@@ -3471,7 +3471,8 @@ def read_small(path: str | Path) -> bytes:
         size <= MAX_FILE,
         f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file",
     )
-    return Path(path).read_bytes()
+    with open(path, "rb") as file:  # no more than that, even of a device
+        return file.read(size)
 
 
 def sha256_of(path: str | Path) -> str:
@@ -4024,7 +4025,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     require(
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
-        f"only these may change: {' '.join(knobs_with('evaluation', 'score', 'run')).upper()}",
+        f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
     tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
     before = metadata.get("train_tokens", tokens)

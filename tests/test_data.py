@@ -424,6 +424,8 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path):
             file.truncate(1 << 40)
         with user_error(f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
             use(tmp_path / name)
+    with user_error("TOKENIZER_PATH=/dev/zero has 0 pieces"):  # an artifact names a tokenizer
+        ByteCounter("/dev/zero", VOCAB)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
     with user_error("its header promises 2147483647 tokens"):
         TokenStream(str(tmp_path), "val", VOCAB)
