@@ -3292,10 +3292,8 @@ CASE_OPERATORS = "\ue001\ue002\ue003\ue004"
 class ByteCounter:
     """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text, where
     U+2581 is a space. A space at its start does not count after a boundary (a control, unknown or
-    unused piece, such as BOS).
-
-    The operators of CaseOps (data/README.md) have none: a lower-case letter has as many bytes as
-    the capital that it stands for."""
+    unused piece, such as BOS). With the operators of CaseOps (`caseops`) pieces are not the text, and a
+    sidecar has the bytes."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -3330,8 +3328,6 @@ class ByteCounter:
         sizes = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16)
         self.length = sizes * ~self.boundary
         self.caseops = texts[4:8] == list(CASE_OPERATORS)
-        if self.caseops:
-            self.length[4:8] = 0
 
     def count(self, tokens: ndarray) -> ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
@@ -3437,16 +3433,13 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> tuple[float, float]:
     return np.mean(back or 1), np.mean(single if back else 1)
 
 
-def require_own_tokenizer(
-    data_path: str, tokenizer_path: str, tokens: ndarray, log: Callable
-) -> dict:
-    """What the manifest says of the tokenizer (`check_manifest`). Raises UserError if a sha256 or,
-    without one in the shards, `reencoded` says that the validation tokens (n,) are of another one;
-    logs a note if neither can tell."""
+def require_own_tokenizer(data_path: str, tokenizer_path: str, tokens: ndarray, log: Callable):
+    """Raise UserError if a sha256 or, without one in the shards, `reencoded` says that the validation
+    tokens (n,) are of another tokenizer; log a note if neither can tell."""
     manifest = check_manifest(data_path, tokenizer_path)
     named = all(map(tokenizer_of, shard_paths(data_path, "val")))
     if named or not manifest.get("canonical", True):
-        return manifest
+        return
     back, single = reencoded(tokens, tokenizer_path)
     require(
         back >= 0.999,
@@ -3460,7 +3453,6 @@ def require_own_tokenizer(
             "characters or bytes, so another tokenizer would look right, too: name theirs in "
             f"{data_path}/manifest.json (docs/formats.md)"
         )
-    return manifest
 
 
 def read_small(path: str | Path) -> bytes:
@@ -3523,21 +3515,18 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
-    manifest = require_own_tokenizer(hp.data_path, hp.tokenizer_path, tokens, log)
-    exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
+    require_own_tokenizer(hp.data_path, hp.tokenizer_path, tokens, log)
+    exact = read_sidecar(hp.data_path, len(tokens))
     if exact is not None:
-        log(
-            f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses; "
-            f"the tokenizer counts {counted.sum()}"
-        )
+        log(f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses")
         return exact[1:]
     require(
-        not counter.caseops or manifest.get("caseops") is True,
+        not counter.caseops,
         f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} "
-        "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
-        "the bytes are unknown: get one of them",
+        "has no fineweb_val_bytes_NNNNNN.bin, so the bytes are unknown: make the shards again with "
+        "data/tokenize_text.py, or download that file",
     )
-    return counted
+    return counter.count(tokens)
 
 
 class Validation:
