@@ -1175,19 +1175,10 @@ class BankShard:
         master       (r, a, b)    fp32 weights of the owned rows
         state        (r, ...)     fp32, by name: momentum (r, a, b)
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
-        grad_sum     (S*r, a, b)  the sum over all micro-batches
-        comm_buffer  (S*r, a, b)  what is reduced
-        grad_shard   (r, a, b)    the reduced gradient of the owned rows
+        grad_sum     (S*r, a, b)  the sum over all micro-batches: `grad` if there is one, else fp32
+        grad_shard   (r, a, b)    the sum over all ranks: `grad_sum` on one rank, else its own
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
         transposed   (r, 1, 1)    whether a matrix is stored as (in, out); None if none is
-
-    What is the same memory:
-
-        ranks  micro-batches  grad_sum       comm_buffer  grad_shard
-        one    one            `grad`         `grad`       view of it
-        one    several        fp32           `grad_sum`   view of it
-        more   one            `grad`         `grad`       its own
-        more   several        fp32           `grad`       its own
 
     Checkpoints and the warm-up restore each entry of `state`, which all ranks must have. For a new
     one see docs/experiment.md.
@@ -1197,9 +1188,7 @@ class BankShard:
         bank = getattr(model, name)
         self.rows = bank.size(0)  # R
         owned = math.ceil(self.rows / comm.size)  # r
-        self.own_places = slice(
-            comm.rank * owned, (comm.rank + 1) * owned
-        )  # rows that this rank owns
+        self.own_places = slice(comm.rank * owned, (comm.rank + 1) * owned)
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
         full[: self.rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
@@ -1210,15 +1199,11 @@ class BankShard:
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
-        # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
-        self.comm_buffer = self.grad_sum if comm.size == 1 else self.grad
-        shard = self.comm_buffer[self.own_places]
-        self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        rows = np.arange(len(full))[self.own_places].clip(
-            max=self.rows - 1
-        )  # padding is like the last
-        kinds = [BANKS[name][row // model.hp.num_layers] for row in rows]
-        scales = [max(1.0, out / into) ** 0.5 for out, into in (k.shape(model.hp) for k in kinds)]
+        self.grad_shard = self.grad_sum if comm.size == 1 else torch.empty_like(self.owned_rows)
+        kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
+        kinds += kinds[-1:] * (len(full) - self.rows)  # of padding rows, which stay zero
+        kinds = kinds[self.own_places]
+        scales = [max(1.0, operator.truediv(*kind.shape(model.hp))) ** 0.5 for kind in kinds]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
         transposed = [kind.transposed for kind in kinds]
         flags = torch.tensor(transposed, device=bank.device)[:, None, None]
@@ -1326,11 +1311,11 @@ class ParallelMuon:
         """Sum over the ranks: each bank by a reduce-scatter in the node and an all-reduce of the
         owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then the
         flat buffer."""
-        scattered, reduced = [], []
+        scattered, reduced, alone = [], [], self.comm.shard.size == 1
         for shard in self.banks.values():
-            shard.comm_buffer.copy_(shard.grad_sum)  # nothing to do if they are one
-            wait = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
-            scattered.append((shard, wait))
+            # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
+            full = shard.grad_sum if alone else shard.grad.copy_(shard.grad_sum)
+            scattered.append((shard, self.comm.shard.reduce_scatter(shard.grad_shard, full)))
         for shard, wait in scattered:
             wait()
             reduced.append(self.comm.replicate.all_reduce(shard.grad_shard))
