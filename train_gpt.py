@@ -666,11 +666,11 @@ class Layer(NamedTuple):
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
     xsa: bool
-    attn_gate: Tensor | None  # (H, GATE_INPUTS)
-    mlp_gate: Tensor | None  # (GATE_INPUTS + 1,)
-    lane_mix: Tensor | None  # (2, 3); None: one lane
-    skip_scale: Tensor | None  # (D,); None: no U-Net skip ends here
-    skip_gate: Tensor | None  # (D,)
+    attn_gate: Tensor | None = None  # (H, GATE_INPUTS)
+    mlp_gate: Tensor | None = None  # (GATE_INPUTS + 1,)
+    lane_mix: Tensor | None = None  # (2, 3); None: one lane
+    skip_scale: Tensor | None = None  # (D,); None: no U-Net skip ends here
+    skip_gate: Tensor | None = None  # (D,)
 
 
 def linear(x: Tensor, *matrices: Matrix) -> Tensor:
@@ -903,20 +903,16 @@ class GPT(nn.Module):
             rows[name] = rows[name].to(self.dtype)  # or the gradients of the stream would be fp32
         rows = {name: tensor.unbind(0) for name, tensor in rows.items()}
 
-        def row(name: str, index: int) -> Tensor | None:
-            return rows[name][index] if name in rows and index >= 0 else None
-
         layers, half = [], len(order) // 2
         for depth, layer in enumerate(order):
             lane = layer - hp.num_layers + hp.lanes_last_n
             skip = depth - half if depth < 2 * half else -1
-            of_layer = ("resid_mix", "q_gain", "attn_gate", "mlp_gate")
-            index = dict.fromkeys(of_layer, layer) | {"lane_mix": lane}
-            index |= {"skip_scale": skip, "skip_gate": skip}
-            matrices = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
-            parameters = {name: row(name, place) for name, place in index.items()}
-            xsa = layer >= hp.num_layers - hp.xsa_last_n
-            layers.append(Layer(**matrices, **parameters, xsa=xsa))
+            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # others: layer
+            parts = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
+            for name, of_places in rows.items():
+                place = places.get(name, layer)
+                parts[name] = of_places[place] if place >= 0 else None
+            layers.append(Layer(**parts, xsa=layer >= hp.num_layers - hp.xsa_last_n))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
@@ -3277,8 +3273,8 @@ CASE_OPERATORS = "\ue001\ue002\ue003\ue004"
 class ByteCounter:
     """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text, where
     U+2581 is a space. A space at its start does not count after a boundary (a control, unknown or
-    unused piece, such as BOS). With the operators of CaseOps (`caseops`) pieces are not the text, and a
-    sidecar has the bytes."""
+    unused piece, such as BOS). If the pieces are not the text, because some are operators of CaseOps
+    (`caseops`), a sidecar has the bytes."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -3310,8 +3306,7 @@ class ByteCounter:
         )
         self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
         sizes = [len(text.replace("\u2581", " ").encode()) for text in texts]
-        sizes = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16)
-        self.length = sizes * ~self.boundary
+        self.length = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16) * ~self.boundary
         self.caseops = texts[4:8] == list(CASE_OPERATORS)
 
     def count(self, tokens: ndarray) -> ndarray:
