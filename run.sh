@@ -108,7 +108,7 @@ train() {  # one run, or a sweep if SEEDS or GRID is set
 }
 
 next_steps() {
-    local python=${PYTHON#.venv/bin/} names launcher="" artifact=final_model
+    local python=${PYTHON#.venv/bin/} launcher="" artifact=final_model
     if [ -n "${RUN_ID:-}" ]; then artifact=$(printf %q "logs/$RUN_ID"); fi
     printf "\nnext:\n"
     if [ -n "$here" ]; then echo "    $here"; fi
@@ -119,10 +119,9 @@ next_steps() {
         echo "    \$(./run.sh setup) tools/compare.py $("$PYTHON" tools/sweep.py --patterns)"  # it needs scipy
         return
     fi
-    names=$("$PYTHON" -c "import train_gpt as t; print(*map(str.upper, t.knobs_with('score')))")
     if [ "${NPROC:-1}" != 1 ]; then launcher=" $torchrun=$NPROC"; fi
-    echo "    $(words DATA_PATH TOKENIZER_PATH)$python tools/sample.py $artifact.npz --prompt '${prompt:-The }'"
-    echo "    $(words $names)EVAL_ONLY=$artifact.npz $python$launcher $(printf %q "$script")"
+    echo "    $python tools/sample.py $artifact.npz --prompt '${prompt:-The }'"
+    echo "    EVAL_ONLY=$artifact.npz $python$launcher $(printf %q "$script")"
     echo "    ${given}SEEDS='1337 42 2025' ./run.sh"
 }
 

@@ -99,12 +99,12 @@ PARITY = {4: (0o5, 0o2), 8: (0o13, 0o4), 16: (0o23, 0o4), 64: (0o103, 0o24), 256
 
 
 def knob(default, text, role="training", **limits):
-    """A field set by an environment variable. The artifact stores those whose `role` is "model" or
-    "evaluation", and how its codes were made; the command that repeats a score has those of
-    "score". On resume those of "evaluation", "score" and "run" may change, those of "training" and
-    "model" may not.
-    Give "model" to every knob that GPT reads beyond initial values, or EVAL_ONLY scores another
-    model.
+    """A field set by an environment variable. The artifact stores those whose `role` is "model", and
+    those of "score" that differ from their defaults: EVAL_ONLY repeats the model, and the score
+    unless a variable is set. On resume those of "score" and "run" may change, those of "training"
+    and "model" may not.
+    Give "model" to every knob that GPT or the codes depend on, beyond initial values, or EVAL_ONLY
+    scores another model.
 
     `limits` are those of LIMITS and `section`, a heading of --help; numbers are at least 0 and at
     most MAX_NUMBER unless they say otherwise."""
@@ -187,14 +187,14 @@ class Hyperparameters:
     swa_every: int = knob(50, "steps between two samples of that average", low=1)
     late_qat: bool = knob(False, "train through rounding (straight-through) at the end of the warmdown")
     qat_threshold: float = knob(0.1, "late QAT starts below this fraction of the peak rate (not MIN_LR)", high=1)
-    rounding: str = knob("sensitivity", "steps by sensitivity, or #399's rule", choices=("sensitivity", "399"))
+    rounding: str = knob("sensitivity", "by sensitivity, or #399's rule", "model", choices=("sensitivity", "399"))
     gptq_batches: int = knob(4, "training batches for calibration, within the time limit; 0: none", "run")
-    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "run", choices=(0, 1, *PARITY))
+    trellis_states: int = knob(8, "states of the trellis; 0 or 1: none", "model", choices=(0, 1, *PARITY))
     target_bytes: int = knob(SUBMISSION_CAP, "bytes that code and artifact may fill; 0: no limit, finest steps", "run")
     compressor: str = knob("ans", "coder of the rounded weights", "run", choices=("ans", "lzma", "zstd"))
 
-    eval_seq_len: int = knob(2048, "tokens per window", "evaluation", low=2, high=1 << 20, section="Evaluation")
-    eval_stride: int = knob(64, "new tokens per sliding window", "evaluation", low=1, high="eval_seq_len")
+    eval_seq_len: int = knob(2048, "tokens per window", "score", low=2, high=1 << 20, section="Evaluation")
+    eval_stride: int = knob(64, "new tokens per sliding window", "score", low=1, high="eval_seq_len")
     eval_mode: str = knob("sliding", "sliding windows, or one pass in a band", "score", choices=("sliding", "banded"))
     canonical_mask: bool = knob(False, "lower the logits of tokens that the tokenizer never emits there", "score")
     ngram_tilt: bool = knob(False, "raise the logit of the token that mostly followed the last 15 so far", "score")
@@ -294,6 +294,20 @@ class Hyperparameters:
     @property
     def head_dim(self) -> int:
         return self.model_dim // self.num_heads
+
+    @property
+    def trellis(self) -> int:
+        """States of the trellis of the codes; 0 for none, as with #399's rule."""
+        return 0 if self.rounding == "399" or self.trellis_states == 1 else self.trellis_states
+
+    def stored(self) -> dict[str, str]:
+        """The variables that the artifact stores, see `knob`."""
+        values = {name: getattr(self, name) for name in knobs_with("model", "score")}
+        return {
+            name.upper(): str(value)
+            for name, value in values.items()
+            if name in knobs_with("model") or value != getattr(Hyperparameters, name)
+        }
 
     def layer_order(self, looping: bool = True) -> tuple[int, ...]:
         """The layers in the order of a forward: each once, or those of the loop LOOP_VISITS times
@@ -652,11 +666,11 @@ class Layer(NamedTuple):
     resid_mix: Tensor  # (2, D): of the stream and the embedding
     q_gain: Tensor  # (H,)
     xsa: bool
-    attn_gate: Tensor | None  # (H, GATE_INPUTS)
-    mlp_gate: Tensor | None  # (GATE_INPUTS + 1,)
-    lane_mix: Tensor | None  # (2, 3); None: one lane
-    skip_scale: Tensor | None  # (D,); None: no U-Net skip ends here
-    skip_gate: Tensor | None  # (D,)
+    attn_gate: Tensor | None = None  # (H, GATE_INPUTS)
+    mlp_gate: Tensor | None = None  # (GATE_INPUTS + 1,)
+    lane_mix: Tensor | None = None  # (2, 3); None: one lane
+    skip_scale: Tensor | None = None  # (D,); None: no U-Net skip ends here
+    skip_gate: Tensor | None = None  # (D,)
 
 
 def linear(x: Tensor, *matrices: Matrix) -> Tensor:
@@ -889,20 +903,16 @@ class GPT(nn.Module):
             rows[name] = rows[name].to(self.dtype)  # or the gradients of the stream would be fp32
         rows = {name: tensor.unbind(0) for name, tensor in rows.items()}
 
-        def row(name: str, index: int) -> Tensor | None:
-            return rows[name][index] if name in rows and index >= 0 else None
-
         layers, half = [], len(order) // 2
         for depth, layer in enumerate(order):
             lane = layer - hp.num_layers + hp.lanes_last_n
             skip = depth - half if depth < 2 * half else -1
-            of_layer = ("resid_mix", "q_gain", "attn_gate", "mlp_gate")
-            index = dict.fromkeys(of_layer, layer) | {"lane_mix": lane}
-            index |= {"skip_scale": skip, "skip_gate": skip}
-            matrices = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
-            parameters = {name: row(name, place) for name, place in index.items()}
-            xsa = layer >= hp.num_layers - hp.xsa_last_n
-            layers.append(Layer(**matrices, **parameters, xsa=xsa))
+            places = {"lane_mix": lane, "skip_scale": skip, "skip_gate": skip}  # others: layer
+            parts = {kind.name: matrix(kind, layer, depth) for kind in MATRICES}
+            for name, of_places in rows.items():
+                place = places.get(name, layer)
+                parts[name] = of_places[place] if place >= 0 else None
+            layers.append(Layer(**parts, xsa=layer >= hp.num_layers - hp.xsa_last_n))
         head, _, projection = map(matrix, TABLES)
         return layers, projection, head
 
@@ -1161,19 +1171,10 @@ class BankShard:
         master       (r, a, b)    fp32 weights of the owned rows
         state        (r, ...)     fp32, by name: momentum (r, a, b)
         grad         (S*r, a, b)  the gradient of one micro-batch, into which backward adds
-        grad_sum     (S*r, a, b)  the sum over all micro-batches
-        comm_buffer  (S*r, a, b)  what is reduced
-        grad_shard   (r, a, b)    the reduced gradient of the owned rows
+        grad_sum     (S*r, a, b)  the sum over all micro-batches: `grad` if there is one, else fp32
+        grad_shard   (r, a, b)    the sum over all ranks: `grad_sum` on one rank, else its own
         scale        (r, 1, 1)    factor of the update; larger for tall matrices, as in #399
         transposed   (r, 1, 1)    whether a matrix is stored as (in, out); None if none is
-
-    What is the same memory:
-
-        ranks  micro-batches  grad_sum       comm_buffer  grad_shard
-        one    one            `grad`         `grad`       view of it
-        one    several        fp32           `grad_sum`   view of it
-        more   one            `grad`         `grad`       its own
-        more   several        fp32           `grad`       its own
 
     Checkpoints and the warm-up restore each entry of `state`, which all ranks must have. For a new
     one see docs/experiment.md.
@@ -1183,9 +1184,7 @@ class BankShard:
         bank = getattr(model, name)
         self.rows = bank.size(0)  # R
         owned = math.ceil(self.rows / comm.size)  # r
-        self.own_places = slice(
-            comm.rank * owned, (comm.rank + 1) * owned
-        )  # rows that this rank owns
+        self.own_places = slice(comm.rank * owned, (comm.rank + 1) * owned)
         full = torch.zeros(comm.size * owned, *bank.shape[1:], device=bank.device)
         full[: self.rows] = weights
         self.padded = full.to(bank.dtype, copy=True)
@@ -1196,15 +1195,11 @@ class BankShard:
         self.grad = torch.zeros_like(self.padded)
         bank.grad = self.grad[: self.rows]  # so the padding rows stay zero
         self.grad_sum = self.grad.float() if accumulate else self.grad
-        # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
-        self.comm_buffer = self.grad_sum if comm.size == 1 else self.grad
-        shard = self.comm_buffer[self.own_places]
-        self.grad_shard = shard if comm.size == 1 else torch.empty_like(shard)
-        rows = np.arange(len(full))[self.own_places].clip(
-            max=self.rows - 1
-        )  # padding is like the last
-        kinds = [BANKS[name][row // model.hp.num_layers] for row in rows]
-        scales = [max(1.0, out / into) ** 0.5 for out, into in (k.shape(model.hp) for k in kinds)]
+        self.grad_shard = self.grad_sum if comm.size == 1 else torch.empty_like(self.owned_rows)
+        kinds = [kind for kind in BANKS[name] for _ in range(model.hp.num_layers)]
+        kinds += kinds[-1:] * (len(full) - self.rows)  # of padding rows, which stay zero
+        kinds = kinds[self.own_places]
+        scales = [max(1.0, operator.truediv(*kind.shape(model.hp))) ** 0.5 for kind in kinds]
         self.scale = torch.tensor(scales, device=bank.device)[:, None, None]
         transposed = [kind.transposed for kind in kinds]
         flags = torch.tensor(transposed, device=bank.device)[:, None, None]
@@ -1312,11 +1307,11 @@ class ParallelMuon:
         """Sum over the ranks: each bank by a reduce-scatter in the node and an all-reduce of the
         owned rows over the replicas, which overlaps with the next bank's reduce-scatter; then the
         flat buffer."""
-        scattered, reduced = [], []
+        scattered, reduced, alone = [], [], self.comm.shard.size == 1
         for shard in self.banks.values():
-            shard.comm_buffer.copy_(shard.grad_sum)  # nothing to do if they are one
-            wait = self.comm.shard.reduce_scatter(shard.grad_shard, shard.comm_buffer)
-            scattered.append((shard, wait))
+            # After the last micro-batch `grad` is free to hold the sum in the compute dtype.
+            full = shard.grad_sum if alone else shard.grad.copy_(shard.grad_sum)
+            scattered.append((shard, self.comm.shard.reduce_scatter(shard.grad_shard, full)))
         for shard, wait in scattered:
             wait()
             reduced.append(self.comm.replicate.all_reduce(shard.grad_shard))
@@ -2641,9 +2636,8 @@ def make_quantisers(weights: Tensors, hp: Hyperparameters, calibration: Tensors)
         squares = [calibration[f"{kind.name}.cost"] for kind in kinds if calibration]
         cost = cost_of_rows(torch.cat(squares)) if squares else None
         rule = RULES[hp.rounding][not kinds[0].bank]
-        states = 0 if rule.fixed or hp.trellis_states == 1 else hp.trellis_states
         names = tuple(kind.name for kind in kinds)
-        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, states, rule)
+        quantisers[names] = Quantiser(torch.cat(views), hessian, cost, hp.trellis, rule)
     return quantisers
 
 
@@ -2732,15 +2726,10 @@ def pack_artifact(
             f"{name} has values that fp16 cannot hold, beyond 65504: lower the learning rates",
         )
         plain.append(values.view(torch.int16).cpu().numpy().ravel())
-    first, *_ = quantisers.values()  # all have as many states
+    first, *_ = quantisers.values()  # all are calibrated, or none
     header = {
         "version": ARTIFACT_VERSION,
-        **{
-            role: {name: getattr(hp, name) for name in knobs_with(role)}
-            for role in ("model", "evaluation")
-        },
-        "rounding": hp.rounding,
-        "trellis_states": first.states,
+        "knobs": hp.stored(),
         "expected_loss": expected if first.calibrated else {},
         "coder": hp.compressor,
         **metadata,
@@ -2789,7 +2778,7 @@ def fit_bytes(
 
 
 def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes], bytes]:
-    """(header, the model's knobs, its codes by tensor, steps and plain values), coded as in the
+    """(header, the knobs in it, codes by tensor, steps and plain values), coded as in the
     file. Raises an error if the file is invalid.
 
     Sizes are checked before memory is filled (here, by `read_small` and by the decoders), and
@@ -2812,15 +2801,13 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
         f"its format has version {header['version']!r}, not {ARTIFACT_VERSION}: "
         "score it with the script that made it",
     )
-    # A knob that is younger than the file has its default.
-    stored = header["model"] | header["evaluation"]
-    unknown = stored.keys() - knobs_with("model", "evaluation")
+    unknown = header["knobs"].keys() - set(map(str.upper, knobs_with("model", "score")))
     require(
         not unknown,
-        f"this script has no knob {' '.join(sorted(unknown)).upper()}: use the one that made it",
+        f"this script has no knob {' '.join(sorted(unknown))} of a model or score: use the one that "
+        "made it",
     )
-    stored |= {name: header[name] for name in ("rounding", "trellis_states")}
-    hp = Hyperparameters.from_env({name.upper(): str(value) for name, value in stored.items()})
+    hp = Hyperparameters.from_env(header["knobs"])  # a younger knob has its default
     require(header["coder"] in CODERS, "its coder is unknown")
     names = [name for kind, name, _ in artifact_tensors(meta_parameters(hp)) if kind]
     sizes, stream = header["code_bytes"], io.BytesIO(codes)
@@ -2842,8 +2829,8 @@ def load_artifact(blob: bytes) -> Tensors:
     for (kind, name, view), part in zip(tensors, plain.split(counts), strict=True):
         if kind:
             rows = torch.from_numpy(decode(streams[name], tuple(view.shape)))
-            if hp.trellis_states:
-                rows = rows + trellis_bits(rows, hp.trellis_states) / 2
+            if hp.trellis:
+                rows = rows + trellis_bits(rows, hp.trellis) / 2
             # Both rules of a pair have the same type.
             steps = part.view(RULES[hp.rounding][0].step_type).view_as(view[..., :1])
             view.copy_(rows * steps.float())
@@ -2854,9 +2841,9 @@ def load_artifact(blob: bytes) -> Tensors:
 
 
 def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparameters]:
-    """The file's bytes, and the knobs of `environ` with the model's knobs from the artifact, and
-    its windows unless `environ` sets others. Raises UserError if it is invalid or model or
-    tokenizer differ from the artifact's."""
+    """The file's bytes, and the knobs in it and in `environ`, which may set those of the score
+    otherwise. Raises UserError if it is invalid or model or tokenizer differ from the
+    artifact's."""
     require(
         not Path(path).match("step_*.npz"),
         f"{path} is a checkpoint: give logs/<RUN_ID>.npz; if there is none, the command of the "
@@ -2866,8 +2853,7 @@ def read_artifact(path: str, environ: dict[str, str]) -> tuple[bytes, Hyperparam
     with reading_artifact(path):
         blob = read_small(path)
         header, stored, _, _ = open_artifact(blob)
-    names = knobs_with("model", "evaluation")
-    environ = {name.upper(): str(getattr(stored, name)) for name in names} | environ
+    environ = header["knobs"] | environ
     # Before the rules of all knobs: MODEL_DIM=100 would be refused as no multiple of NUM_HEADS.
     for field in KNOBS:
         here, there = parse(field, environ), getattr(stored, field.name)
@@ -2908,20 +2894,16 @@ def train_and_score(hp: Hyperparameters):
             begun = perf_counter() - run.val.seconds
             run.model.load_state_dict(load_artifact(blob))
             score = score_artifact(run.make_scorer, hp, log, perf_counter() - begun)
-        advice = evaluation_command(hp, log.artifact, runtime.comm.size)
+        advice = evaluation_command(log.artifact, runtime.comm.size)
         log.finish(score, total, f"{log.artifact} (copy: {ARTIFACT}), ", advice)
         check_limits(total, seconds, hp)
 
 
-def evaluation_command(hp: Hyperparameters, artifact: Path, ranks: int) -> str:
+def evaluation_command(artifact: Path, ranks: int) -> str:
     """The command that scores the artifact as its run did."""
-    words = [f"EVAL_ONLY={shlex.quote(str(artifact))}"]
-    for field in KNOBS:
-        value = getattr(hp, field.name)
-        if field.metadata["role"] == "score" and value != field.default:
-            words.append(f"{field.name.upper()}={shlex.quote(str(value))}")
     many = f"torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node={ranks}"
-    return " ".join((*words, many if ranks > 1 else "python", shlex.quote(sys.argv[0])))
+    path, script = map(shlex.quote, (str(artifact), sys.argv[0]))
+    return f"EVAL_ONLY={path} {many if ranks > 1 else 'python'} {script}"
 
 
 def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
@@ -2997,10 +2979,9 @@ def require_exportable(hp: Hyperparameters):
         f"TARGET_BYTES={hp.target_bytes} is no more than the {CODE_BYTES} bytes of the script: "
         "raise it, or pack the script (tools/pack_code.py)",
     )
-    stored = {name: getattr(hp, name) for name in knobs_with("model", "evaluation")}
     trained, loaded = (
         {(name, like.shape) for name, like in meta_parameters(knobs).items()}
-        for knobs in (hp, Hyperparameters(**stored))
+        for knobs in (hp, Hyperparameters.from_env(hp.stored()))
     )
     names = " ".join(sorted(dict(trained ^ loaded)))
     require(
@@ -3298,10 +3279,8 @@ CASE_OPERATORS = "\ue001\ue002\ue003\ue004"
 class ByteCounter:
     """UTF-8 bytes of the text behind each token: 1 for a byte piece, else those of its text, where
     U+2581 is a space. A space at its start does not count after a boundary (a control, unknown or
-    unused piece, such as BOS).
-
-    The operators of CaseOps (data/README.md) have none: a lower-case letter has as many bytes as
-    the capital that it stands for."""
+    unused piece, such as BOS). If the pieces are not the text, because some are operators of CaseOps
+    (`caseops`), a sidecar has the bytes."""
 
     def __init__(self, tokenizer_path: str, vocab_size: int):
         setting = f"TOKENIZER_PATH={tokenizer_path}"
@@ -3333,11 +3312,8 @@ class ByteCounter:
         )
         self.spaced = ~self.boundary & [text.startswith("\u2581") for text in texts]
         sizes = [len(text.replace("\u2581", " ").encode()) for text in texts]
-        sizes = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16)
-        self.length = sizes * ~self.boundary
+        self.length = np.where(pieces.is_byte(ids), 1, sizes).astype(np.int16) * ~self.boundary
         self.caseops = texts[4:8] == list(CASE_OPERATORS)
-        if self.caseops:
-            self.length[4:8] = 0
 
     def count(self, tokens: ndarray) -> ndarray:
         """Bytes (n - 1,) of each of tokens[1:], given tokens (n,)."""
@@ -3443,16 +3419,13 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> tuple[float, float]:
     return np.mean(back or 1), np.mean(single if back else 1)
 
 
-def require_own_tokenizer(
-    data_path: str, tokenizer_path: str, tokens: ndarray, log: Callable
-) -> dict:
-    """What the manifest says of the tokenizer (`check_manifest`). Raises UserError if a sha256 or,
-    without one in the shards, `reencoded` says that the validation tokens (n,) are of another one;
-    logs a note if neither can tell."""
+def require_own_tokenizer(data_path: str, tokenizer_path: str, tokens: ndarray, log: Callable):
+    """Raise UserError if a sha256 or, without one in the shards, `reencoded` says that the validation
+    tokens (n,) are of another tokenizer; log a note if neither can tell."""
     manifest = check_manifest(data_path, tokenizer_path)
     named = all(map(tokenizer_of, shard_paths(data_path, "val")))
     if named or not manifest.get("canonical", True):
-        return manifest
+        return
     back, single = reencoded(tokens, tokenizer_path)
     require(
         back >= 0.999,
@@ -3466,7 +3439,6 @@ def require_own_tokenizer(
             "characters or bytes, so another tokenizer would look right, too: name theirs in "
             f"{data_path}/manifest.json (docs/formats.md)"
         )
-    return manifest
 
 
 def read_small(path: str | Path) -> bytes:
@@ -3477,7 +3449,8 @@ def read_small(path: str | Path) -> bytes:
         size <= MAX_FILE,
         f"{path} has {size} bytes, over the limit of {MAX_FILE}: it is the wrong file",
     )
-    return Path(path).read_bytes()
+    with open(path, "rb") as file:  # no more than that, even of a device
+        return file.read(size)
 
 
 def sha256_of(path: str | Path) -> str:
@@ -3528,21 +3501,18 @@ def count_bytes(hp: Hyperparameters, tokens: ndarray, log: Callable) -> ndarray:
     """Bytes (n,) of each of tokens[1:], given tokens (n + 1,): those of the sidecar if there is
     one, else by the tokenizer. Raises UserError if the tokenizer cannot know them."""
     counter = ByteCounter(hp.tokenizer_path, hp.vocab_size)
-    manifest = require_own_tokenizer(hp.data_path, hp.tokenizer_path, tokens, log)
-    exact, counted = read_sidecar(hp.data_path, len(tokens)), counter.count(tokens)
+    require_own_tokenizer(hp.data_path, hp.tokenizer_path, tokens, log)
+    exact = read_sidecar(hp.data_path, len(tokens))
     if exact is not None:
-        log(
-            f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses; "
-            f"the tokenizer counts {counted.sum()}"
-        )
+        log(f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses")
         return exact[1:]
     require(
-        not counter.caseops or manifest.get("caseops") is True,
+        not counter.caseops,
         f"TOKENIZER_PATH={hp.tokenizer_path} has CaseOps operators, but DATA_PATH={hp.data_path} "
-        "has neither fineweb_val_bytes_NNNNNN.bin nor the manifest.json of tokenize_text.py, so "
-        "the bytes are unknown: get one of them",
+        "has no fineweb_val_bytes_NNNNNN.bin, so the bytes are unknown: make the shards again with "
+        "data/tokenize_text.py, or download that file",
     )
-    return counted
+    return counter.count(tokens)
 
 
 class Validation:
@@ -4030,7 +4000,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
     require(
         not unlike,
         f"{path} is of another run, with {', '.join(unlike)}: set the same, or another RUN_ID; "
-        f"only these may change: {' '.join(knobs_with('evaluation', 'score', 'run')).upper()}",
+        f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
     tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
     before = metadata.get("train_tokens", tokens)

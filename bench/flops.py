@@ -61,6 +61,11 @@ def peak_flops(device: torch.device) -> float | None:
     return of_gpu(name, PEAK_FLOPS)
 
 
+def layer_weights(hp: Hyperparameters) -> int:
+    """Weights of the matrices of a layer."""
+    return sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
+
+
 def bigram_weights(hp: Hyperparameters) -> int:
     """Weights of the projection of the bigram embedding."""
     return hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
@@ -72,20 +77,20 @@ def flops_per_token(hp: Hyperparameters, length: int) -> float:
     Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average. Depth
     recurrence counts as it is after LOOP_START.
     """
-    layer = (
-        sum(math.prod(train_gpt.bank_shape(bank, hp)) for bank in train_gpt.BANKS) / hp.num_layers
-    )
     head = hp.vocab_size * hp.model_dim
     attention = 2 * hp.model_dim * (length + 1) / 2
-    return 3 * 2 * (len(hp.layer_order()) * (layer + attention) + head + bigram_weights(hp))
+    return (
+        3
+        * 2
+        * (len(hp.layer_order()) * (layer_weights(hp) + attention) + head + bigram_weights(hp))
+    )
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
     """Forward operations of a window of `positions`, of which the head computes only `scored`. A
     position attends to all before it or, with a `band`, to so many including itself."""
-    layer = sum(math.prod(kind.shape(hp)) for kind in train_gpt.MATRICES)
     head = hp.vocab_size * hp.model_dim
     full = min(positions, band or positions)
     attention = 2 * hp.model_dim * (full * (full + 1) // 2 + (positions - full) * band)
-    layers = len(hp.layer_order()) * (positions * layer + attention)
+    layers = len(hp.layer_order()) * (positions * layer_weights(hp) + attention)
     return 2 * (layers + positions * bigram_weights(hp) + scored * head)

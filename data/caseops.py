@@ -4,9 +4,9 @@ case.
     encode("The NASA probe of SpaceX") == "{TITLE}the{ALLCAPS} nasa probe of{TITLE} space{CAPNEXT}x"
 
 `decode(encode(text)) == text` for every string. The four operators are characters of Unicode's
-private use area and pieces of the tokenizer. They count no bytes; every other character counts as
-many bytes as the one it stands for, so `train_gpt.ByteCounter` needs no other file. Idea: CaseOps
-of the challenge; the grammar is ours (README.md).
+private use area and pieces of the tokenizer. They count no bytes (`ByteCounter`);
+every other character counts as many bytes as the one it stands for. Idea: CaseOps of the challenge;
+the grammar is ours (README.md).
 """
 
 import re
@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import train_gpt
 from train_gpt import CASE_OPERATORS
 
 TITLE, ALLCAPS, CAPNEXT, ESC = CASE_OPERATORS
@@ -70,3 +71,13 @@ def decode(coded: str) -> str:
     """The text that `encode` was given. In other strings, an operator that applies to nothing is
     removed."""
     return OPERATIONS.sub(lambda found: found.group()[1:].translate(PLAIN), coded)
+
+
+class ByteCounter(train_gpt.ByteCounter):
+    """The bytes of the original text behind each token: 0 for an operator. tokenize_text.py writes
+    them to the sidecar of the validation shards."""
+
+    def __init__(self, tokenizer_path: str, vocab_size: int):
+        super().__init__(tokenizer_path, vocab_size)
+        if self.caseops:
+            self.length[4:8] = 0

@@ -138,7 +138,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     pieces = counter = None
     if tokenizer:
         pieces = load_tokenizer(tokenizer)
-        counter = train_gpt.ByteCounter(str(tokenizer), pieces.vocab_size())
+        counter = caseops.ByteCounter(str(tokenizer), pieces.vocab_size())
     for report in reports:
         wrong += describe_files(report, status, pieces)
     if pieces:
@@ -180,7 +180,7 @@ def inspect(folder: Path, tokenizer: Path | None, samples: int) -> list[str]:
     return wrong
 
 
-def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
+def describe(report: SplitReport, counter: caseops.ByteCounter | None) -> str:
     """A line on a split; bytes need a counter."""
     tokens, documents = len(report.stream), len(report.hashes)
     files = len(report.shards)
@@ -198,7 +198,7 @@ def describe(report: SplitReport, counter: train_gpt.ByteCounter | None) -> str:
 
 
 def text_of(
-    pieces: sentencepiece.SentencePieceProcessor, counter: train_gpt.ByteCounter, tokens: np.ndarray
+    pieces: sentencepiece.SentencePieceProcessor, counter: caseops.ByteCounter, tokens: np.ndarray
 ) -> str:
     """The original text of tokens (n,) without BOS."""
     text = pieces.decode(tokens.tolist())

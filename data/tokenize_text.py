@@ -259,9 +259,11 @@ def key_of(text: str) -> bytes:
 
 
 class Encoded(NamedTuple):
-    """A chunk as tokens (n,) uint16, its documents in order, and sentences on bad ones."""
+    """A chunk as tokens (n,) uint16, with the bytes of each if the tokenizer has operators, its
+    documents in order, and sentences on bad ones."""
 
     tokens: np.ndarray
+    nbytes: np.ndarray | None
     documents: list["Document"]
     bad: list[str]
 
@@ -281,7 +283,7 @@ class Encoder:
 
     def __init__(self, tokenizer: str, reading: Reading):
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
-        self.counter = train_gpt.ByteCounter(tokenizer, self.pieces.vocab_size())
+        self.counter = caseops.ByteCounter(tokenizer, self.pieces.vocab_size())
         self.reading = reading
         self.prefixed = self.pieces.normalize("a").startswith(SPACE)
 
@@ -304,7 +306,8 @@ class Encoder:
         tokens = np.full(starts[-1] + 1, BOS, dtype=np.uint16)
         for start, ids in zip(starts, encoded, strict=False):
             tokens[start + 1 : start + 1 + len(ids)] = ids
-        charged = np.concatenate(([0], self.counter.count(tokens).cumsum(dtype=np.int64)))[starts]
+        of_tokens = np.concatenate(([0], self.counter.count(tokens)))
+        charged = of_tokens.cumsum(dtype=np.int64)[starts]
         documents = []
         for record, text, source, length, nbytes, raw in zip(
             good, normalised, sources, lengths, np.diff(charged).tolist(), texts, strict=True
@@ -322,7 +325,9 @@ class Encoder:
             documents.append(
                 Document(key_of(text), length, size, len(raw.encode()) - size, raw != text)
             )
-        return Encoded(tokens[:-1], documents, bad)
+        return Encoded(
+            tokens[:-1], of_tokens[:-1] if self.counter.caseops else None, documents, bad
+        )
 
     def _plain(self, text: str) -> str:
         """The text after the tokenizer's normaliser."""
@@ -571,6 +576,7 @@ def write_shards(
     (counts, entries of the manifest). Raises UserError for more than `skip_bad` bad documents."""
     tally, sides = Tally(), ("train", "val")
     writers = {name: shards.ShardWriter(folder, name, shard_tokens, tokenizer) for name in sides}
+    sidecar = shards.ShardWriter(folder, "val_bytes", shard_tokens, tokenizer)
     for chunk in encoded:
         for sentence in chunk.bad:
             tally.bad += 1
@@ -578,13 +584,15 @@ def write_shards(
             print(f"skipped: {sentence}", file=sys.stderr)
         start = 0
         for document in chunk.documents:
-            tokens = chunk.tokens[start : start + document.length]
+            own = slice(start, start + document.length)
             start += document.length
             tally.changed += document.changed
             tally.lost += document.lost
             side = split.side(document.key) if document.size else ""
             if side:
-                writers[side].add(tokens)
+                writers[side].add(chunk.tokens[own])
+                if side == "val" and chunk.nbytes is not None:
+                    sidecar.add(chunk.nbytes[own])
                 for name, count in (
                     ("documents", 1),
                     ("tokens", document.length),
@@ -599,9 +607,8 @@ def write_shards(
         writer.close()
         if not writer.files:
             raise nothing_left(name, sum(counts["documents"] for counts in tally.splits.values()))
-    return tally, {
-        name: entry for writer in writers.values() for name, entry in writer.files.items()
-    }
+    sidecar.close()
+    return tally, writers["train"].files | writers["val"].files | sidecar.files
 
 
 def content(out: Path) -> set[str]:

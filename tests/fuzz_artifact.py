@@ -59,9 +59,11 @@ def forge(value, draw: random.Random) -> None:
     old = value[key]
     if isinstance(old, dict | list) and old and draw.random() < 0.9:
         return forge(old, draw)
-    number = old if isinstance(old, int | float) else 1
+    number = int(old) if isinstance(old, int | float) or str(old).isdecimal() else 1
     numbers = [0, -1, 1, number + 1, number * 2, number // 2, 1 << 31, 10**12, 10**400, 1e300]
-    value[key] = draw.choice([*numbers, math.nan, "", "x", None, True, [], {}, [[[[1]]]]])
+    value[key] = draw.choice(
+        [*numbers, *map(str, numbers), math.nan, "", "x", None, True, [], {}, [[[[1]]]]]
+    )
     if draw.random() < 0.1:
         del value[key]
 

@@ -154,8 +154,8 @@ def test_a_sidecar_has_the_bytes_and_is_not_text(one_rank, tmp_path, data):
     write_shard(tmp_path / "data" / "fineweb_val_bytes_000001.bin", exact[middle:])
     lines = []
     found = read_validation(hp, runtime.device, lines.append)
-    counted = f"says {exact[1:].sum()} bytes, which the score uses; the tokenizer counts {without.total_bytes}"
-    assert len(lines) == 1 and counted in lines[0]
+    used = f"note: fineweb_val_bytes_*.bin says {exact[1:].sum()} bytes, which the score uses"
+    assert lines == [used]
     assert torch.equal(found.tokens, without.tokens) and found.nbytes.tolist() == exact[1:].tolist()
     assert found.total_bytes == exact[1:].sum() != without.total_bytes
     for rest, error in (
@@ -424,6 +424,8 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path):
             file.truncate(1 << 40)
         with user_error(f"{name} has 1099511627776 bytes, over the limit of .* the wrong file"):
             use(tmp_path / name)
+    with user_error("TOKENIZER_PATH=/dev/zero has 0 pieces"):  # an artifact names a tokenizer
+        ByteCounter("/dev/zero", VOCAB)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
     with user_error("its header promises 2147483647 tokens"):
         TokenStream(str(tmp_path), "val", VOCAB)

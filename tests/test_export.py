@@ -494,10 +494,9 @@ def test_artifact_holds_the_quantised_model(knobs, wider, hyperparameters):
 def test_artifact_holds_the_knobs_of_its_model_and_windows(model, packed):
     """A score must be repeatable from the file alone."""
     header, made_with, streams, _ = train_gpt.open_artifact(packed)
-    for role in ("model", "evaluation"):
-        assert header[role] == {name: getattr(model.hp, name) for name in knobs_with(role)}
-        assert header[role]
-        assert all(getattr(made_with, name) == value for name, value in header[role].items())
+    names = knobs_with("model", "score")
+    assert header["knobs"].keys() > {*map(str.upper, knobs_with("model")), "EVAL_STRIDE"}
+    assert [getattr(made_with, n) for n in names] == [getattr(model.hp, n) for n in names]
     twin = GPT(made_with, None, torch.float32)
     assert [p.shape for p in twin.parameters()] == [p.shape for p in model.parameters()]
     # Matrices of any size are codes; #399 exports those of up to 65,536 elements in half precision
@@ -630,7 +629,7 @@ def rewritten(blob, change) -> bytes:
 
 def test_a_knob_younger_than_the_artifact_has_its_default(model, packed):
     """A new knob of the model does not make older artifacts unreadable."""
-    blob = rewritten(packed, lambda header: header["model"].pop("mlp_gate"))
+    blob = rewritten(packed, lambda header: header["knobs"].pop("MLP_GATE"))
     made_with = train_gpt.open_artifact(blob)[1]
     assert made_with.mlp_gate == Hyperparameters.mlp_gate
     assert made_with.num_layers == model.hp.num_layers
@@ -660,21 +659,22 @@ CHANGES = {
     "too long": ("", setter(1 << 40, "code_bytes", 0)),
     "no lengths": ("KeyError: 'code_bytes'", lambda header: header.pop("code_bytes")),
     "a number for the lengths": ("TypeError", setter(7, "code_bytes")),
-    "no model": ("KeyError: 'model'", lambda header: header.pop("model")),
-    "no windows": ("KeyError: 'evaluation'", lambda header: header.pop("evaluation")),
+    "no knobs": ("KeyError: 'knobs'", lambda header: header.pop("knobs")),
     "another version": (f"version {NEWER}, not {NEWER - 1}: score it with the script", setter(NEWER, "version")),
     "the version before": ("version 16, not 17: score it with the script that made it", setter(16, "version")),
-    "an unknown knob": ("this script has no knob HEAD_TEMP", setter(2, "model", "head_temp")),
-    "states without a trellis": ("TRELLIS_STATES=5 is not one of", setter(5, "trellis_states")),
-    "a truth for states": ("TRELLIS_STATES='True' is not", setter(True, "trellis_states")),
+    "an unknown knob": ("this script has no knob HEAD_TEMP", setter("2", "knobs", "HEAD_TEMP")),
+    "a knob of the run": ("this script has no knob RUN_ID of a model or score", setter("a", "knobs", "RUN_ID")),
+    "states without a trellis": ("TRELLIS_STATES=5 is not one of", setter("5", "knobs", "TRELLIS_STATES")),
+    "a truth for states": ("TRELLIS_STATES='True' is not", setter("True", "knobs", "TRELLIS_STATES")),
     "no coder": ("its coder is unknown", setter("pickle", "coder")),
     "a list as coder": ("TypeError: .*unhashable", setter([], "coder")),
-    "an unknown range": ("ROUNDING='wide' is not one of", setter("wide", "rounding")),
-    "a huge model": ("", setter(1 << 50, "model", "model_dim")),
-    "a large model": ("the limit of 67108864 of an artifact", setter(1 << 15, "model", "model_dim")),
-    "a model of many layers": ("NUM_LAYERS=.* is not at most", setter(10**9, "model", "num_layers")),
-    "a huge window": ("EVAL_SEQ_LEN=.* is not at most", setter(10**12, "evaluation", "eval_seq_len")),
-    "a list for a number": ("is not a whole number", setter([4], "model", "num_heads")),
+    "an unknown range": ("ROUNDING='wide' is not one of", setter("wide", "knobs", "ROUNDING")),
+    "a huge model": ("", setter(str(1 << 50), "knobs", "MODEL_DIM")),
+    "a large model": ("the limit of 67108864 of an artifact", setter(str(1 << 15), "knobs", "MODEL_DIM")),
+    "a model of many layers": ("NUM_LAYERS=.* is not at most", setter(str(10**9), "knobs", "NUM_LAYERS")),
+    "a huge window": ("EVAL_SEQ_LEN=.* is not at most", setter(str(10**12), "knobs", "EVAL_SEQ_LEN")),
+    "a list for a number": ("AttributeError: 'list' object", setter([4], "knobs", "NUM_HEADS")),
+    "a text for a number": ("NUM_HEADS='x' is not a whole number", setter("x", "knobs", "NUM_HEADS")),
 }
 # fmt: on
 
@@ -714,11 +714,11 @@ def test_huge_rotary_tables_are_refused(hyperparameters, tmp_path):
     zeros = {name: torch.zeros(p.shape) for name, p in train_gpt.meta_parameters(hp).items()}
     blob = exported(zeros, hp)
     path = tmp_path / "forged.xz"
-    path.write_bytes(rewritten(blob, setter(1 << 20, "evaluation", "eval_seq_len")))
+    path.write_bytes(rewritten(blob, setter(str(1 << 20), "knobs", "EVAL_SEQ_LEN")))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with user_error("forged.xz cannot be used: .* rotary factors exceed the limit of 67108864"):
         train_gpt.read_artifact(str(path), {})
-    path.write_bytes(rewritten(blob, setter(1 << 17, "evaluation", "eval_seq_len")))
+    path.write_bytes(rewritten(blob, setter(str(1 << 17), "knobs", "EVAL_SEQ_LEN")))
     train_gpt.read_artifact(str(path), {})
     assert path.stat().st_size < 4000
     with user_error("rotary factors exceed the limit"):

@@ -297,7 +297,7 @@ def test_export_and_scores_of_the_file_are_left_out():
     for path in (ROOT / "configs").glob("*.env"):  # all that changes a score without TTT
         hp = import_checkpoint.configure("a.pt", {}, str(path), {})
         for name in train_gpt.knobs_with("score"):
-            if not name.startswith(("ttt_", "data_path", "tokenizer_path", "eval_max_seconds")):
+            if not name.startswith(("ttt_", "data_path", "tokenizer_path", "eval_")):
                 assert getattr(hp, name) == getattr(default, name), (path, name)
     hp = import_checkpoint.configure(
         "a.pt", {}, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}

@@ -144,9 +144,11 @@ def test_micro_batches_are_summed_in_fp32(hyperparameters, accumulation):
         optimizer.accumulate()
     shard = optimizer.banks["qo_bank"]
     assert (shard.grad_sum[: shard.rows] == 1.0 + (accumulation - 1) / 512).all()
-    assert shard.comm_buffer.dtype == shard.grad_shard.dtype == torch.bfloat16
-    for buffer in (shard.grad, shard.comm_buffer):
-        assert (shard.grad_sum is buffer) == (accumulation == 1)
+    assert shard.grad.dtype == shard.grad_shard.dtype == torch.bfloat16
+    assert (shard.grad_sum is shard.grad) == (accumulation == 1)
+    _, _, optimizer = prepared(hyperparameters, torch.bfloat16, accumulating=accumulation > 1)
+    alone = optimizer.banks["qo_bank"]
+    assert alone.grad_shard is alone.grad_sum, "one rank reduces nothing"
 
 
 def test_collectives_need_no_copy(hyperparameters, monkeypatch):

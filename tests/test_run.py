@@ -25,7 +25,18 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import PARTS, ROOT, VOCAB, run, script_after, sentence, user_error
+from conftest import (
+    PARTS,
+    ROOT,
+    VOCAB,
+    exported,
+    made,
+    run,
+    script_after,
+    sentence,
+    user_error,
+    weights_of,
+)
 from lib import runs
 
 LINES = [
@@ -155,7 +166,7 @@ def test_the_artifact_has_the_size_in_the_log_and_describes_the_run(finished):
     # Calibration is training time. More digits would take room from the codes, so repeats would differ.
     assert made["train_seconds"] == round(calibrated, 1)
     assert f"val_bpb:{made['val_bpb']:.8f}" in result.stdout
-    assert header["coder"] == "ans" and header["rounding"] == "sensitivity"
+    assert header["coder"] == "ans" and header["knobs"]["ROUNDING"] == "sensitivity"
 
 
 def scores(result) -> dict[str, float]:
@@ -183,21 +194,40 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     assert "RUN_ID=tiny is used by an earlier run" in sentence(used)
 
 
-def test_the_next_command_has_all_that_a_score_depends_on(hyperparameters, monkeypatch):
-    """It repeated a masked or banded score, or one after test-time training, as another one."""
+def test_the_artifact_has_all_that_a_score_depends_on(hyperparameters, tmp_path, monkeypatch):
+    """A masked or banded score, or one after test-time training, was repeated as another one. A
+    variable that is set wins."""
     monkeypatch.setattr(train_gpt.sys, "argv", ["my code/train_gpt.py"])
     modes = {"EVAL_MODE": "banded", "CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_MAX_SECONDS": 9}
     learning = {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 7, "TTT_LR": 0.25}
     hp = hyperparameters(DATA_PATH="my data", **modes, **learning)
     names = train_gpt.knobs_with("score")
     assert all(knob in names for knob in vars(hp) if knob.startswith(("ttt_", "eval_m")))
-    command = shlex.split(train_gpt.evaluation_command(hp, Path("logs/a b.npz"), 1))
-    assert command[-2:] == ["python", "my code/train_gpt.py"]
-    again = train_gpt.Hyperparameters.from_env(dict(word.split("=") for word in command[:-2]))
-    changed = {"eval_only": "logs/a b.npz"} | {name: getattr(hp, name) for name in names}
-    assert again == train_gpt.Hyperparameters(**changed)
+    path = tmp_path / "a b.npz"
+    path.write_bytes(exported(weights_of(made(hp)), hp))
+    header = train_gpt.open_artifact(path.read_bytes())[0]
+    of_score = {name for name in header["knobs"] if name.lower() in names}
+    assert of_score == {"DATA_PATH", "TOKENIZER_PATH", "EVAL_SEQ_LEN", "EVAL_STRIDE"} | {
+        *modes,
+        *learning,
+        "VAL_BATCH_SIZE",
+        "COMPUTE_DTYPE",
+        "DEVICE",
+    }
+    command = shlex.split(train_gpt.evaluation_command(path, 1))
+    assert command == [f"EVAL_ONLY={path}", "python", "my code/train_gpt.py"]
+    again = train_gpt.read_artifact(str(path), {})[1]
+    assert all(getattr(again, name) == getattr(hp, name) for name in names)
+    others = {"DATA_PATH": "mine", "NGRAM_TILT": "0", "EVAL_STRIDE": "3", "TTT_LR": "0.002"}
+    other = train_gpt.read_artifact(str(path), others)[1]
+    assert vars(other) == vars(again) | {
+        "data_path": "mine",
+        "ngram_tilt": False,
+        "eval_stride": 3,
+        "ttt_lr": 0.002,
+    }
     # Each rank hands on what its own documents taught.
-    many = train_gpt.evaluation_command(hp, Path("x"), 4)
+    many = train_gpt.evaluation_command(Path("x"), 4)
     assert many.endswith(
         " torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node=4 'my code/train_gpt.py'"
     )
@@ -275,8 +305,9 @@ def test_a_parameter_that_the_artifact_would_lose_is_refused(hyperparameters, mo
     """Its knob has the wrong role. The run trained to its end and failed: "a packed part is cut"."""
     hp = hyperparameters(ATTN_GATE=1)
     train_gpt.require_exportable(hp)
-    names = {*train_gpt.knobs_with("model")} - {"attn_gate"}
-    monkeypatch.setattr(train_gpt, "knobs_with", lambda *roles: names)
+    stored = hp.stored()
+    assert stored.pop("ATTN_GATE") == "True"
+    monkeypatch.setattr(train_gpt.Hyperparameters, "stored", lambda self: stored)
     with user_error('attn_gate depends on a knob .*: declare that knob with the role "model"'):
         train_gpt.require_exportable(hp)
 

@@ -12,7 +12,6 @@ import sys
 import pytest
 from packaging.specifiers import SpecifierSet
 
-import train_gpt
 from conftest import ROOT
 
 # A Python that sees only the modules in the folder site/ beside its bin/, and in the one that the file `system` names.
@@ -62,7 +61,6 @@ class cuda:
 LAUNCHER = "import os, sys\nprint('launched', sys.argv[1:], 'frac', os.getenv('WARMDOWN_FRAC'))"
 OWN = "NPROC SEEDS GRID SCRIPT"  # of run.sh, not knobs
 SETTINGS = "NUM_LAYERS=2 RUN_ID=demo DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
-SCORE = train_gpt.knobs_with("score")
 
 
 class Machine:
@@ -77,9 +75,7 @@ class Machine:
             shutil.copy(ROOT / name, self.repository / name)
         for name in ("data/demo_corpus.py", "tools/report.py"):
             (self.repository / name).write_text(f"print('ran', {name!r})")
-        script = f"knobs_with = lambda role: {SCORE} if role == 'score' else None\n"
-        script += "if __name__ == '__main__': print('ran train_gpt.py')"
-        (self.repository / "train_gpt.py").write_text(script)
+        (self.repository / "train_gpt.py").write_text("print('ran train_gpt.py')")
         (self.repository / "program.py").write_text("cores = lambda: 1")
         check_machine = "import os\nprint('checked', os.environ['RANK'], *map(os.environ.get, %s))"
         names = ("WORLD_SIZE", "OMP_NUM_THREADS", "WARMDOWN_FRAC", "DATA_PATH", "RUN_SH")
@@ -369,7 +365,7 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
         "print('DATA_PATH=a b\\nNPROC=2\\nRUN_ID=demo')"
     )
     shown = ["RANK", "WORLD_SIZE", "DATA_PATH", "RUN_SH"]
-    show = f"import os; knobs_with = lambda _: []; print('rank', *map(os.environ.get, {shown}))"
+    show = f"import os; print('rank', *map(os.environ.get, {shown}))"
     (complete.repository / "train_gpt.py").write_text(show)
     result = complete.run()
     ranks = sorted(line for line in result.stdout.splitlines() if line.startswith("rank"))
@@ -379,8 +375,7 @@ def test_the_demonstration_has_the_settings_of_its_tool(complete):
 def test_the_end_says_how_to_go_on(machine):
     """With .venv, also how to activate it, unless it is."""
     activate = "    source .venv/bin/activate\n"
-    data = "DATA_PATH=demo_data TOKENIZER_PATH=demo_data/tokenizer.model"
-    evaluate = f"    {data} EVAL_ONLY=logs/demo.npz python train_gpt.py\n"
+    evaluate = "    EVAL_ONLY=logs/demo.npz python train_gpt.py\n"
     machine.python(machine.repository / ".venv" / "bin" / "python")
     machine.torch(machine.repository / ".venv" / "site")
     result = machine.run()
@@ -443,12 +438,10 @@ def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
 
 
 def test_the_end_repeats_the_score_of_the_run(complete):
-    """Its knobs and its ranks, each of which hands on what its own documents taught."""
-    knobs = dict.fromkeys(map(str.upper, train_gpt.knobs_with("score")), "/a b")
-    (complete.repository / "tools" / "demo_settings.py").write_text("print('RUN_ID=demo')")
-    *_, evaluate, _ = complete.run(**knobs, NPROC="2", EVAL_STRIDE="7").stdout.splitlines()
-    *settings, python, m, launcher, alone, address, ranks, script = shlex.split(evaluate)
-    assert dict(word.split("=") for word in settings) == knobs | {"EVAL_ONLY": "logs/demo.npz"}
+    """The artifact has its knobs. Each rank hands on what its own documents taught."""
+    *_, evaluate, _ = complete.run(NGRAM_TILT="1", NPROC="2").stdout.splitlines()
+    setting, python, m, launcher, alone, address, ranks, script = shlex.split(evaluate)
+    assert setting == "EVAL_ONLY=logs/demo.npz"
     assert (launcher, ranks, script) == (
         "torch.distributed.run",
         "--nproc_per_node=2",

@@ -1,7 +1,6 @@
 """tools/sample.py: a model continues a text and reads each token once."""
 
 import io
-import shutil
 import sys
 from unittest import mock
 
@@ -120,13 +119,6 @@ def test_the_program_repeats_itself(artifact, data, tmp_path):
     assert said("--temperature", 0) == said("--temperature", 0, "--seed", 2) != first
 
 
-def test_the_tokenizer_of_the_demonstration_is_named(artifact, data, tmp_path):
-    (tmp_path / "demo_data").mkdir()
-    shutil.copy(data / "tokenizer.model", tmp_path / "demo_data")
-    part = "does not exist: for the demonstration set TOKENIZER_PATH=demo_data/tokenizer.model"
-    assert_mistake([SAMPLE, artifact, "--prompt", "x"], tmp_path, part)
-
-
 def test_a_talk_is_one_text_until_an_empty_line(artifact, data, monkeypatch, capsys):
     """Standard input that is no terminal is the prompt, which must be text."""
     seen = []
@@ -176,7 +168,7 @@ def test_ctrl_c_within_a_text_is_one_sentence(artifact, data, monkeypatch, capsy
     [
         (["none.xz"], 1, "artifact none.xz does not exist"),
         (["cut.xz"], 1, "artifact cut.xz cannot be used"),
-        (["a.xz"], 1, "TOKENIZER_PATH=./data/tokenizers/fineweb_1024_bpe.model: No such"),
+        (["a.xz", "TOKENIZER_PATH=none.model"], 1, "TOKENIZER_PATH=none.model: No such"),
         (["a.xz", "TOKENIZER_PATH=other.model"], 1, "other.model is not the tokenizer of a.xz"),
         (["a.xz", "--temperature", "nan"], 2, "--temperature nan is not"),
         (["a.xz", "--tokens", "0"], 2, "--tokens 0 is below 1"),

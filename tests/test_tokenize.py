@@ -106,12 +106,14 @@ def test_bytes_charged_are_the_bytes_that_the_normaliser_keeps(model, name, requ
         with user_error("but the evaluator would count"):
             encoder.encode([Record(name, text)])
         return
-    tokens, (document,), _ = encoder.encode([Record(name, text)])
+    tokens, nbytes, (document,), _ = encoder.encode([Record(name, text)])
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    counter = train_gpt.ByteCounter(str(model), pieces.vocab_size())
+    counter = caseops.ByteCounter(str(model), pieces.vocab_size())
     decoded = inspect_shards.text_of(pieces, counter, tokens[1:])
     assert tokens[0] == BOS
     assert counter.count(tokens).sum() == len(decoded.encode()) == document.size
+    assert (nbytes is not None) == counter.caseops
+    assert nbytes is None or nbytes.sum() == document.size
     assert document.lost == len(text.encode()) - len(decoded.encode())
     assert document.changed == (decoded != text)
     if request.node.callspec.params["model"] in ("identity", "caseops") and "\u2581" not in text:
@@ -222,7 +224,7 @@ def test_the_pairs_of_letters_never_change():
 def test_operators_are_pieces_of_no_bytes(tmp_path):
     (tmp_path / "t.model").write_bytes(tokenizer_bytes("caseops"))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "t.model"))
-    counter = train_gpt.ByteCounter(str(tmp_path / "t.model"), pieces.vocab_size())
+    counter = caseops.ByteCounter(str(tmp_path / "t.model"), pieces.vocab_size())
     assert list(map(pieces.piece_to_id, CASE_OPERATORS)) == [4, 5, 6, 7] and counter.caseops
     texts = map(pieces.id_to_piece, range(pieces.vocab_size()))
     assert sum(not set(text).isdisjoint(CASE_OPERATORS) for text in texts) == 4
@@ -235,7 +237,7 @@ def test_operators_elsewhere_are_text(tmp_path):
     for symbols in ("x" + CASE_OPERATORS, CASE_OPERATORS[::-1], CASE_OPERATORS[:3] + "x"):
         model = tmp_path / f"{len(symbols)}{symbols[0] == 'x'}.model"
         model.write_bytes(tokenize_text.train_tokenizer(DOCUMENTS, 400, operators=symbols))
-        counter = train_gpt.ByteCounter(str(model), 400)
+        counter = caseops.ByteCounter(str(model), 400)
         assert not counter.caseops
         lengths = [len(symbol.encode()) for symbol in symbols]
         assert counter.length[4 : 4 + len(symbols)].tolist() == lengths
@@ -252,18 +254,29 @@ def test_a_caseops_tokenizer_that_changes_text_is_refused(tmp_path):
         encoder.encode([Record("line 7", "H\u0331")])
 
 
-def test_the_bytes_of_another_caseops_grammar_are_not_guessed(sources, tmp_path, env, capsys):
+def test_the_bytes_of_caseops_are_those_of_the_sidecar(sources, tmp_path, env, capsys):
+    """The script does not guess them, not even with our manifest."""
     out = tmp_path / "out"
-    build(sources, out, caseops=True)
+    build(sources, out, caseops=True, shard_tokens=1000)
     knobs = env(DATA_PATH=out, TOKENIZER_PATH=out / "tokenizer.model")
     hp = train_gpt.Hyperparameters.from_env(knobs)
-    tokens = train_gpt.read_shard(out / "fineweb_val_000000.bin")
-    counted = train_gpt.count_bytes(hp, tokens, print)
-    assert counted.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5])
+    stream = train_gpt.TokenStream(out, "val", hp.vocab_size)
+    tokens = stream.read(0, len(stream))
+    nbytes = train_gpt.count_bytes(hp, tokens, print)
+    assert nbytes.sum() == sum(len(text.encode()) for text in DOCUMENTS[:5])
+    starts = np.flatnonzero(tokens == BOS)
+    by_document = np.add.reduceat(np.append(0, nbytes), starts)
+    assert by_document.tolist() == [len(text.encode()) for text in DOCUMENTS[:5]]
+    files = {path.name for path in out.glob("fineweb_val_bytes_*.bin")}
+    assert files and files < shards.read_manifest(out)["files"].keys()
+    assert inspect_shards.inspect(out, None, 1) == []
+    assert "by fineweb_val_bytes_*.bin, which the score uses" in capsys.readouterr().out
+    for name in files:
+        (out / name).unlink()
+    with user_error("has CaseOps operators, but .* so the bytes are unknown: make the shards"):
+        train_gpt.count_bytes(hp, tokens, print)
     # As beside the published shards, whose tokenizer has the same operators
     (out / "manifest.json").unlink()
-    with user_error("has CaseOps operators, but .* so the bytes are unknown: get one of them"):
-        train_gpt.count_bytes(hp, tokens, print)
     shards.write_shard(out / "fineweb_val_bytes_000000.bin", np.full(len(tokens), 3))
     assert (train_gpt.count_bytes(hp, tokens, print) == 3).all()
     assert inspect_shards.inspect(out, out / "tokenizer.model", 1) == []
@@ -398,7 +411,7 @@ def build_of(files, out, options, force=False):
 
 def decoded(folder: Path, split: str) -> list[str]:
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    counter = train_gpt.ByteCounter(str(folder / "tokenizer.model"), pieces.vocab_size())
+    counter = caseops.ByteCounter(str(folder / "tokenizer.model"), pieces.vocab_size())
     documents = inspect_shards.SplitReport(folder, split).documents()
     return [inspect_shards.text_of(pieces, counter, tokens) for tokens in documents]
 
@@ -417,6 +430,7 @@ def test_shards_hold_the_documents(sources, tmp_path, caseops, capsys):
     counts = [entry["tokens"] for name, entry in files if "train" in name]
     assert len(counts) > 3 and set(counts[:-1]) == {1000}
     assert sum(counts) == tally.splits["train"]["tokens"]
+    assert any("val_bytes" in name for name in manifest["files"]) is caseops
     build(sources, tmp_path / "again", tokenizer=out / "tokenizer.model", shard_tokens=1000)
     assert shards.read_manifest(tmp_path / "again")["tokenizer"]["caseops"] is caseops
     for name in manifest["files"]:

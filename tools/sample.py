@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Let the model of an artifact continue a text.
 
-    export TOKENIZER_PATH=demo_data/tokenizer.model
     python tools/sample.py logs/demo.npz --prompt "def main(" --tokens 100 --temperature 0.8
     python tools/sample.py logs/demo.npz                  # interactive: continues each line that you type
     python tools/sample.py logs/demo.npz < notes.txt      # the whole file is the prompt
 
 In interactive mode, an empty line starts over and Ctrl-D ends. A text also ends where the model
-puts a BOS. TOKENIZER_PATH names the tokenizer. The text goes to standard output, the speed to
-standard error.
+puts a BOS. The artifact names its tokenizer; TOKENIZER_PATH overrides it. The text goes to standard
+output, the speed to standard error.
 """
 
 import argparse
@@ -138,12 +137,6 @@ class Tokenizer:
 def load(artifact: str, environ: dict[str, str]) -> tuple[Reader, Tokenizer]:
     """The artifact's model and its tokenizer. Raises UserError if one of them cannot be used."""
     blob, hp = train_gpt.read_artifact(artifact, environ)
-    demonstration = Path("demo_data/tokenizer.model")
-    train_gpt.require(
-        Path(hp.tokenizer_path).exists() or not demonstration.exists(),
-        f"TOKENIZER_PATH={hp.tokenizer_path} does not exist: for the demonstration set "
-        f"TOKENIZER_PATH={demonstration}",
-    )
     tokenizer = Tokenizer(hp.tokenizer_path, hp.vocab_size)
     with train_gpt.reading_artifact(artifact):
         weights = train_gpt.load_artifact(blob)

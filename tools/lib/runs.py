@@ -36,7 +36,7 @@ CONFIGURATION = KNOBS - {"SEED", "RUN_ID"} | {"WORLD_SIZE"}
 WITHOUT_EFFECT = {"RESUME", "CHECKPOINT_EVERY", "TRAIN_LOG_EVERY", "VAL_LOSS_EVERY"}
 CONFIGURATION -= WITHOUT_EFFECT
 # What an evaluation decides; all else is the training's.
-SCORING = {name.upper() for name in knobs_with("evaluation", "score")}
+SCORING = {name.upper() for name in knobs_with("score")}
 DAMAGED = "damaged"  # the event of a line that is none
 UNEVEN = 0.1  # of the most steps; a wider range in one group is worth a warning
 
