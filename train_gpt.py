@@ -2407,8 +2407,8 @@ class Calibration:
         for rows in batch.to(torch.int64).chunk(4):  # an eager forward keeps more for its backward
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, observe=self.observe)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
-            loss = (nats * weights).sum()
-            grads = torch.autograd.grad(loss, self.parameters.values(), materialize_grads=True)
+            parameters = self.parameters.values()
+            grads = torch.autograd.grad(nats, parameters, weights, materialize_grads=True)
             by_name = dict(zip(self.parameters, grads, strict=True))
             for kind, name, grad in artifact_tensors(by_name):
                 if kind:
