@@ -90,7 +90,6 @@ LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file syste
 # Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "sdpa", "math")
 # What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
-LORA_TARGETS = ("q", "k", "v", "out", "mlp", "head")
 # How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
 # a gate between the scaled skip and the stream.
 SKIPS = ("gates", "scales", "lerp")
@@ -526,7 +525,7 @@ class MatrixKind(NamedTuple):
     name: str  # in the forward and in the artifact
     bank: str  # the 3-D parameter that stores it; "" for a parameter of its own
     hessian: str  # the matrix with which it shares the Hessian of its inputs; "" for a lookup only
-    out: str = "dim"  # outputs: "dim", "kv" or "mlp"
+    out: str = "dim"  # outputs: "dim", "kv", "mlp" or "vocab"
     into: str = "dim"  # inputs
     transposed: bool = False  # stored as (in, out)
     zero: bool = False  # initially zero (projections back to the stream) instead of orthogonal
@@ -541,6 +540,7 @@ class MatrixKind(NamedTuple):
             "dim": hp.model_dim,
             "kv": hp.num_kv_heads * hp.head_dim,
             "mlp": max(1, int(hp.mlp_mult * hp.model_dim)),
+            "vocab": hp.vocab_size,
         }
         return size[self.out], size[self.into]
 
@@ -574,11 +574,12 @@ MATRICES = (
     ),
 )
 TABLES = (
-    MatrixKind("tok_emb", "", "tok_emb", target="head"),
+    MatrixKind("tok_emb", "", "tok_emb", out="vocab", target="head"),
     MatrixKind("bigram_emb", "", ""),
     MatrixKind("bigram_proj", "", "bigram_proj"),
 )
 BANKS = {kind.bank: [k for k in MATRICES if k.bank == kind.bank] for kind in MATRICES}
+LORA_TARGETS = {kind.target: kind for kind in (*MATRICES, *TABLES) if kind.target}
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
@@ -1070,9 +1071,9 @@ class GPT(nn.Module):
         """The adapter by name of the matrix whose outputs it changes: (B, depth, rank, in) and
         (B, depth, out, rank) in the compute dtype. Gains and layer scales are folded in."""
         pairs = {}
-        for kind in (*MATRICES, *TABLES):
-            if f"{kind.target}.a" in adapter:
-                a, b = (adapter[f"{kind.target}.{part}"] for part in "ab")
+        for target, kind in LORA_TARGETS.items():
+            if f"{target}.a" in adapter:
+                a, b = (adapter[f"{target}.{part}"] for part in "ab")
                 b = b * (self.hp.ttt_lora_alpha / self.hp.ttt_lora_rank)
                 if kind.bank:
                     b = b * self.layer_scale[list(order)]
@@ -1874,22 +1875,32 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
     return read, scored
 
 
-def plan_windows(spans: ndarray, window: int, stride: int) -> ndarray:
-    """Windows (4, N), in stream order, that score the target of each input of the spans (S, 2) once.
+def plan_windows(
+    spans: Iterable, window: int, stride: int, done: Iterable[int] = itertools.repeat(0)
+) -> ndarray:
+    """Windows (3, N), in stream order, that score the target of each input of the spans (S, 2) once,
+    but for the first `done` (S,) of each.
 
-    A column is one window: (start, first, stop, n). It reads `window` inputs from `start` on. Of
-    the losses of its last n, those in [first, stop) count. A span begins with a window that scores
-    all its targets. The others are `stride` apart and score their last `stride`. Of a window, only
-    `stop` depends on the end of the span, so no loss does.
-
-    A matrix, because there can be a million windows: they are cut into chunks, grouped by n and
-    copied to a device without a loop. `start, first, stop, n = windows` names its rows."""
+    A column is one window: (start, first, stop). It reads `window` inputs from `start` on and
+    scores those in [first, stop). A span begins with a window that scores all its targets. The
+    others are `stride` apart and score their last `stride`. Of a window, only `stop` depends on the
+    end of the span, so no loss does. A matrix, because there can be a million windows."""
     windows = []
-    for begin, end in spans:
+    for (begin, end), scored in zip(spans, done, strict=False):
         start = np.arange(begin, max(begin + 1, end - window + stride), stride)
-        n = np.where(start > begin, stride, window)
-        windows.append(np.stack((start, start + window - n, np.minimum(start + window, end), n)))
+        first = np.where(start > begin, start + window - stride, begin).clip(begin + scored)
+        stop = np.minimum(start + window, end)
+        windows.append(np.stack((start, first, stop))[:, first < stop])
     return np.concatenate(windows, 1)
+
+
+def to_batches(columns: ndarray, rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The columns of a matrix (k, N) in batches (k, rows, 1), in one copy. Columns of zeros fill
+    the last batch: as windows they score [0, 0), nothing."""
+    table = torch.from_numpy(np.pad(columns, ((0, 0), (0, -columns.shape[1] % rows))))
+    if device.type == "cuda":
+        table = table.pin_memory()  # or the host would wait for the copy
+    return table.view(len(table), -1, rows, 1).to(device, non_blocking=True).unbind(1)
 
 
 def eval_rows(hp: Hyperparameters, runtime: Runtime, width: int) -> int:
@@ -1931,37 +1942,30 @@ class Evaluator:
         self.score(self.windows())
 
     def windows(self) -> ndarray:
-        """The windows (4, N) over the packed stream."""
+        """The windows (3, N) over the packed stream."""
         return plan_windows([(0, self.val.targets)], self.window, self.stride)
 
     def warm_up(self) -> Graphs:
-        """What scores a batch of each shape on each rank, by shape, so that nothing compiles while
-        an evaluation is timed."""
-        windows = self.windows()
-        *_, n = windows
+        """What scores a batch of each shape on each rank, so that nothing compiles while an
+        evaluation is timed: of the first window, which has most targets, and of the last."""
         batch = self.runtime.comm.size * self.rows
+        windows = self.windows()
         return {
-            f"targets:{size}": partial(self.score, windows[:, [first] * batch])
-            for size, first in zip(*np.unique(n, return_index=True), strict=True)
+            f"{name} window": partial(self.score, windows[:, [place] * batch])
+            for name, place in (("first", 0), ("last", -1))
         }
 
     @torch.no_grad()
     def score(self, windows: ndarray):
-        """Score these windows, those with most targets first. Batches go round the ranks, so the
-        place of a window in its batch depends on the windows before it."""
-        comm, rows = self.runtime.comm, self.rows
-        offsets = torch.arange(self.window, device=self.nats.device)
-        *_, sizes = windows
-        for n in np.unique(sizes)[::-1].tolist():
-            members = windows[:3, sizes == n]
-            # Full batches: the windows that fill the last one score [0, 0), nothing.
-            members = np.pad(members, ((0, 0), (0, -members.shape[1] % rows)))
-            own = members.reshape(3, -1, rows)[:, comm.rank :: comm.size]
-            table = torch.from_numpy(own)
-            if self.nats.is_cuda:
-                table = table.pin_memory()  # or the host would wait for the copy
-            batches = table.to(self.nats.device, non_blocking=True)[..., None].unbind(1)
-            for start, first, stop in batches:  # (rows, 1) each
+        """Score these windows (3, N), first those with more than `stride` targets. Batches go round
+        the ranks, so the place of a window in its batch depends on the windows before it."""
+        comm, device = self.runtime.comm, self.nats.device
+        offsets = torch.arange(self.window, device=device)
+        start, first, _stop = windows
+        short = first >= start + self.window - self.stride
+        for n, members in ((self.window, ~short), (self.stride, short)):
+            batches = to_batches(windows[:, members], self.rows, device) if members.any() else ()
+            for start, first, stop in batches[comm.rank :: comm.size]:  # (rows, 1) each
                 self.batch(start + offsets, n, first, stop)
 
     def batch(
@@ -2039,13 +2043,15 @@ def out_of_time(scorer: Evaluator) -> bool:
     return 0 < scorer.hp.eval_max_seconds < perf_counter() - scorer.started
 
 
-def log_limit(scorer: Evaluator, scored: int):
-    """Log that test-time training ended after `scored` targets."""
+def score_rest(scorer: Evaluator, windows: ndarray):
+    """Score these windows, which EVAL_MAX_SECONDS left over, with the model as it is."""
+    _start, first, stop = windows
+    done = 1 - (stop - first).sum() / scorer.val.targets
     scorer.log(
         f"ttt: EVAL_MAX_SECONDS={scorer.hp.eval_max_seconds:g} was reached after "
-        f"{100 * scored / scorer.val.targets:.1f}% of the text; "
-        "the rest is scored with fixed weights"
+        f"{100 * done:.1f}% of the text; the rest is scored with fixed weights"
     )
+    scorer.score(windows)
 
 
 def ttt_sgd(scorer: Evaluator):
@@ -2055,7 +2061,7 @@ def ttt_sgd(scorer: Evaluator):
     hp, comm, targets = scorer.hp, scorer.runtime.comm, scorer.val.targets
     size = hp.ttt_chunk_tokens
     windows = scorer.windows()
-    _start, first, _stop, _n = windows
+    _start, first, _stop = windows
     edges = np.searchsorted(first, range(size, targets, size))
     *chunks, last = np.split(windows, edges, 1)
     if not chunks:
@@ -2073,9 +2079,7 @@ def ttt_sgd(scorer: Evaluator):
         for _ in range(TTT_EPOCHS):
             # Rank 0 decides for all.
             if hp.eval_max_seconds and comm.broadcast(out_of_time(scorer)):
-                log_limit(scorer, (number + 1) * size)
-                scorer.score(windows[:, edges[number] :])
-                return
+                return score_rest(scorer, windows[:, edges[number] :])
             momentum.mul_(TTT_MOMENTUM).add_(sgd_gradients(scorer, number * size))
             weights.sub_(momentum, alpha=rate)
             torch._foreach_copy_(views, weights.split([len(view) for view in views]))
@@ -2128,49 +2132,35 @@ def ttt_lora(scorer: Evaluator):
     document depend on documents that end before it begins. Its chunks and windows depend on
     positions. Its row in a forward depends on how many earlier documents of the batch are still
     there, and rows do not see each other."""
-    comm = scorer.runtime.comm
-    spans = scorer.val.spans()
+    hp, comm, spans = scorer.hp, scorer.runtime.comm, scorer.val.spans()
     done = np.zeros(len(spans), np.int64)  # targets scored of each document
     own = np.arange(len(spans))[comm.rank :: comm.size]
-    adapter = lora_adapter(scorer.hp, scorer.runtime.device)
+    adapter = lora_adapter(hp, scorer.runtime.device)
     for batch in np.split(own, range(LORA_BATCH, len(own), LORA_BATCH)):
         state = LoraState(spans[batch], adapter)
-        for begin, stop in lora_chunks(scorer.hp, state.lengths.max()):
+        for begin, stop in lora_chunks(hp, state.lengths.max(initial=0)):
             if out_of_time(scorer):
                 break
             lora_step(scorer, state, begin, stop)
-            done[batch] = state.lengths[1:].clip(max=stop)
+            done[batch] = state.lengths.clip(max=stop)
         for name in adapter:
             if name.endswith(".a"):
-                adapter[name] = state.factors[name][1 : len(batch) + 1].mean(0, keepdim=True)
-    if scorer.hp.eval_max_seconds:
-        score_rest(scorer, spans, done)
-
-
-def score_rest(scorer: Evaluator, spans: ndarray, done: ndarray):
-    """Score what no rank has scored of the documents (S, 2), with the model as it is. This rank has
-    scored the first `done` (S,) targets of each."""
-    done = np.sum(scorer.runtime.comm.gather(done), 0)
-    windows = plan_windows(spans, scorer.window, scorer.stride)
-    _start, first, stop, _n = windows  # views
-    document = np.searchsorted(spans[:, 0], first, side="right") - 1
-    first[:] = np.maximum(first, (spans[:, 0] + done)[document])
-    left = first < stop
-    if left.any():
-        log_limit(scorer, done.sum())
-        scorer.score(windows[:, left])
+                adapter[name] = state.factors[name][: len(batch)].mean(0, keepdim=True)
+    if hp.eval_max_seconds:
+        done = np.sum(comm.gather(done), 0)
+        windows = plan_windows(spans, scorer.window, scorer.stride, done)
+        if windows.size:
+            score_rest(scorer, windows)
 
 
 class LoraState:
-    """Documents that learn side by side, each with a copy of the adapter `first`. Document 0 has no
-    targets: it pads batches.
+    """Documents (S, 2) that learn side by side, each with a copy of the adapter `first`.
 
-    There are always LORA_BATCH + 1 copies, or each number of documents would compile an update."""
+    There are always LORA_BATCH + 1 copies, or each number of documents would compile an update. The
+    last is spare: no document reads it."""
 
     def __init__(self, spans: ndarray, first: Adapter):
-        self.spans = np.vstack(([[0, 0]], spans))  # (S + 1, 2)
-        self.lengths = np.ptp(self.spans, 1)
-        self.steps = 0
+        self.spans, self.lengths, self.steps = spans, np.ptp(spans, 1), 0
         self.factors = {name: f.repeat(LORA_BATCH + 1, 1, 1, 1) for name, f in first.items()}
         # Second moments
         self.squares = {name: torch.zeros_like(f) for name, f in self.factors.items()}
@@ -2203,14 +2193,13 @@ def lora_adapter(hp: Hyperparameters, device: torch.device) -> Adapter:
     read the input of attention and of the MLP and add to their outputs."""
     adapter = {}
     generator = torch.Generator().manual_seed(0)
-    kv = hp.num_kv_heads * hp.head_dim
-    outputs = {"k": kv, "v": kv, "head": hp.vocab_size}
     for name in hp.ttt_lora_targets.split(","):
-        depth = 1 if name == "head" else len(hp.layer_order())
-        a = torch.rand(1, depth, hp.ttt_lora_rank, hp.model_dim, generator=generator)
+        kind = LORA_TARGETS[name]
+        visits = len(hp.layer_order()) if kind.bank else 1
+        out, _ = kind.shape(hp)
+        a = torch.rand(1, visits, hp.ttt_lora_rank, hp.model_dim, generator=generator)
         adapter[f"{name}.a"] = ((2 * a - 1) / hp.model_dim**0.5).to(device)
-        out = outputs.get(name, hp.model_dim)
-        adapter[f"{name}.b"] = torch.zeros(1, depth, out, hp.ttt_lora_rank, device=device)
+        adapter[f"{name}.b"] = torch.zeros(1, visits, out, hp.ttt_lora_rank, device=device)
     return adapter
 
 
@@ -2219,25 +2208,24 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int):
     its factors. Those that go on take an AdamW step."""
     device = scorer.runtime.device
     rows, width, n = lora_shape(scorer, begin, stop)
+    offsets = torch.arange(width, device=device)
     update = compile_whole(lora_update, scorer.runtime.compiled)  # once: torch keeps its graphs
     state.steps += 1
+    bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)  # no copy from the host
     present = np.flatnonzero(state.lengths > begin)
-    for group in np.pad(present, (0, -len(present) % rows)).reshape(-1, rows):
-        # Document 0 takes the step of those that end here.
-        learners = np.where(state.lengths[group] > stop, group, 0)
-        table = np.column_stack((state.spans[group], group, learners))
-        start, end, index, learner = torch.from_numpy(table).to(device).split(1, dim=1)
-        adapter = {name: f[index[:, 0]].requires_grad_() for name, f in state.factors.items()}
-        position = start + max(0, stop - width) + torch.arange(width, device=device)
-        scorer.forward.requires_grad_(False)  # or a backward would compute gradients of all weights
-        nats, counts = scorer.batch(position, n, start + begin, end.minimum(start + stop), adapter)
-        scorer.forward.requires_grad_(True)
-        if learners.any():
-            loss = ((nats * counts).sum(1) / counts.sum(1).clamp(min=1)).sum()
-            grads = torch.autograd.grad(loss, list(adapter.values()))
-            # Filled on the device, as a copy from the host would wait.
-            bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)
-            update(state.factors, state.squares, grads, learner[:, 0], bias, scorer.hp)
+    start, end = state.spans[present].T
+    last = np.minimum(start + stop, end)
+    columns = np.stack((start + max(0, stop - width), start + begin, last, end, present))
+    scorer.forward.requires_grad_(False)  # or a backward would compute gradients of all weights
+    for start, first, last, end, document in to_batches(columns, rows, device):
+        adapter = {name: f[document[:, 0]].requires_grad_() for name, f in state.factors.items()}
+        nats, counts = scorer.batch(start + offsets, n, first, last, adapter)
+        loss = ((nats * counts).sum(1) / counts.sum(1).clamp(min=1)).sum()
+        grads = torch.autograd.grad(loss, list(adapter.values()))
+        # A row whose document ends here, or that fills the batch, changes the spare copy.
+        copies = document.where(last < end, LORA_BATCH)[:, 0]
+        update(state.factors, state.squares, grads, copies, bias, scorer.hp)
+    scorer.forward.requires_grad_(True)
 
 
 @torch.no_grad()
@@ -2249,7 +2237,7 @@ def lora_update(
     bias: Tensor,
     hp: Hyperparameters,
 ):
-    """AdamW without a first moment on the documents `index` (rows,)."""
+    """AdamW without a first moment on the copies `index` (rows,)."""
     for name, grad in zip(factors, grads, strict=True):
         old = factors[name][index]
         square = LORA_BETA2 * squares[name][index] + (1 - LORA_BETA2) * grad.square()
@@ -2260,12 +2248,10 @@ def lora_update(
 
 def warm_up_lora(scorer: Evaluator) -> Graphs:
     """A step of each shape, on one document as long as the longest; windows, if a limit may come."""
-    longest = np.ptp(scorer.val.spans(), 1).max()
-    state = LoraState(np.array([[0, longest]]), lora_adapter(scorer.hp, scorer.runtime.device))
-    chunks = list(lora_chunks(scorer.hp, longest))
-    # The first of each shape, as the last chunk of all takes no step.
-    shapes = {lora_shape(scorer, *chunk): chunk for chunk in chunks[::-1]}
-    return (scorer.warm_up() if scorer.hp.eval_max_seconds else {}) | {
+    hp, longest = scorer.hp, np.ptp(scorer.val.spans(), 1).max()
+    state = LoraState(np.array([[0, longest]]), lora_adapter(hp, scorer.runtime.device))
+    shapes = {lora_shape(scorer, *chunk): chunk for chunk in lora_chunks(hp, longest)}
+    return (scorer.warm_up() if hp.eval_max_seconds else {}) | {
         "documents:{} width:{} losses:{}".format(*shape): partial(lora_step, scorer, state, *chunk)
         for shape, chunk in shapes.items()
     }
@@ -2416,8 +2402,8 @@ class Calibration:
         for rows in batch.to(torch.int64).chunk(4):  # an eager forward keeps more for its backward
             nats = self.model(rows[:, :-1], rows[:, 1:], "none", self.config, observe=self.observe)
             weights = torch.randn(nats.shape, generator=self.random).to(nats.device)
-            loss = (nats * weights).sum()
-            grads = torch.autograd.grad(loss, self.parameters.values(), materialize_grads=True)
+            parameters = self.parameters.values()
+            grads = torch.autograd.grad(nats, parameters, weights, materialize_grads=True)
             by_name = dict(zip(self.parameters, grads, strict=True))
             for kind, name, grad in artifact_tensors(by_name):
                 if kind:

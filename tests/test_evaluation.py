@@ -88,7 +88,7 @@ def test_a_lost_or_repeated_target_is_noticed(setting, change):
     scorer = evaluator(lambda x, y, *_, **__: torch.zeros(y.shape), val, hp, runtime, 8)
     windows = scorer.windows()
     scorer.score(windows[:, :-1] if change < 0 else windows[:, [*range(windows.shape[1]), -1]])
-    _, first, stop, _ = windows[:, -1]
+    _, first, stop = windows[:, -1]
     visited = val.targets + change * (stop - first)
     scored = f"scored {min(visited, val.targets)} of {val.targets} targets, {visited} times"
     with pytest.raises(RuntimeError, match=scored):
@@ -104,15 +104,14 @@ def test_windows_cover_every_span_once(window, stride):
     """All that is asserted leaves only `stop` to depend on the end of a span, which may be a
     document's and in the future."""
     windows = train_gpt.plan_windows(SPANS, window, stride).T.tolist()
-    scored = np.concatenate([np.arange(first, stop) for _, first, stop, _ in windows])
+    scored = np.concatenate([np.arange(first, stop) for _, first, stop in windows])
     assert np.array_equal(scored, np.arange(265)), "in stream order"
-    for start, first, stop, n in windows:
+    for start, first, stop in windows:
         begin, end = next((a, b) for a, b in SPANS if a <= start < b)
         # No window crosses the border of a span
         assert begin <= start <= first < stop <= min(end, start + window)
-        assert first == start + window - n, "the last n positions begin with the first that counts"
         # All windows behind the start of a span have context
-        assert n == (window if start == begin else stride)
+        assert first == start + (window - stride if start > begin else 0)
 
 
 def several_documents(setting, **changes):
@@ -140,7 +139,7 @@ def test_the_score_is_that_of_each_target_alone(setting, documents, stride, chan
     scorer = evaluator(model, val, hp, runtime, stride)
     spans = val.spans() if documents else np.array([[0, val.targets]])
     if documents:
-        train_gpt.score_rest(scorer, spans, np.zeros(len(spans), np.int64))
+        scorer.score(train_gpt.plan_windows(spans, 48, stride))
     else:
         scorer.score(scorer.windows())
     for begin, end in spans.tolist():
@@ -634,7 +633,7 @@ def lora_documents(scorer, spans, rows=1) -> train_gpt.Adapter:
     with mock.patch.multiple(train_gpt, LORA_ROWS=(rows, rows), LoraState=noted):
         train_gpt.ttt_lora(scorer)
     factors = {name: f for name, f in states[0].factors.items() if name.endswith(".a")}
-    return {name: f[1 : len(spans) + 1].mean(dim=0, keepdim=True) for name, f in factors.items()}
+    return {name: f[: len(spans)].mean(dim=0, keepdim=True) for name, f in factors.items()}
 
 
 @pytest.mark.parametrize("end", [242, 240])
@@ -691,14 +690,14 @@ def test_a_batch_begins_with_the_mean_of_the_one_before(setting, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "LoraState", noted)
     train_gpt.ttt_lora(scorer)
-    assert [state.spans[1:, 0].tolist() for _, state in batches] == [[0, 100], [200, 300], [400]]
+    assert [state.spans[:, 0].tolist() for _, state in batches] == [[0, 100], [200, 300], [400]]
     fresh = train_gpt.lora_adapter(scorer.hp, torch.device("cpu"))
     for number, (first, _) in enumerate(batches):
         for name, factor in first.items():
             expected = fresh[name]
             if number and name.endswith(".a"):
                 ends = batches[number - 1][1].factors[name]
-                expected = ((ends[1] + ends[2]) / 2)[None]
+                expected = ((ends[0] + ends[1]) / 2)[None]
                 assert not torch.equal(expected, fresh[name])
             torch.testing.assert_close(factor, expected)
 

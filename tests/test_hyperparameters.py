@@ -114,7 +114,7 @@ def test_challenge_names_are_knobs():
         ("CHECKPOINT_EVERY", "0", "is neither steps"),
         ("CHECKPOINT_EVERY", "5", "need a RUN_ID"),
         ("TIE_EMBEDDINGS", "0", "no knob here does the same. If it is not for this program, unset"),
-        ("TTT_LORA_TARGETS", "k, v", "is not a list of q,k,v,out,mlp,head"),
+        ("TTT_LORA_TARGETS", "k, v", "is not a list of q,out,k,v,mlp,head"),
         ("TTT_LORA_TARGETS", "", "is not a list of"),
         ("TTT_LORA_TARGETS", "k,out,", "is not a list of"),
     ],
