@@ -89,7 +89,6 @@ MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
 LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
 # Attention kernels, fast ones first.
 KERNELS = ("fa3", "cudnn", "sdpa", "math")
-# What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 # How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
 # a gate between the scaled skip and the stream.
 SKIPS = ("gates", "scales", "lerp")
@@ -4273,7 +4272,7 @@ def compile_whole(function: Callable, compiled: bool) -> Callable:
 
 
 # ---- Kernels: which one a run takes, and whether its gradients are right -------------------------
-# The largest error of a gradient, by norms. bf16 causes up to 0.02, and 0.06 if it is one number.
+# The largest error of a gradient, by norms. bf16 causes up to 0.02, below 0.06 if it is one number.
 AGREEMENT = 0.15
 # Attention kernels are slower, or wrong, at lengths that are no multiple of this (pytorch #171627,
 # #196678).
