@@ -87,7 +87,7 @@ LIMITS = {
 }
 MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
 LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
-# Attention kernels, fast ones first.
+# Attention kernels.
 KERNELS = ("fa3", "cudnn", "sdpa", "math")
 # How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
 # a gate between the scaled skip and the stream.
@@ -416,7 +416,8 @@ def handle_signals(noted: list[signal.Signals] | None = None):
     only `noted`. Without such a list, and at a second Ctrl-C, they end the process."""
 
     def handle(number, frame):
-        if noted is not None and not (number == signal.SIGINT and number in noted):
+        again = number == signal.SIGINT and number in (noted or ())
+        if noted is not None and not again:
             noted.append(signal.Signals(number))  # a launcher repeats signals
         elif PLACE_IN_NODE:
             os._exit(128 + number)  # one rank of a node prints
@@ -577,8 +578,9 @@ TABLES = (
     MatrixKind("bigram_emb", "", ""),
     MatrixKind("bigram_proj", "", "bigram_proj"),
 )
-BANKS = {kind.bank: [k for k in MATRICES if k.bank == kind.bank] for kind in MATRICES}
+# What low-rank test-time training can change: outputs of attention's matrices, MLP and logits.
 LORA_TARGETS = {kind.target: kind for kind in (*MATRICES, *TABLES) if kind.target}
+BANKS = {kind.bank: [k for k in MATRICES if k.bank == kind.bank] for kind in MATRICES}
 
 
 def bank_shape(bank: str, hp: Hyperparameters) -> tuple[int, int, int]:
@@ -857,18 +859,19 @@ class GPT(nn.Module):
         `hints` (B, n) tilt the losses (`token_losses`). An `adapter` adds low-rank products.
         `observe(kind, layer, input)` runs before each product, in eager mode only."""
         config = config or ForwardConfig(self.hp.layer_order())
-        layers, projection, head = self.layers(config, adapter or {}, observe)
+        visits, projection, head = self.layers(config, adapter or {}, observe)
         document = None
         if self.hp.doc_attention:
             document = number_documents(ids, config.doc_len)
             if hasattr(self.attend, "prepare"):
                 document = self.attend.prepare(document)
-        scope = Scope(config.band, document, config.doc_len)
+        scope = Scope(config.band, document, 0 if document is None else config.doc_len)
         x0 = self.embed(ids, projection)  # (B, T, D)
-        x, change, *x0s = self.fan_out(x0, len(layers))
-        lane, inputs, half = None, [], len(layers) // 2
-        for depth, layer in enumerate(layers):
-            # The skip of a layer is the input of the one as far before the middle.
+        x, change, *x0s = self.fan_out(x0, len(visits))
+        lane, inputs, half = None, [], len(visits) // 2
+        for depth, layer in enumerate(visits):
+            # The skip of a layer is the input of the one as far before the middle; the middle one
+            # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
             before, x, change, lane = self.block(x, change, lane, x0s[depth], skip, layer, scope)
             inputs.append(before)
@@ -1960,8 +1963,7 @@ class Evaluator:
         the ranks, so the place of a window in its batch depends on the windows before it."""
         comm, device = self.runtime.comm, self.nats.device
         offsets = torch.arange(self.window, device=device)
-        start, first, _stop = windows
-        short = first >= start + self.window - self.stride
+        short = windows[1] >= windows[0] + self.window - self.stride
         for n, members in ((self.window, ~short), (self.stride, short)):
             batches = to_batches(windows[:, members], self.rows, device) if members.any() else ()
             for start, first, stop in batches[comm.rank :: comm.size]:  # (rows, 1) each
@@ -2212,9 +2214,9 @@ def lora_step(scorer: Evaluator, state: LoraState, begin: int, stop: int):
     state.steps += 1
     bias = torch.full((), 1 - LORA_BETA2**state.steps, device=device)  # no copy from the host
     present = np.flatnonzero(state.lengths > begin)
-    start, end = state.spans[present].T
-    last = np.minimum(start + stop, end)
-    columns = np.stack((start + max(0, stop - width), start + begin, last, end, present))
+    opening, closing = state.spans[present].T
+    until, windows = np.minimum(opening + stop, closing), opening + max(0, stop - width)
+    columns = np.stack((windows, opening + begin, until, closing, present))
     scorer.forward.requires_grad_(False)  # or a backward would compute gradients of all weights
     for start, first, last, end, document in to_batches(columns, rows, device):
         adapter = {name: f[document[:, 0]].requires_grad_() for name, f in state.factors.items()}
@@ -2924,8 +2926,8 @@ def train_and_export(run: Run, log: Log) -> tuple[bytes, int, float]:
         "val_bpb": before.val_bpb,
     }
     blob, total = export(run, calibration, training)
-    run.raise_if_stopped()
     handle_signals()
+    run.raise_if_stopped()
     return blob, total, seconds
 
 
@@ -2944,7 +2946,9 @@ def evaluate_only(environ: dict[str, str], path: str):
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         forward = compile_blocks(model.to(runtime.device), runtime.compiled)
-        rows = torch.randint(hp.vocab_size, (2, hp.eval_seq_len + 1), device=runtime.device)
+        rows = torch.arange(2 * hp.eval_seq_len + 2, device=runtime.device).view(2, -1)
+        rows = rows % (hp.vocab_size - BOS - 1) + BOS + 1  # two documents a row
+        rows[:, hp.eval_seq_len // 2] = BOS
         check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
         model.load_state_dict(weights)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
@@ -4304,6 +4308,7 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     else:
         raise UserError(f"{'; '.join(notes)}: set ATTENTION=sdpa")
     fused = hp.fused_mlp and runtime.dtype == torch.bfloat16 and is_homogeneous(hp)
+    fused = fused and not any(size % 8 for size in bank_shape("mlp_bank", hp)[1:])  # TMA
     return dataclasses.replace(
         runtime,
         attention=name,
@@ -4361,7 +4366,8 @@ def check_kernels(
     plain.load_state_dict(eager.state_dict())
     errors = gradient_errors(forward, plain, rows, config)
     if eager.hp.eval_mode == "banded":
-        config = config._replace(band=rows.size(1) // 4)
+        quarter = rows.size(1) // 4
+        config = config._replace(band=quarter // TILE * TILE or quarter)
         banded = gradient_errors(eager, plain, rows[:2], config)
         errors |= {f"{name} with a band": error for name, error in banded.items()}
     wrong = [f"{name} {error:.3g}" for name, error in errors.items() if not error <= 1]
@@ -4381,7 +4387,7 @@ def gradient_errors(
     by parameter, as parts of what is allowed. The rows are the first four, repeated: one would not
     show wrong strides, and the plain form needs no more."""
     place = torch.arange(len(rows), device=rows.device) % 4
-    ids = rows[place].to(torch.int64)
+    ids = rows.to(torch.int64)[place]  # CUDA has no index of uint16
     x, y = ids[:, :-1], ids[:, 1:]
     loss = forward(x, y, config=config)
     found = torch.autograd.grad(loss, list(forward.parameters()), materialize_grads=True)
@@ -4393,7 +4399,7 @@ def gradient_errors(
         for i, grad in enumerate(torch.autograd.grad(part, parameters, materialize_grads=True)):
             exact[i] += grad
             size[i] += vector_norm(grad)  # of the sum it would be small if rows cancel by chance
-    errors = {"loss": (loss / right - 1).abs().item() / AGREEMENT}
+    errors = {"loss": 100 * (loss / right - 1).abs().item()}
     for i, name in enumerate(names):
         error = vector_norm(found[i].float() - exact[i]) / size[i].clamp(min=1e-30)
         errors[name] = error.item() / AGREEMENT

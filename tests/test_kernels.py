@@ -134,6 +134,7 @@ def test_the_mlp_is_fused_where_that_runs(gpu, monkeypatch):
         return train_gpt.choose_kernels(hp, dataclasses.replace(runtime, **parts)).kernels()["mlp"]
 
     assert mlp() == "fused" and mlp(gpu(FUSED_MLP=0)[0]) == "plain"
+    assert mlp(gpu(MLP_MULT=2.9)[0]) == "plain", "TMA needs rows of whole 16 bytes"
     assert mlp(dtype=torch.float32) == mlp(device=torch.device("cpu")) == "plain"
     monkeypatch.setattr(train_gpt, "is_homogeneous", lambda hp: False)
     assert mlp() == "plain"
@@ -204,8 +205,8 @@ PARTS_OF_A_CHECK = {
 }  # fmt: skip
 
 
-def start_with(run_of, monkeypatch, dtype, **parts):
-    run = run_of(val=True, parts={"dtype": dtype, **parts}, WARMUP_STEPS=1, **PARTS_OF_A_CHECK)
+def start_with(run_of, monkeypatch, dtype, knobs=PARTS_OF_A_CHECK, **parts):
+    run = run_of(val=True, parts={"dtype": dtype, **parts}, WARMUP_STEPS=1, **knobs)
     lines = []
     batch = run.loader.batch(0)
     batch[:, 20] = train_gpt.BOS
@@ -255,6 +256,14 @@ def test_a_wrong_gradient_ends_the_start(fault, dtype, run_of, monkeypatch):
     )
     with user_error(f"^gradients .* allowed: {named.get(fault, '')}.*: set ATTENTION=math, FUSED"):
         run.warm_up()
+
+
+def test_a_length_of_documents_without_documents_is_no_fault(run_of, monkeypatch):
+    """The plain form took DOC_LEN for a band and refused a correct run."""
+    knobs = {**PARTS_OF_A_CHECK, "DOC_ATTENTION": 0, "DOC_LEN": 4}
+    run, lines = start_with(run_of, monkeypatch, torch.float32, knobs)
+    run.warm_up()
+    assert any("agree with fp32" in line for line in lines)
 
 
 def test_a_wrong_rank_ends_the_start_of_all(run_of, monkeypatch):
