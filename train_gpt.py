@@ -1953,7 +1953,7 @@ class Evaluator:
         batch = self.runtime.comm.size * self.rows
         windows = self.windows()
         return {
-            f"{name} window": partial(self.score, windows[:, [place] * batch])
+            f"window:{name}": partial(self.score, windows[:, [place] * batch])
             for name, place in (("first", 0), ("last", -1))
         }
 
