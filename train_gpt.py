@@ -87,7 +87,7 @@ LIMITS = {
 }
 MAX_NUMBER = (1 << 32) - 1  # largest value of a knob
 LONGEST_NAME = 230  # bytes; `replacing` adds to RUN_ID.npz, and most file systems take 255
-# Attention kernels.
+# Attention kernels; `sdpa`: torch's flash or memory-efficient one.
 KERNELS = ("fa3", "cudnn", "sdpa", "math")
 # How a U-Net skip is added: times a sigmoid gate, initially 0.18; times a scale, initially 1; or by
 # a gate between the scaled skip and the stream.
@@ -1606,6 +1606,7 @@ class Run:
         return report
 
     def config(self, settings: StepSettings) -> ForwardConfig:
+        """How the forwards of such a step run."""
         order = self.hp.layer_order(settings.looping)
         return ForwardConfig(order, settings.qat, doc_len=self.hp.doc_len)
 
@@ -4306,7 +4307,7 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
             break
         notes.append(f"attention {name} skipped: {missing}")
     else:
-        raise UserError(f"{'; '.join(notes)}: set ATTENTION=sdpa")
+        raise UserError(f"{'; '.join(notes)}: set ATTENTION=sdpa or ATTENTION=math")
     fused = hp.fused_mlp and runtime.dtype == torch.bfloat16 and is_homogeneous(hp)
     fused = fused and not any(size % 8 for size in bank_shape("mlp_bank", hp)[1:])  # TMA
     return dataclasses.replace(
@@ -4335,7 +4336,7 @@ def why_not(name: str, hp: Hyperparameters, runtime: Runtime) -> str:
 
 
 def is_hopper(device: torch.device) -> bool:
-    # The capability of an MI300 begins with 9 as well.
+    """Whether this is an H100 or H200. The capability of an MI300 begins with 9 as well."""
     cuda = device.type == "cuda" and not torch.version.hip
     return cuda and torch.cuda.get_device_capability(device)[0] == 9
 

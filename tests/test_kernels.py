@@ -266,6 +266,14 @@ def test_a_length_of_documents_without_documents_is_no_fault(run_of, monkeypatch
     assert any("agree with fp32" in line for line in lines)
 
 
+def test_a_wrong_loss_with_right_gradients_ends_the_start(run_of, monkeypatch):
+    run, _ = start_with(run_of, monkeypatch, torch.float32)
+    run.forward = copy.copy(run.model)
+    run.forward.head = lambda *arguments: run.model.head(*arguments) + 0.1
+    with user_error("allowed: loss 1"):
+        run.warm_up()
+
+
 def test_a_wrong_rank_ends_the_start_of_all(run_of, monkeypatch):
     run, _ = start_with(run_of, monkeypatch, torch.float32)
     run.comm.gather = lambda mine: [mine, ["tok_emb 2"]]
