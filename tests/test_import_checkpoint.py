@@ -43,6 +43,7 @@ GIVEN |= {"EVAL_STRIDE": "32", "TTT_ENABLED": "0", "DOC_LEN": "0", "TTT_LORA_CHU
 SMALL = {"VOCAB_SIZE": VOCAB, "MODEL_DIM": 32, "NUM_HEADS": 4, "NUM_KV_HEADS": 2}
 SIZES = {"2135": SMALL, "399": SMALL | {"NUM_LAYERS": 5, "MLP_MULT": 45 / 32}}
 SIZES["399"] |= {"BIGRAM_VOCAB_SIZE": 64, "BIGRAM_DIM": 8}
+EMPTY = import_checkpoint.Adopted({}, {}, [], {}, {}, {})
 
 
 def as_file(record: str) -> str:
@@ -107,11 +108,10 @@ def loss(model: train_gpt.GPT) -> float:
 
 def imported(path, record: str, **environ: str) -> train_gpt.GPT:
     """The model that import_checkpoint.py makes of a file."""
-    renamed = import_checkpoint.rename(str(path))
-    shown = import_checkpoint.sizes(str(path), renamed)
-    hp = import_checkpoint.configure(str(path), shown, as_file(record), GIVEN | environ)
+    adopted = import_checkpoint.read(str(path), as_file(record))
+    hp = import_checkpoint.configure(str(path), adopted, as_file(record), GIVEN | environ)
     model = train_gpt.GPT(hp, train_gpt.load_attention("math"), torch.float32)
-    model.load_state_dict(import_checkpoint.weights_of(str(path), renamed, hp))
+    model.load_state_dict(import_checkpoint.weights_of(str(path), adopted, hp))
     return model
 
 
@@ -155,7 +155,7 @@ def test_a_width_that_no_quotient_gives():
     shapes = {"tok_emb": (5, 11), "q_gain": (2, 1), "up": (2, 15, 11), "q": (2, 11, 11)}
     shapes |= {"k": (2, 11, 11)}
     tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
-    shown = import_checkpoint.sizes("a.pt", import_checkpoint.Adopted(tensors, {}, []))
+    shown = import_checkpoint.sizes("a.pt", tensors)
     assert int(float(shown["MLP_MULT"]) * 11) == 15
 
 
@@ -278,9 +278,8 @@ def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
     state = foreign("399")
     torch.save(state | {"mlp_up_bank": change(state["mlp_up_bank"])}, tmp_path / "a.pt")
     adopted = import_checkpoint.rename(str(tmp_path / "a.pt"))
-    shown = import_checkpoint.sizes("a.pt", adopted)
     import_checkpoint.weights_of(
-        "a.pt", adopted, import_checkpoint.configure("a.pt", shown, as_file("399"), GIVEN)
+        "a.pt", adopted, import_checkpoint.configure("a.pt", adopted, as_file("399"), GIVEN)
     )
     expected = [f"note: the matrices up {part}"] if part else []
     assert [
@@ -289,18 +288,18 @@ def test_weights_that_may_be_rounded_are_noted(tmp_path, change, part):
 
 
 def test_export_and_scores_of_the_file_are_left_out():
-    hp = import_checkpoint.configure("a.pt", {}, as_file("399"), {"EVAL_SEQ_LEN": "512"})
+    hp = import_checkpoint.configure("a.pt", EMPTY, as_file("399"), {"EVAL_SEQ_LEN": "512"})
     assert (hp.target_bytes, hp.rounding, hp.eval_stride) == (16_000_000, "sensitivity", 512)
-    hp = import_checkpoint.configure("a.pt", {}, as_file("2135"), {})
+    hp = import_checkpoint.configure("a.pt", EMPTY, as_file("2135"), {})
     assert not (hp.ttt_enabled or hp.ngram_tilt)
     default = train_gpt.Hyperparameters()
     for path in (ROOT / "configs").glob("*.env"):  # all that changes a score without TTT
-        hp = import_checkpoint.configure("a.pt", {}, str(path), {})
+        hp = import_checkpoint.configure("a.pt", EMPTY, str(path), {})
         for name in train_gpt.knobs_with("score"):
             if not name.startswith(("ttt_", "data_path", "tokenizer_path", "eval_")):
                 assert getattr(hp, name) == getattr(default, name), (path, name)
     hp = import_checkpoint.configure(
-        "a.pt", {}, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
+        "a.pt", EMPTY, as_file("399"), {"EVAL_STRIDE": "64", "GPTQ_BATCHES": "7"}
     )
     assert (hp.eval_stride, hp.gptq_batches) == (64, 7)
 
@@ -332,7 +331,7 @@ def test_a_calibration_fits_a_cpu(monkeypatch, ranks):
         monkeypatch.setattr(
             train_gpt, "choose_device", lambda name: torch.device(name.replace("auto", "cpu"))
         )
-        hp = import_checkpoint.configure("a.pt", {}, as_file(record), given)
+        hp = import_checkpoint.configure("a.pt", EMPTY, as_file(record), given)
         assert hp.train_batch_tokens == tokens
 
 
@@ -366,14 +365,14 @@ def test_the_beginning_of_a_text():
 def test_the_table():
     rows = [
         import_checkpoint.Row("a", 2.0),
-        import_checkpoint.Row("b", 2.5, 2.0, 1000),
+        import_checkpoint.Row("b", 2.5, 2.0, 1000, 0.25),
         import_checkpoint.Row("c", size=9),
     ]
     head, *lines = import_checkpoint.table(rows, 500, 2.0).splitlines()
     assert "bytes, no code" in head
     assert [line.split() for line in lines] == [
         ["a", "2.00000", "1.00000"],
-        ["b", "2.50000", "1.25000", "+0.50000", "1,000", "16.00"],
+        ["b", "2.50000", "1.25000", "1,000", "16.00", "0.25000", "+0.50000", "+0.25000"],
         ["c", "9", "0.14"],
     ]
 
@@ -391,11 +390,12 @@ def test_a_second_size_does_not_see_the_first(run_of, tmp_path):
 
     def exported(size: int) -> tuple[list[import_checkpoint.Row], bytes]:
         run.hp = dataclasses.replace(run.hp, target_bytes=train_gpt.CODE_BYTES + size)
-        return import_checkpoint.export(run, weights_of(model), {}, 3.0, path), path.read_bytes()
+        rows = import_checkpoint.export(run, weights_of(model), {}, {}, 3.0, path)
+        return rows, path.read_bytes()
 
     first = exported(10**6)
     rows = [(row.label, row.before) for row in first[0]]
-    assert rows == [("after it, found", 3.0), ("after it, sliding window", None)]
+    assert rows == [("rounded", 3.0), ("rounded, sliding window", None)]
     exported(int(0.7 * len(first[1])))
     assert exported(10**6) == first
 
@@ -452,7 +452,13 @@ def checkpoint(trained, tmp_path_factory) -> Path:
             "--bytes: 0 is not a whole number above 0",
             2,
         ),
-        ([], {}, "required: --as", 2),
+        ([], {}, "is no checkpoints/RUN_ID/step_N.npz: for another script's give --as FILE", 1),
+        (
+            ["--as", as_file("399"), "--bytes", "9,8"],
+            {"ROUNDING": "399"},
+            "ROUNDING=399 has one size: give one of --bytes, or set ROUNDING=sensitivity",
+            1,
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, checkpoint, words, environ, part, status):
@@ -519,7 +525,7 @@ def test_mask_and_tilt_do_not_change_what_is_compared_with_theirs(run_of, traine
     log.path = log.artifact = Path("logs", "r.npz")
     log.artifact.parent.mkdir()
     arguments = argparse.Namespace(as_file="399.env", bytes=[10**6], their_bpb=None, their_bytes=0)
-    import_checkpoint.compare(run, weights_of(trained), arguments, [log.artifact])
+    import_checkpoint.compare(run, weights_of(trained), {"steps": 0}, arguments, [log.artifact])
     plain, own = copy.copy(run.val), run.val
     plain.refused = plain.hints = None
     with import_checkpoint.across_documents(trained):
@@ -533,8 +539,8 @@ def test_mask_and_tilt_do_not_change_what_is_compared_with_theirs(run_of, traine
     assert losses.get("final_average_mask_or_tilt_exact", plain) == pytest.approx(own, abs=1e-6)
     assert (abs(own - plain) > 1e-5) == bool(mask or tilt)
     *_, shown = lines
-    found = re.search(r"after it, found +(\S+) +\S+ +(\S+)", shown)
-    assert float(found[2]) == pytest.approx(float(found[1]) - own, abs=2e-5)
+    nats, _, _, _, found, _ = re.search(r"rounded +(.*)", shown)[1].split()  # nothing is expected
+    assert float(found) == pytest.approx(float(nats) - own, abs=2e-5)
 
 
 def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, trained, knobs, one_rank):
@@ -556,18 +562,21 @@ def test_two_ranks_score_and_export_a_checkpoint(tmp_path, checkpoint, trained, 
     assert "ranks:2" in output and events["calibration"]["batches"] == 4
     found = {line[:24].strip(): line[24:].split() for line in output.splitlines()}
     rounding = sum(events["rounding"]["expected_loss"].values())
-    labels = (
-        "before the export",
-        "before, across documents",
-        "after it, predicted",
-        "after it, found",
-    )
+    labels = ("before the export", "before, across documents", "rounded")
     nats = [float(found[label][0]) for label in labels]
-    assert nats == pytest.approx([*losses[:2], losses[0] + rounding, losses[2]], abs=1e-5)
-    assert found["after it, found"][-2] == f"{events['artifact']['model_bytes']:,}"
+    assert nats == pytest.approx(losses, abs=1e-5)
+    _, _, size, _, expected, cost, _ = found["rounded"]
+    assert size == f"{events['artifact']['model_bytes']:,}"
+    costs = rounding, losses[2] - losses[0]
+    assert (float(expected), float(cost)) == pytest.approx(costs, abs=1e-5)
     per_bpb = losses[0] / events["final_average_exact"]["val_bpb"]
-    theirs = ["0.50000", f"{0.5 * per_bpb - across:+.5f}", "31,000"]
-    assert found["theirs"][1:4] == theirs and "note: theirs is below the weights before" in output
+    theirs = found["theirs"]
+    assert (theirs[1], theirs[2], theirs[4]) == (
+        "0.50000",
+        "31,000",
+        f"{0.5 * per_bpb - across:+.5f}",
+    )
+    assert "note: theirs is below the weights before" in output
     assert "final_int6_sliding_window_exact" not in events  # the same as in rows
     assert re.search(r"note: \d+ tokens are scored: below 65536 a loss says little", output)
     size, code = events["artifact"]["model_bytes"], train_gpt.CODE_BYTES
@@ -585,3 +594,166 @@ def test_a_file_of_torch_save_is_no_artifact(tmp_path, legacy):
             f"{path} cannot be used: .*tools/import_checkpoint.py for a checkpoint of torch.save"
         ):
             read(str(path))
+
+
+@pytest.fixture(scope="module")
+def own(env, tmp_path_factory) -> Path:
+    """The folder of a run of train_gpt.py with checkpoints: in the finest steps, masked and
+    tilted."""
+    folder = tmp_path_factory.mktemp("own")
+    knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 30, "EMA_DECAY": 0.8, "ITERATIONS": 30}
+    knobs |= {"CANONICAL_MASK": 1, "NGRAM_TILT": 1, "EVAL_STRIDE": 32, "TARGET_BYTES": 0}
+    run([ROOT / "train_gpt.py"], env(**knobs), folder)
+    return folder
+
+
+@pytest.fixture
+def last(own, tmp_path):
+    """A function that changes a copy of that run's checkpoint, given its metadata and tensors."""
+
+    def make(change=lambda metadata, tensors: None) -> str:
+        metadata, tensors = train_gpt.read_checkpoint(
+            own / "checkpoints" / "r" / "step_00000030.npz"
+        )
+        change(metadata, tensors)
+        np.savez(tmp_path / "step.npz", metadata=json.dumps(metadata), **tensors)
+        return str(tmp_path / "step.npz")
+
+    return make
+
+
+def own_weights(path: str, **environ: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """(weights, notes) of a checkpoint of ours."""
+    adopted = import_checkpoint.read(path, "")
+    hp = import_checkpoint.configure(path, adopted, "", environ)
+    return import_checkpoint.weights_of(path, adopted, hp), adopted.notes
+
+
+def test_a_run_of_ours_is_exported_at_several_sizes(own, tmp_path):
+    """Without any variable. At its own size it is the run's artifact, bit for bit."""
+    checkpoint = own / "checkpoints" / "r" / "step_00000030.npz"
+    command = [ROOT / "tools" / "import_checkpoint.py", checkpoint, "--bytes", "1000000,16000"]
+    output = run(command, {"RUN_ID": "a"}, tmp_path).stdout
+    theirs = [json.loads(line) for line in (own / "logs" / "r.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (tmp_path / "logs" / "a.jsonl").read_text().splitlines()]
+
+    def every(events: list[dict], kind: str, *fields: str) -> list:
+        return [[event[name] for name in fields] for event in events if event["event"] == kind]
+
+    score = "val_loss", "val_bpb"
+    [before] = every(found, "final_average_exact", *score)
+    losses = every(found, "final_int6_roundtrip_exact", *score)
+    assert [before] == every(theirs, "final_average_exact", *score)
+    assert losses[:1] == every(theirs, "final_int6_roundtrip_exact", *score)
+    artifacts = [np.load(path) for path in (own / "logs/r.npz", tmp_path / "logs/a-1000000.npz")]
+    for name in ("codes", "values"):
+        assert np.array_equal(*(artifact[name] for artifact in artifacts))
+    lines = [line.split() for line in output.splitlines() if line.startswith("rounded ")]
+    rounding = every(found, "rounding", "bits_per_weight", "expected_loss")
+    sizes = every(found, "artifact", "model_bytes")
+    for line, loss, (bits, expected), [size] in zip(lines, losses, rounding, sizes, strict=True):
+        assert line[3:5] == [f"{size:,}", f"{bits:.2f}"]
+        costs = [
+            sum(expected.values()),
+            *(after - b for after, b in zip(loss, before, strict=True)),
+        ]
+        assert [float(text) for text in line[5:]] == pytest.approx(costs, abs=1e-5)
+    assert 10 * float(lines[0][6]) < float(lines[1][6]) > 0.003
+    assert "across documents" not in output and "train_gpt.py wrote it" not in output
+
+
+def test_without_samples_an_average_is_of_initial_weights(last):
+    """As of an SWA before its first: the run exports its last weights."""
+    for samples, kind in ((30, "average"), (0, "weight")):
+        path = last(lambda metadata, _, samples=samples: metadata.update(samples=samples))
+        weights, [note] = own_weights(path)
+        assert note == f"step 30: the {kind} of each parameter"
+        _, tensors = train_gpt.read_checkpoint(Path(path))
+        for name, weight in weights.items():
+            assert torch.equal(weight, tensors[f"{name}.{kind}"]), name
+
+
+def test_another_script_of_ours_is_noted(last):
+    _, notes = own_weights(last(lambda metadata, _: metadata.update(source_sha256="0")))
+    assert notes[1].startswith("note: another or a packed train_gpt.py wrote it")
+
+
+def test_lanes_of_all_layers_leave_out_none(last):
+    def change(metadata, tensors):
+        metadata["hyperparameters"]["lanes_last_n"] = 3
+        tensors["lane_mix.average"] = torch.ones(3, 2, 3)
+
+    weights, notes = own_weights(last(change))
+    assert weights["lane_mix"].eq(1).all() and len(notes) == 1
+
+
+def test_knobs_of_a_run_and_of_this_one(last):
+    """A run's name, limits and checkpoints are its own; its export may be changed."""
+    adopted = import_checkpoint.read(last(), "")
+    environ = {"TRELLIS_STATES": "0", "GPTQ_BATCHES": "7"}
+    hp = import_checkpoint.configure("a.npz", adopted, "", environ)
+    assert (hp.run_id, hp.checkpoint_every, hp.target_bytes) == ("", "", 16_000_000)
+    assert (hp.eval_stride, hp.canonical_mask, hp.compute_dtype) == (32, True, "float32")
+    assert (hp.num_layers, hp.trellis_states, hp.gptq_batches) == (3, 0, 7)
+    assert (hp.train_batch_tokens, hp.ema_enabled) == (768, False)
+
+
+@pytest.mark.parametrize(
+    "change, environ, part",
+    [
+        (lambda m, _: m.update(version=7), {}, "altered or of another version: version 7; copy"),
+        (lambda m, _: m["hyperparameters"].update(mudd=0), {}, "this script has no knob MUDD; use"),
+        (lambda m, _: m.pop("samples"), {}, "cannot be used: KeyError: 'samples'; use the script"),
+        (
+            lambda m, _: m["hyperparameters"].update(num_heads="x"),
+            {},
+            "NUM_HEADS='x' is not a .*step.npz",
+        ),
+        (lambda *_: None, {"NUM_LAYERS": "9"}, "NUM_LAYERS=9 is set, but .* has 3: unset it"),
+        (lambda *_: None, {"XSA_LAST_N": "5"}, "XSA_LAST_N=5 is set, but .* has 2: unset it"),
+        (lambda *_: None, {"TARGET_BYTES": "1"}, "TARGET_BYTES counts the code: give --bytes"),
+        (
+            lambda m, _: m["hyperparameters"].update(attn_gate=True),
+            {},
+            "has no attn_gate, which the model needs; look at ATTN_GATE",
+        ),
+        (
+            lambda _, t: t.update({"new.average": torch.ones(1)}),
+            {},
+            "has new, but the model has no new; look at the script that wrote it",
+        ),
+        (
+            lambda _, t: t.update({"q_gain.average": torch.ones(1)}),
+            {},
+            r"q_gain of the shape \(1,\), but the model's q_gain has",
+        ),
+        (lambda _, t: t.pop("qo_bank.average"), {}, "cannot be used: KeyError: 'qo_bank'; use the"),
+    ],
+)
+def test_an_odd_checkpoint_of_ours_is_named(last, change, environ, part):
+    with user_error(part):
+        own_weights(last(change), **environ)
+
+
+@pytest.mark.parametrize("where", ["half", "data", "metadata"])
+def test_a_damaged_checkpoint_of_ours_is_named(last, where):
+    path = Path(last())
+    whole = path.read_bytes()
+    place = {"half": len(whole) // 2, "data": len(whole) // 2, "metadata": 300}[where]
+    rest = b"" if where == "half" else whole[place + 1 :]
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 1])[: len(rest)] + rest)
+    with user_error("step.npz is truncated, altered or of another version: .*; copy or delete it"):
+        own_weights(str(path))
+
+
+@pytest.mark.parametrize(
+    "name, words, part",
+    [
+        ("checkpoints/r/step_00000030.npz", ["--as", as_file("399")], "has its knobs: leave out"),
+        ("checkpoints/r/step_00000030.npz", ["--bytes", "9"], "--bytes 9: TARGET_BYTES="),
+        ("logs/r.npz", [], "r.npz is no checkpoints/RUN_ID/step_N.npz: for another script's give"),
+    ],
+)
+def test_a_mistake_with_a_run_of_ours_is_one_sentence(own, tmp_path, name, words, part):
+    command = [ROOT / "tools" / "import_checkpoint.py", own / name, "--tokens", "64", *words]
+    assert_mistake(command, tmp_path, part, GPTQ_BATCHES="0")

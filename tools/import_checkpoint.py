@@ -1,30 +1,29 @@
 #!/usr/bin/env python3
-"""Bring the checkpoint of another script of the challenge here: score, export and score it again.
+"""Score a checkpoint, export it at several sizes, and print what rounding costs.
 
+    python tools/import_checkpoint.py checkpoints/RUN/step_00007000.npz --bytes 15900000,13400000
     python tools/import_checkpoint.py final_model.pt --as configs/399.env
-    EVAL_MODE=banded python tools/import_checkpoint.py a.pt --as configs/2135.env --bytes 15800000,9000000
+
+A checkpoint of train_gpt.py has its knobs. Its average, if it has one, is exported as by its run: the
+batches after its last step calibrate.
 
 final_model.pt is what #399, #549, #2135 and their relatives write before they round: torch.save of a
-state dict, or the same as a safetensors file, in banks or with one matrix per layer. Nothing in it
-is executed. Sizes follow from its tensors. --as is a file of variables with what no tensor shows:
-skips, activation, rotary base, loop and others (docs/configurations.md has the list). Variables of the
-environment override it, as for every run: set DATA_PATH and TOKENIZER_PATH to its data. The export
-and the scores are ours: ROUNDING, GPTQ_BATCHES, TRELLIS_STATES, COMPRESSOR, EVAL_STRIDE, EVAL_MODE,
-CANONICAL_MASK, NGRAM_TILT and TTT_ENABLED of the file are left out, those of the environment are
-not.
+state dict, or the same as a safetensors file, in banks or with one matrix per layer. Sizes follow
+from its tensors. --as is a file of variables with what no tensor shows: skips, activation, rotary
+base, loop and others (docs/configurations.md has the list), but not how to export and score. Set
+DATA_PATH and TOKENIZER_PATH to its data. It is first scored without mask and tilt: compare that
+with "DIAGNOSTIC post_ema" in its script's log. The script's SmearGate and BigramHash look across the
+start of a document, ours do not, so both losses are given. If neither is yours, --as is not what the
+script computes. --their-bpb and --their-bytes put its export into the table.
 
-The weights are scored as they are, in rows of EVAL_SEQ_LEN tokens without overlap, mask or tilt:
-compare that with "DIAGNOSTIC post_ema" in the logs of those scripts. Their SmearGate and BigramHash
-look across the start of a document, ours do not, so both losses are given. If neither is yours,
---as is not what the script computes. A loss above that of guessing is an error. Then the weights
-are calibrated on training shards, exported once for each of --bytes, and scored by the passes of a
-run (EVAL_STRIDE=64, EVAL_MODE=banded and TTT_ENABLED=1 add one each), on NPROC ranks (default: one
-per GPU). On a CPU use --tokens 65536; TRAIN_BATCH_TOKENS is 16384 there unless you set it.
+Nothing in a checkpoint is executed. Variables of the environment override its knobs. The weights are
+scored in rows of EVAL_SEQ_LEN tokens without overlap; a loss above that of guessing is an error.
+Then they are calibrated on training shards, exported for each of --bytes, and scored again, by NPROC
+ranks (default: one per GPU). EVAL_STRIDE=64, EVAL_MODE=banded and TTT_ENABLED=1 add a score each. On
+a CPU use --tokens 65536; TRAIN_BATCH_TOKENS is at most 16384 there unless you set it.
 
-The table at the end: "predicted" is the loss that the export expects of its rounding, "found" that
-of the artifact, both in rows without overlap. --their-bpb and --their-bytes put the other script's
-export beside it, scored on the same text in such rows. The table's bytes are of weights, without
-code.
+In the table "expected" and "found" are the nats per token that rounding costs, as the export expects
+and as scored in rows. Its bytes are of weights, without code.
 """
 
 import argparse
@@ -102,9 +101,11 @@ KNOBS_OF = {
     "mlp_gate": "MLP_GATE",
     "lane_mix": "LANES_LAST_N",
 }
-# Of these the file's are left out: the export and the scores are ours.
-OURS = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "TARGET_BYTES", "COMPRESSOR")
-OURS += ("EVAL_STRIDE", "EVAL_MODE", "TTT_ENABLED", "CANONICAL_MASK", "NGRAM_TILT")
+# Knobs of the export, and of the final passes beside rows without overlap.
+EXPORT = ("ROUNDING", "GPTQ_BATCHES", "TRELLIS_STATES", "COMPRESSOR")
+PASSES = ("EVAL_STRIDE", "EVAL_MODE", "TTT_ENABLED")
+# Of these --as's are left out: the export and the scores are ours.
+OURS = (*EXPORT, *PASSES, "TARGET_BYTES", "CANONICAL_MASK", "NGRAM_TILT")
 # No step is taken, and the weights are an average already.
 FINISHED = {"MAX_WALLCLOCK_SECONDS": "0", "EMA_ENABLED": "0", "SWA_ENABLED": "0"}
 FINISHED |= {"RESUME": "", "CHECKPOINT_EVERY": "", "EVAL_ONLY": ""}
@@ -122,8 +123,11 @@ class Adopted(NamedTuple):
     """What a file holds, in our names."""
 
     tensors: Tensors  # matrices (L, out, in) by kind; all others by parameter
-    names: dict[str, str]  # the file's name of each
+    names: dict[str, str]  # another script's name of each
     notes: list[str]  # on what is left out
+    shown: dict[str, str]  # knobs that no variable may contradict
+    given: dict[str, str]  # other knobs of ours
+    facts: dict[str, object]  # about the training, for the artifact
 
 
 def read_file(path: str) -> dict:
@@ -214,7 +218,7 @@ def read_tensors(path: str) -> tuple[Tensors, list[str]]:
 
 
 def rename(path: str) -> Adopted:
-    """The tensors of a file in our names. Raises UserError for a tensor that is not known."""
+    """The tensors of another script's file in our names. Raises UserError for a tensor that is not known."""
     tensors, notes = read_tensors(path)
     found, names, layers = {}, {}, collections.defaultdict(dict)
 
@@ -259,15 +263,16 @@ def rename(path: str) -> Adopted:
                 first, second = given
                 joined = torch.cat((first[:, None], second), dim=1)
             put(ours, " and ".join(parts), joined.mT if ours == "lane_mix" else joined[0])
-    caps = {name: tensors[name] for name in CAPS if name in tensors}
-    return Adopted(found | caps, names, notes)
+    found |= {name: tensors[name] for name in CAPS if name in tensors}
+    facts = {"steps": 0, "train_seconds": 0.0, "weights": "adopted"}
+    return Adopted(found, names, notes, sizes(path, found), {}, facts)
 
 
-def sizes(path: str, adopted: Adopted) -> dict[str, str]:
+def sizes(path: str, tensors: Tensors) -> dict[str, str]:
     """The knobs that tensors show. Raises UserError if one of these tensors is missing."""
 
     def size(name: str, axis: int) -> int:
-        shape = getattr(adopted.tensors.get(name), "shape", ())
+        shape = getattr(tensors.get(name), "shape", ())
         require(
             len(shape) > axis,
             f"{path} has no {theirs(name)}, or of another shape: give the final_model.pt of a "
@@ -286,10 +291,49 @@ def sizes(path: str, adopted: Adopted) -> dict[str, str]:
         "MLP_MULT": mult if int(mult * dim) == hidden else math.nextafter(mult, math.inf),
         "BIGRAM_VOCAB_SIZE": 0,
     }
-    if "bigram_emb" in adopted.tensors:
+    if "bigram_emb" in tensors:
         found["BIGRAM_VOCAB_SIZE"] = size("bigram_emb", 0)
         found["BIGRAM_DIM"] = size("bigram_emb", 1)
     return {name: str(value) for name, value in found.items()}
+
+
+def read_own(path: str) -> Adopted:
+    """A checkpoint of train_gpt.py, with the weights that its run would export. Raises UserError."""
+    metadata, tensors = train_gpt.read_checkpoint(Path(path))
+    with as_user_error(f"{path} cannot be used", "use the script that wrote it", Exception):
+        then, step = metadata["hyperparameters"], metadata["step"]
+        roles = {knob.name: knob.metadata["role"] for knob in train_gpt.KNOBS}
+        unknown = " ".join(sorted(then.keys() - roles.keys())).upper()
+        require(not unknown, f"this script has no knob {unknown}")
+        shown, given = {}, {}
+        for name, value in then.items():
+            ours, role = name.upper(), roles[name]
+            if role == "model" and ours not in EXPORT:
+                shown[ours] = str(value)
+            elif ours in EXPORT or (role != "run" and ours not in PASSES):
+                given[ours] = str(value)
+        # Without samples the average is of the initial weights.
+        kind = "average" if metadata["samples"] else "weight"
+        ends = f".{kind}"
+        found = {name.removesuffix(ends): t for name, t in tensors.items() if name.endswith(ends)}
+        views = {name: found.get(name, v) for _, name, v in train_gpt.artifact_tensors(found)}
+        notes = [f"step {step}: the {kind} of each parameter"]
+        if metadata["source_sha256"] != train_gpt.SOURCE_SHA256:
+            notes.append("note: another or a packed train_gpt.py wrote it; this one computes all")
+        facts = {"steps": step, "train_seconds": round(metadata["seconds"], 1), "weights": kind}
+        return Adopted(views, {}, notes, shown, given, facts)
+
+
+def read(path: str, as_file: str) -> Adopted:
+    """The checkpoint, ours or another script's. Raises UserError."""
+    with open(path, "rb") as file:  # in a ZIP file the name of the first entry begins at byte 30
+        own = file.read(42)[30:] == b"metadata.npy"
+    require(not (own and as_file), f"{path} has its knobs: leave out --as {as_file}")
+    require(
+        own or as_file,
+        f"{path} is no checkpoints/RUN_ID/step_N.npz: for another script's give --as FILE",
+    )
+    return read_own(path) if own else rename(path)
 
 
 def theirs(ours: str) -> str:
@@ -301,12 +345,12 @@ def theirs(ours: str) -> str:
     return " or ".join(known) or ours
 
 
-def configure(
-    path: str, shown: dict[str, str], as_file: str, environ: dict[str, str]
-) -> Hyperparameters:
-    """The knobs of the file of --as, of the environment, and of the tensors. Raises UserError if
-    these contradict each other."""
-    given = {name: text for name, text in program.read_env(as_file).items() if name not in OURS}
+def configure(path: str, adopted: Adopted, as_file: str, environ: dict) -> Hyperparameters:
+    """The knobs of --as, of the environment, and those of the checkpoint. Raises UserError if these
+    contradict each other."""
+    shown, given = adopted.shown, adopted.given
+    if as_file:
+        given = {name: text for name, text in program.read_env(as_file).items() if name not in OURS}
     require(
         "TARGET_BYTES" not in environ,
         "TARGET_BYTES counts the code: give --bytes, of weights alone",
@@ -323,7 +367,7 @@ def configure(
         hp = Hyperparameters.from_env(merged)
         train_gpt.meta_parameters(hp)  # refuses one that is too large
     except UserError as error:
-        source = dict.fromkeys(given, f"{as_file}, which the environment overrides")
+        source = dict.fromkeys(given, f"{as_file or path}, which the environment overrides")
         source |= dict.fromkeys(environ, "the environment") | dict.fromkeys(shown, path)
         names = [name for name in re.findall(r"(\w+)=", str(error)) if name in source]
         origins = [f"{name} is of {source[name]}" for name in dict.fromkeys(names)]
@@ -333,7 +377,7 @@ def configure(
             hp = dataclasses.replace(hp, compile="0")
         if "TRAIN_BATCH_TOKENS" not in environ:
             rows = train_gpt.launched("WORLD_SIZE", 1) * hp.train_seq_len  # one for each rank
-            tokens = rows * max(1, CPU_BATCH // rows)
+            tokens = min(hp.train_batch_tokens, rows * max(1, CPU_BATCH // rows))
             hp = dataclasses.replace(hp, train_batch_tokens=tokens)
     return hp
 
@@ -363,7 +407,7 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
         )
         notes.append(f"left out: {name}, which is LOGIT_SOFTCAP={hp.logit_softcap:g}")
     before = hp.num_layers - hp.lanes_last_n
-    if hp.lanes_last_n and len(rest.get("lane_mix", ())) == hp.num_layers:
+    if before and hp.lanes_last_n and len(rest.get("lane_mix", ())) == hp.num_layers:
         rest["lane_mix"] = rest["lane_mix"][before:]
         notes.append(f"left out: {before} rows of {theirs('lane_mix')}, of layers without lanes")
     weights = {
@@ -375,16 +419,18 @@ def weights_of(path: str, adopted: Adopted, hp: Hyperparameters) -> Tensors:
         look = f"; look at {KNOBS_OF[name]}" if name in KNOBS_OF else ""
         shape, tensor = view.shape, rest.pop(name, None)
         if tensor is None:
-            faults.append(f"no {theirs(name)}, which the model needs{look}")
+            missing = theirs(name) if adopted.names else name
+            faults.append(f"no {missing}, which the model needs{look}")
         elif tensor.shape == shape:
             view.copy_(tensor)
         else:
             faults.append(
-                f"{adopted.names[name]} of the shape {tuple(tensor.shape)}, but the model's {name} "
+                f"{adopted.names.get(name, name)} of the shape {tuple(tensor.shape)}, but the model's {name} "
                 f"has {tuple(shape)}{look}"
             )
     faults += [
-        f"{adopted.names[name]}, but the model has no {name}; look at {KNOBS_OF[name]}"
+        f"{adopted.names.get(name, name)}, but the model has no {name}; look at "
+        f"{KNOBS_OF.get(name, 'the script that wrote it')}"
         for name in rest
     ]
     require(not faults, f"{path} has {'; it has '.join(faults)}")
@@ -428,6 +474,7 @@ class Row(NamedTuple):
     nats: float | None = None  # per token
     before: float | None = None  # the nats without rounding
     size: int | None = None  # bytes of the weights
+    expected: float | None = None  # nats that rounding should cost
 
 
 def scored(
@@ -441,99 +488,95 @@ def scored(
 
 
 def score_before(run: train_gpt.Run, as_file: str) -> tuple[list[Row], float]:
-    """(rows, nats for a bit per byte) of the weights as they are, without mask and tilt: as scored
-    here and, if a document starts within a row, as scored across documents. Raises UserError if
-    guessing is better."""
+    """(rows, nats for a bit per byte) of the weights as they are. Those of another script, with
+    --as, without mask and tilt and, if a document starts within a row, also across documents.
+    Raises UserError if guessing is better."""
     hp, plain = run.hp, copy.copy(run.val)
-    plain.refused = plain.hints = None
+    if as_file:
+        plain.refused = plain.hints = None
     score = scored(run, run.eval_forward, plain, "before the export", "")
     guess = math.log(hp.vocab_size)
     require(
         score.val_loss < guess,
         f"the weights lose {score.val_loss:.4f} nats per token, and guessing loses {guess:.4f}: "
         f"check that DATA_PATH={hp.data_path} and TOKENIZER_PATH={hp.tokenizer_path} are those of "
-        f"its training, and that --as {as_file} is its configuration",
+        f"its training{as_file and f', and that --as {as_file} is its configuration'}",
     )
     rows = [Row("before the export", score.val_loss)]
-    if (run.val.documents % hp.eval_seq_len).any():
+    if as_file and (run.val.documents % hp.eval_seq_len).any():
         with across_documents(run.model):  # not compiled: the graph has our embedding
             score = scored(run, run.model, plain, "across documents", "across_documents_")
         rows.append(Row("before, across documents", score.val_loss))
-    run.log(
-        "compare with DIAGNOSTIC post_ema in your log: both are of rows of "
-        f"EVAL_SEQ_LEN={hp.eval_seq_len} tokens without overlap"
-    )
+    if as_file:
+        rows_of = f"rows of EVAL_SEQ_LEN={hp.eval_seq_len} tokens without overlap"
+        run.log(f"compare with DIAGNOSTIC post_ema in your log: both are of {rows_of}")
     return rows, rows[-1].nats / score.val_bpb
 
 
 def export(
-    run: train_gpt.Run, weights: Tensors, calibration: Tensors, before: float, path: Path
+    run: train_gpt.Run, weights: Tensors, facts: dict, calibration: Tensors, nats: float, path: Path
 ) -> list[Row]:
     """The rows of an artifact within the run's TARGET_BYTES, written to `path` and scored by the
-    passes of a run, each once. Collective."""
+    passes of a run, each once; before it, rows without overlap lose `nats`. Collective."""
     hp, log = run.hp, run.log
     put(run, weights)  # the model may hold those of another artifact
     log.artifact = path
-    facts = {"steps": 0, "train_seconds": 0.0, "tokens_per_step": hp.train_batch_tokens}
-    facts |= {"ranks": run.comm.size, "seed": hp.seed, "weights": "adopted"}
     blob, _ = train_gpt.export(run, calibration, facts)
     run.model.load_state_dict(train_gpt.load_artifact(blob))
+    losses = train_gpt.open_artifact(blob)[0]["expected_loss"]
+    expected = sum(losses.values()) or None  # without calibration
     rows, scored = [], set()
-    if expected := train_gpt.open_artifact(blob)[0]["expected_loss"]:  # with calibration
-        nats = before + sum(expected.values())
-        rows.append(Row("after it, predicted", nats, before, len(blob)))
     for name, way in train_gpt.final_passes(hp).items():
         if way not in scored:
             scored.add(way)
             score = way.run(run.make_scorer, log, name)
             score.log(log, f"final_int6_{name}_exact")
-            # `before` is a score of rows without overlap as well, and of no other pass.
-            label, unrounded = ("found", before) if name == "roundtrip" else (name, None)
-            label = f"after it, {label}".replace("_", " ")
-            rows.append(Row(label, score.val_loss, unrounded, len(blob)))
+            if name == "roundtrip":  # `nats` are of rows without overlap as well
+                rows.append(Row("rounded", score.val_loss, nats, len(blob), expected))
+            else:
+                label = f"rounded, {name}".replace("_", " ")
+                rows.append(Row(label, score.val_loss, size=len(blob)))
     return rows
 
 
 def table(rows: list[Row], weights: int, per_bpb: float) -> str:
     """The table of a model with so many weights and so many nats for a bit per byte."""
-    lines = [
-        f"{'':25} {'nats':>9} {'bpb':>9} {'change':>9} {'bytes, no code':>14} {'bits/weight':>11}"
-    ]
-    for label, nats, before, size in rows:
-        cells = (
-            (nats, 9, ".5f"),
-            (nats and nats / per_bpb, 9, ".5f"),
-            (nats and before and nats - before, 9, "+.5f"),
-            (size, 14, ",d"),
-            (size and 8 * size / weights, 11, ".2f"),
+    columns = {"nats": (8, ".5f"), "bpb": (8, ".5f"), "bytes, no code": (14, ",d")}
+    columns |= {"bits/weight": (11, ".2f"), "expected": (9, ".5f")}
+    columns |= {"found": (9, "+.5f"), "in bpb": (9, "+.5f")}
+    lines = [" ".join((" " * 24, *(f"{name:>{width}}" for name, (width, _) in columns.items())))]
+    for label, nats, before, size, expected in rows:
+        found = nats and before and nats - before
+        bpb, bits = nats and nats / per_bpb, size and 8 * size / weights
+        values = (nats, bpb, size, bits, expected, found, found and found / per_bpb)
+        texts = (
+            f"{'' if value is None else format(value, form):>{width}}"
+            for value, (width, form) in zip(values, columns.values(), strict=True)
         )
-        texts = ("" if value is None else format(value, form) for value, _, form in cells)
-        padded = (f"{text:>{width}}" for text, (_, width, _) in zip(texts, cells, strict=True))
-        lines.append(f"{label:25} {' '.join(padded)}".rstrip())
+        lines.append(f"{label:24} {' '.join(texts)}".rstrip())
     return "\n".join(lines)
 
 
 def compare(
-    run: train_gpt.Run, weights: Tensors, arguments: argparse.Namespace, paths: list[Path]
+    run: train_gpt.Run, weights: Tensors, facts: dict, arguments: argparse.Namespace, paths: list
 ) -> None:
     """Score, export and score the weights, and print the table. Collective."""
     put(run, weights)
+    run.clock.step = facts["steps"] - 1  # the batches after it calibrate
     rows, per_bpb = score_before(run, arguments.as_file)
     ours, across, hp = rows[0].nats, rows[-1].nats, run.hp
-    if hp.canonical_mask or hp.ngram_tilt:  # as the artifact is scored
+    if arguments.as_file and (hp.canonical_mask or hp.ngram_tilt):  # as the artifact is scored
         ours = scored(run, run.eval_forward, run.val, "mask or tilt", "mask_or_tilt_").val_loss
         rows.append(Row("before, mask or tilt", ours))
-    run.log(
-        f"calibrating with GPTQ_BATCHES={hp.gptq_batches} of "
-        f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
-    )
+    batch = f"TRAIN_BATCH_TOKENS={hp.train_batch_tokens}"
+    run.log(f"calibrating with GPTQ_BATCHES={hp.gptq_batches} of {batch}")
     _, calibration = run.finish()
     exported = []
     try:
         for size, path in zip(arguments.bytes, paths, strict=True):
             target = size + train_gpt.CODE_BYTES
             run.hp = dataclasses.replace(hp, target_bytes=target)
-            exported += export(run, weights, calibration, ours, path)
+            exported += export(run, weights, facts, calibration, ours, path)
     except UserError as error:
         raise UserError(f"--bytes {size}: {error}") from error
     finally:
@@ -555,11 +598,14 @@ def compare(
 def adopt(arguments: argparse.Namespace) -> None:
     """The work of one rank."""
     path = arguments.checkpoint
-    adopted = rename(path)
-    shown = sizes(path, adopted)
-    hp = configure(path, shown, arguments.as_file, dict(os.environ))
+    adopted = read(path, arguments.as_file)
+    hp = configure(path, adopted, arguments.as_file, dict(os.environ))
+    require(
+        len(arguments.bytes) == 1 or hp.rounding != "399",
+        "ROUNDING=399 has one size: give one of --bytes, or set ROUNDING=sensitivity",
+    )
     train_gpt.require_data(hp, "val", "train")
-    weights = weights_of(path, adopted, hp)
+    weights, shown = weights_of(path, adopted, hp), adopted.shown
     meant = [name for name in train_gpt.knobs_with("model") if name.upper() not in shown]
     values = [f"{name.upper()}={getattr(hp, name)}" for name in (*meant, "eval_seq_len")]
     full = as_user_error(
@@ -588,24 +634,18 @@ def adopt(arguments: argparse.Namespace) -> None:
             log(
                 f"note: {val.targets} tokens are scored: below {FEW} a loss says little of the text's"
             )
-        compare(train_gpt.Run(hp, runtime, log, val), weights, arguments, paths)
-
-
-def counts(text: str) -> list[int]:
-    return [program.count(word) for word in text.split(",")]
+        compare(train_gpt.Run(hp, runtime, log, val), weights, adopted.facts, arguments, paths)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkpoint", help="the file of torch.save or safetensors")
     parser.add_argument(
-        "--as",
-        dest="as_file",
-        required=True,
-        metavar="FILE",
-        help="configs/399.env or like it",
+        "checkpoint", help="checkpoints/RUN_ID/step_N.npz, or a file of torch.save or safetensors"
+    )
+    parser.add_argument(
+        "--as", dest="as_file", default="", metavar="FILE", help="of another script: its knobs"
     )
     parser.add_argument(
         "--tokens", type=program.count, help="of the validation text, from its start (default: all)"
@@ -613,7 +653,7 @@ def main() -> None:
     most = train_gpt.SUBMISSION_CAP - train_gpt.CODE_BYTES
     parser.add_argument(
         "--bytes",
-        type=counts,
+        type=lambda text: [program.count(word) for word in text.split(",")],
         default=[most],
         metavar="A,B,C",
         help=f"of the weights; an export for each, from one calibration (default: {most})",
