@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import random
 import re
 import shutil
 import signal
@@ -88,11 +89,23 @@ def train_pieces(path: Path, lines: list[str], vocab_size: int, **options) -> No
     sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), **usual | options)
 
 
+def made_lines(count: int, seed: int = 0) -> list[str]:
+    """Lines of made words and of phrases that come back. They depend on no file, and not on the
+    version of Python: of random.Random only the numbers of `random` never change."""
+    number = random.Random(seed).random
+    pick = lambda things: things[int(len(things) * number() ** 2)]  # noqa: E731
+    letters = "etaoinshrdlcumwfgypbvk.,0:(x)='_\u00e9\u6587\U0001f600"
+    words = ["".join(pick(letters) for _ in range(1 + int(8 * number()))) for _ in range(500)]
+    words, cases = ["the", *words], (str, str, str.title, str.upper)
+    phrases = [" ".join(pick(cases)(pick(words)) for _ in range(5)) for _ in range(200)]
+    return [" ".join(pick(phrases) for _ in range(1 + int(3 * number()))) for _ in range(count)]
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A folder with tokenizer.model and two shards of each split, of the text of train_gpt.py."""
+    """A folder with tokenizer.model and two shards of each split."""
     folder = tmp_path_factory.mktemp("data")
-    text = (ROOT / "train_gpt.py").read_text(encoding="utf-8").splitlines()
+    text = made_lines(1600)
     train_pieces(folder / "tokenizer.model", text, VOCAB, character_coverage=1.0)
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     parts = [" ".join(text[i : i + 8]) for i in range(0, len(text), 8)]
@@ -111,7 +124,7 @@ def data(tmp_path_factory) -> Path:
 def other_tokenizer(tmp_path_factory) -> str:
     """A tokenizer of as many pieces as that of `data`, trained on other text."""
     path = tmp_path_factory.mktemp("other") / "tokenizer.model"
-    train_pieces(path, (ROOT / "README.md").read_text(encoding="utf-8").splitlines(), VOCAB)
+    train_pieces(path, made_lines(1600, seed=1), VOCAB)
     return str(path)
 
 

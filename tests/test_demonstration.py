@@ -18,14 +18,14 @@ import report
 import shards
 import tokenize_text
 import train_gpt
-from conftest import ROOT, VOCAB, assert_mistake, run, user_error, write_shard
+from conftest import ROOT, VOCAB, assert_mistake, made_lines, run, user_error, write_shard
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """Sixty files with indentation, tabs and rare characters, and some that must be left out."""
     folder = tmp_path_factory.mktemp("library")
-    source = (ROOT / "train_gpt.py").read_text().splitlines()
+    source = [4 * (i % 3) * " " + line for i, line in enumerate(made_lines(1200))]
     for i in range(60):
         rare = f"\tx{i} = 'caf\u00e9 \u4e2d \U0001f600'\r\n"
         text = "\n".join([*source[i * 20 : i * 20 + 20], rare])

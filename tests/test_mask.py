@@ -13,7 +13,7 @@ import torch
 
 import legality
 import train_gpt
-from conftest import ROOT, evaluator, made, noise, train_pieces, user_error, write_shard
+from conftest import evaluator, made, made_lines, noise, train_pieces, user_error, write_shard
 from train_gpt import BOS
 
 # The encoder then sees a text as it is.
@@ -23,15 +23,11 @@ VERBATIM |= {"remove_extra_whitespaces": False, "character_coverage": 1.0}
 REPEATED = ["aaaa aaa abababab baab bbbb abba aabaab bab" * 3, "aaaaaaa bbbbbb ababa" * 3] * 20
 
 
-def words() -> list[str]:
-    return (ROOT / "docs" / "log.md").read_text(encoding="utf-8").splitlines()
-
-
 @pytest.mark.parametrize(
     "lines, size, options",
     [
-        (words(), 600, {}),
-        (words(), 420, {"user_defined_symbols": ["\ue001", "th"], "split_digits": True}),
+        (made_lines(2000), 600, {}),
+        (made_lines(2000), 420, {"user_defined_symbols": ["\ue001", "th"], "split_digits": True}),
         (REPEATED, 290, {"split_by_whitespace": False}),
     ],
     ids=["words", "symbols", "repeated"],
@@ -60,7 +56,7 @@ def test_exactly_the_pairs_that_are_never_emitted_are_refused(lines, size, optio
 def test_no_pair_of_any_text_is_refused(tmp_path):
     """Text of every script and category, and runs of what merges overlap in."""
     path = tmp_path / "t.model"
-    train_pieces(path, words(), 420, hard_vocab_limit=False, character_coverage=0.99)
+    train_pieces(path, made_lines(2000), 420, hard_vocab_limit=False, character_coverage=0.99)
     refused = train_gpt.refused_pairs(str(path))
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(path))
     characters = [chr(c) for c in range(32, 0x3000) if unicodedata.category(chr(c)) != "Cs"]
@@ -74,7 +70,7 @@ def test_no_pair_of_any_text_is_refused(tmp_path):
 
 def test_a_tokenizer_without_merges_is_an_error(tmp_path):
     path = tmp_path / "t.model"
-    train_pieces(path, words(), 420, hard_vocab_limit=False, model_type="unigram")
+    train_pieces(path, made_lines(2000), 420, hard_vocab_limit=False, model_type="unigram")
     with user_error("CANONICAL_MASK=1 needs a BPE model"):
         train_gpt.refused_pairs(str(path))
 

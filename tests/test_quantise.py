@@ -26,7 +26,7 @@ import quantise
 import quantisers
 import real_model
 import train_gpt
-from conftest import ROOT, made, run, user_error, write_shard
+from conftest import ROOT, made, made_lines, run, user_error, write_shard
 from test_export import DAMAGES, VALUES, replaced, rewritten, walked, zeros
 
 PIECES, WIDTH = 60, 24
@@ -981,7 +981,7 @@ SMALL = dict(vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_la
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A saved Llama that reads bytes, as `model`, and train_gpt.py as two texts."""
+    """A saved Llama that reads bytes, as `model`, and two texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -993,7 +993,7 @@ def folder(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
     torch.manual_seed(0)
     llama(**SMALL).save_pretrained(folder / "model")
-    text = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
+    text = "\n".join(made_lines(200))
     (folder / "text").write_text(text[:8000], encoding="utf-8")
     (folder / "test").write_text(text[8000:9000], encoding="utf-8")
     return folder
