@@ -1793,7 +1793,6 @@ class Run:
         state: a step of each kind, the last WARMUP_STEPS times, and every shape of the
         evaluations."""
         hp, started = self.hp, perf_counter()
-        self.log("warmup: each graph once", bar=("warm-up",))
         if hp.gptq_batches and hp.max_wallclock_seconds:
             self.reserve_for_calibration()
         if not hp.warmup_steps:
@@ -1802,16 +1801,13 @@ class Run:
         before = [tensor.clone() for tensor in state]
         *_, last = phases(hp)  # with all parts
         rows = self.loader.batch(0).chunk(self.accumulation)[0]
-        models = self.forward, self.model
-        check = partial(check_kernels, *models, rows, self.config(last), self.comm, self.log)
-        compile_graphs({"gradients": check}, "check", self.log, started)
-        steps = {
-            f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}": partial(
-                self.train_step, 0, kind
-            )
-            for kind in phases(hp)
-        }
-        compile_graphs(steps, "step", self.log, started)
+        models, config = (self.forward, self.model), self.config(last)
+        check = partial(check_kernels, *models, rows, config, self.comm, self.log)
+        graphs = {"check:gradients": check}
+        for kind in phases(hp):
+            name = f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
+            graphs[name] = partial(self.train_step, 0, kind)
+        compile_graphs(graphs, "step", self.log, started)
         for _ in range(1, hp.warmup_steps):
             self.train_step(0, last)
         passes = final_passes(hp)
@@ -2947,13 +2943,11 @@ def evaluate_only(environ: dict[str, str], path: str):
         val = read_validation(hp, runtime.device, log)
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         forward = compile_blocks(model.to(runtime.device), runtime.compiled)
-        rows = torch.arange(2 * hp.eval_seq_len + 2, device=runtime.device).view(2, -1)
-        rows = rows % (hp.vocab_size - BOS - 1) + BOS + 1  # two documents a row
-        rows[:, hp.eval_seq_len // 2] = BOS
-        check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
-        model.load_state_dict(weights)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
         warm_up_evaluation(make_scorer, final_passes(hp), log, log.started)
+        rows = val.tokens.unfold(0, hp.eval_seq_len + 1, hp.eval_seq_len)[:2]
+        check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
+        model.load_state_dict(weights)
         total = len(blob) + CODE_BYTES
         log.finish(score_artifact(make_scorer, hp, log, val.seconds + loaded), total)
         check_limits(total, 0.0, hp)
