@@ -549,7 +549,8 @@ def compare(
             )
     score, size, code = exported[-1].nats / per_bpb, exported[-1].size, train_gpt.CODE_BYTES
     parts = f"{score:.4f} bits per byte, weights {size:,} and code {code:,} bytes"
-    run.log.finish(parts, size + code, f"{', '.join(map(str, paths))}, ")
+    run.log(f"artifacts: {', '.join(map(str, paths))}")
+    run.log.finish(parts, size + code)
 
 
 def adopt(arguments: argparse.Namespace) -> None:
