@@ -37,7 +37,6 @@ import copy
 import dataclasses
 import difflib
 import gc
-import glob
 import hashlib
 import io
 import itertools
@@ -3704,6 +3703,17 @@ def replacing(path: Path) -> Iterator[Path]:
 # Their versions are logged; the last three decide the speed of kernels.
 PACKAGES = ["torch", "numpy", "sentencepiece", "zstandard", "constriction"]
 PACKAGES += ["triton", "flash_attn_3", "kernels"]
+
+
+def package_versions() -> str:
+    """The versions of Python, the installed PACKAGES and CUDA, for the log."""
+    versions = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    return ", ".join((*versions, f"cuda {torch.version.cuda}"))
+
+
 CUT = " <- cut\n"  # ends the last line of a resumed log, if a crash has cut it; tools leave it out
 
 
@@ -3733,8 +3743,6 @@ class Log(AbstractContextManager):
         # A file system may have no locks. They are released when this process ends.
         with suppress(OSError), as_user_error(busy, "wait or set another", BlockingIOError):
             fcntl.flock(self.files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in folder.glob(f"{glob.escape(self.artifact.name)}.????????.partial"):
-                unfinished.unlink()  # of a killed run
 
     def __exit__(self, kind, error, trace):
         """Remove the bar from the terminal and write what ended the run."""
@@ -3803,20 +3811,16 @@ class Log(AbstractContextManager):
         self.begun = True
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         settings = self.hp.describe()
+        machine = {"versions": package_versions(), "runtime": runtime.describe()}
         self(
             f"started: {started}\nhyperparameters (* differs from the default)\n{settings}",
             console=False,
         )
-        facts = {
-            "versions": f"python {platform.python_version()}, {package_versions()}, "
-            f"cuda {torch.version.cuda}",
-            "runtime": runtime.describe(),
-        }
         changed = " ".join(re.findall(r"(?m)^\* (.*)", settings)) or "nothing"
         self(
-            "\n".join((*facts.values(), f"changed from the defaults: {changed}")),
+            "\n".join((*machine.values(), f"changed from the defaults: {changed}")),
             "start",
-            **facts,
+            **machine,
             run_id=self.name,
             started=started,
             hyperparameters=vars(self.hp),
@@ -4138,15 +4142,6 @@ class Runtime:
     def kernels(self) -> dict[str, str]:
         """The names of the chosen kernels."""
         return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
-
-
-def package_versions() -> str:
-    """The versions of the installed PACKAGES, for the log."""
-    versions = []
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    return ", ".join(versions)
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:

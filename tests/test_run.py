@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import itertools
@@ -346,23 +345,6 @@ def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, changes, u
     sentence = "RUN_ID=r is used by an earlier run: set another, or delete "
     with user_error(sentence) if used else contextlib.nullcontext():
         log.require_unused()
-
-
-def test_what_a_killed_export_left_is_removed(hyperparameters, tmp_path):
-    """Not what another run is writing, also if its RUN_ID begins with this one's."""
-    names = [f"{name}.npz.0123abcd.partial" for name in ("[r", "[r.npz.s", "[rs", "s")]
-    for name in names:
-        (tmp_path / name).touch()
-    hp = hyperparameters(RUN_ID="[r")
-    with (tmp_path / "[r.txt").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with user_error("another run is writing"):
-            train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
-        assert (tmp_path / names[0]).exists()
-    train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(names[1:])
-    (tmp_path / names[0]).mkdir()  # what cannot be removed refuses no run
-    train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
