@@ -4132,16 +4132,15 @@ class Runtime:
     def describe(self) -> str:
         """One line for the log."""
         comm, dtype = self.comm, str(self.dtype).removeprefix("torch.")
-        kernels = "attention:{attention} mlp:{mlp}".format(**self.kernels())
         return (
             f"runtime: ranks:{comm.size} mesh:{comm.replicate.size}x{comm.shard.size} "
-            f"device:{self.device_name()} compute_dtype:{dtype} {kernels} "
-            f"compile:{int(self.compiled)}"
+            f"device:{self.device_name()} compute_dtype:{dtype} attention:{self.attention} "
+            f"mlp:{self.mlp} compile:{self.compiled:d}"
         )
 
-    def kernels(self) -> dict[str, str]:
-        """The names of the chosen kernels."""
-        return {"attention": self.attention, "mlp": "fused" if self.fused_mlp else "plain"}
+    @property
+    def mlp(self) -> str:
+        return "fused" if self.fused_mlp else "plain"
 
 
 def join_ranks(hp: Hyperparameters, device: torch.device) -> Comm:
@@ -4305,16 +4304,6 @@ def is_hopper(device: torch.device) -> bool:
     return cuda and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, band=0, document: Tensor | None = None, longest=0
-) -> Tensor:
-    """`reference_attention` in bounded memory: by chunks where attention has a limit, and computed
-    again in a backward."""
-    band = band or longest
-    attend = partial(banded_attention, reference_attention) if band else reference_attention
-    return torch.utils.checkpoint.checkpoint(attend, q, k, v, band, document, use_reentrant=False)
-
-
 def check_kernels(
     forward: GPT, eager: GPT, rows: Tensor, config: ForwardConfig, comm: Comm, log: Callable
 ):
@@ -4327,7 +4316,9 @@ def check_kernels(
         for parameter in forward.parameters():
             size = parameter.shape[-1:].numel() ** -0.5
             parameter.lerp_(size * torch.randn_like(parameter), 0.5)
-    plain = GPT(eager.hp, plain_attention, torch.float32).to(rows.device)
+    # Computed again in a backward: all layers' scores would fill the memory.
+    attend = partial(torch.utils.checkpoint.checkpoint, reference_attention, use_reentrant=False)
+    plain = GPT(eager.hp, attend, torch.float32).to(rows.device)
     plain.load_state_dict(eager.state_dict())
     errors = gradient_errors(forward, plain, rows, config)
     if eager.hp.eval_mode == "banded":

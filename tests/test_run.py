@@ -595,7 +595,7 @@ def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, mon
 
     def noted(model, x, y, reduction="mean", config=None, adapter=None, hook=None, **rest):
         graph = x.shape, y.shape, config, adapter is None
-        plain = model.attend is train_gpt.plain_attention  # compiles nothing
+        plain = hasattr(model.attend, "func")  # that of the check, which compiles nothing
         if hook is None and not plain and graph not in happened:
             happened.append(graph)
         return forward(model, x, y, reduction, config, adapter, hook, **rest)

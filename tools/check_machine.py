@@ -514,7 +514,8 @@ class Check:
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
         self.comm = runtime.comm
-        chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
+        chosen = {name: getattr(runtime, name) for name in ("attention", "mlp")}
+        chosen["dtype"] = str(runtime.dtype)
         chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
         chosen["compiled"] = runtime.compiled
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}
