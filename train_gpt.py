@@ -1547,8 +1547,9 @@ class Run:
     def train(self):
         """Steps until ITERATIONS, the time limit or a signal end the training."""
         hp, clock, log = self.hp, self.clock, self.log
-        advice = "" if hp.checkpoint_every else ": set CHECKPOINT_EVERY=60s to keep the training"
-        log.kept = log.kept or f"only the log is kept{advice}"
+        log.kept = log.kept or (
+            "only the log is kept: set CHECKPOINT_EVERY=60s to keep the training"
+        )
         due = range(0, hp.iterations, hp.val_loss_every) if hp.val_loss_every else ()
         step = first = clock.step + 1
         gc.collect()
@@ -1647,13 +1648,10 @@ class Run:
             step,
             f"train_loss:{loss:.4f}",
             f"tok_s:{rate:.0f} lr_scale:{settings.lr_scale:.4f} momentum:{settings.momentum:.4f} "
-            f"qat:{int(settings.qat)} seq_len:{settings.seq_len} eta:{eta:.0f}s",
+            f"qat:{settings.qat:d} seq_len:{settings.seq_len} eta:{eta:.0f}s",
             train_loss=loss,
             tokens_per_second=rate,
-            bar=(
-                f"training: step {step}, loss {loss:.4f}, {rate:,.0f} tokens/s, {eta:.0f} s left",
-                max(step / hp.iterations, seconds / clock.cap),
-            ),
+            done=max(step / hp.iterations, seconds / clock.cap),
             **settings._asdict(),
         )
 
@@ -1918,7 +1916,6 @@ class Evaluator:
     config: ForwardConfig
     stride: int
     log: Callable = lambda line, **fields: None
-    stage: str = "score"  # for the progress bar
 
     def __post_init__(self):
         hp, device = self.hp, self.runtime.device
@@ -1995,7 +1992,7 @@ class Evaluator:
         eta = (self.reported - self.started) * (1 / done - 1)
         self.log(
             f"evaluating stride:{self.stride} done:{100 * done:.1f}% bpb_so_far:{bpb:.4f} eta:{eta:.0f}s",
-            bar=(f"{self.stage}: bpb {bpb:.4f}, {eta:.0f} s left", done),
+            done=done,
         )
 
     def sums(self) -> Tensor:
@@ -2262,7 +2259,7 @@ class Pass(NamedTuple):
     def run(self, make_scorer: Callable, log: Log, name: str) -> Score:
         """Score every target of the stream once, with the model as it is."""
         log.stage(name)
-        scorer = make_scorer(self.config, self.stride, log, name)
+        scorer = make_scorer(self.config, self.stride, log)
         self.score(scorer)
         return scorer.result()
 
@@ -2295,7 +2292,7 @@ def compile_graphs(graphs: Graphs, what: str, log: Callable, started: float):
         log(
             f"warmup: {what} {done + 1}/{len(graphs)} {name} "
             f"seconds:{perf_counter() - started:.1f}",
-            bar=(f"warm-up: {what} {name}", done / len(graphs)),
+            done=done / len(graphs),
         )
         call()
 
@@ -3519,7 +3516,6 @@ def read_validation(
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     if hp.ngram_tilt:
         val.hints = torch.from_numpy(ngram_hints(tokens[1:])).to(device)
-        log(f"note: NGRAM_TILT has hints for {(val.hints >= 0).sum()} targets")
     val.seconds = perf_counter() - begun
     return val
 
@@ -3752,14 +3748,15 @@ class Log(AbstractContextManager):
                 self(f"note: {self.kept}")
             self(f"error: {error_message(error)}", console=False)
 
-    def __call__(self, line: str, event: str = "", console: bool = True, bar: tuple = (), **fields):
+    def __call__(
+        self, line: str, event: str = "", console=True, done: float | None = None, **fields
+    ):
         """Write a line and, if `event` names one, {"event": ..., "seconds": since the log began,
-        **fields}. In a terminal a line with a `bar` of (text, fraction done) moves the progress bar
-        instead."""
+        **fields}. In a terminal a line with `done`, a fraction, is shown behind the progress bar."""
         if not self.files:
             return
-        if bar and self.terminal:
-            self.stage(*bar)
+        if done is not None and self.terminal:
+            self.stage(line, done)
         elif console:
             self.show("")
             print_to(sys.stdout, line)
@@ -3775,7 +3772,7 @@ class Log(AbstractContextManager):
 
     def stage(self, name: str, done: float = 0.0):
         """Show in the bar what runs and the fraction of it that is done."""
-        self.show(f"{name} {done:.0%} |{'#' * int(20 * done):20}|")
+        self.show(f"{done:4.0%} |{'#' * int(20 * done):20}| {name}")
 
     def show(self, text: str):
         """Replace the last line of a terminal."""
@@ -3788,9 +3785,8 @@ class Log(AbstractContextManager):
         RESUME, an artifact."""
         used = False
         if self.files:
-            events = Path(self.files[1].name).read_text(encoding="utf-8", errors="replace")
-            kept = self.artifact.exists() and not self.hp.resume
-            used = kept or '{"event": "finished"' in events
+            finished = b'{"event": "finished"' in Path(self.files[1].name).read_bytes()
+            used = finished or (self.artifact.exists() and not self.hp.resume)
         require(
             not self.comm.broadcast(used),
             f"RUN_ID={self.name} is used by an earlier run: set another, or delete {self.path}.txt, "
@@ -3876,11 +3872,9 @@ class Checkpoints:
         """Collective. Copy the whole tensors and start writing them, with this metadata."""
         self.written.result()  # one copy at a time in host memory
         self.last = state
-        copies = {}
-        for name, tensor in tensors:  # collected from the owners, so every rank iterates
-            if self.comm.rank == 0:
-                copies[name] = tensor.to("cpu", copy=True)
-        if self.comm.rank == 0:
+        # Collected from the owners, so every rank iterates
+        copies = {name: t.to("cpu", copy=True) for name, t in tensors if self.comm.rank == 0}
+        if copies:
             metadata = {
                 "version": CHECKPOINT_VERSION,
                 "source_sha256": SOURCE_SHA256,
@@ -3966,7 +3960,7 @@ def require_same_run(hp: Hyperparameters, path: Path, metadata: dict):
         f"only these may change: {' '.join(knobs_with('score', 'run')).upper()}",
     )
     tokens = len(TokenStream(hp.data_path, "train", hp.vocab_size))
-    before = metadata.get("train_tokens", tokens)
+    before = metadata["train_tokens"]
     require(
         tokens == before,
         f"{path} has trained on shards of {before} tokens, but those in DATA_PATH={hp.data_path} "
@@ -3987,7 +3981,7 @@ def require_space(hp: Hyperparameters):
         kept = len(list(folder.glob(CHECKPOINT_FILES)))
         needs[folder] = max(1, 3 - kept) * ((1 << 20) + 16 * weights)
     for folder, need in needs.items():
-        place = next(filter(Path.exists, Path(os.path.realpath(folder / "file")).parents))
+        place = next(filter(Path.exists, (folder / "file").resolve().parents))
         free = shutil.disk_usage(place).free
         require(
             free >= need,

@@ -888,9 +888,8 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     log = (tmp_path / "logs" / "bar.txt").read_text()
     assert "\nstep:10/12 train_loss" in log and "\nstep:10/12 train" not in screen.getvalue()
     assert "\x1b[K\rfinished: " in screen.getvalue(), "the bar is removed"
-    stages = re.findall(r"\r([\w -]+) 0% \|", screen.getvalue())
-    order = (
-        "warm-up validation calibration averaged_weights export roundtrip sliding_window ttt_sgd"
-    )
+    stages = re.findall(r"\r  0% \| +\| ([\w ]+)\x1b", screen.getvalue())
+    order = "validation calibration averaged_weights export roundtrip sliding_window ttt_sgd"
     assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
-    assert "\rtraining: step 10, loss " in screen.getvalue()
+    assert re.search(r"\r 83% \|#{16} {4}\| step:10/12 train_loss:", screen.getvalue())
+    assert re.search(r"\| warmup: step 1/\d+ check:gradients ", screen.getvalue())
