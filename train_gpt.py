@@ -2762,8 +2762,8 @@ def open_artifact(blob: bytes) -> tuple[dict, Hyperparameters, dict[str, bytes],
     # In a ZIP file the name of the first entry begins at byte 30.
     require(
         blob[30:40] == b"header.npy" and blob.count(b"PK\1\2") < MAX_ENTRIES,
-        "it is not an artifact, or one before version 11, which the script that made it reads; a "
-        "run's checkpoint needs RESUME=auto, one of torch.save tools/import_checkpoint.py",
+        "it is not an artifact, or one before version 11: use the script that made it, RESUME=auto "
+        "for a checkpoint of a run, or tools/import_checkpoint.py for a checkpoint of torch.save",
     )
     with np.load(io.BytesIO(blob)) as archive:
         # A compressed array could be a thousand times as large as the file.
