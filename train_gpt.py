@@ -3076,16 +3076,11 @@ def read_shard(path: Path) -> ndarray:
     ):
         size = path.stat().st_size
         magic, version, count = np.fromfile(path, "<i4", 3).tolist()
+    right = SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER + 2 * count
     require(
-        (magic, version) == (SHARD_MAGIC, SHARD_VERSION),
-        f"shard {path} starts with {magic}, {version}, not with {SHARD_MAGIC}, {SHARD_VERSION}: it "
-        "is not a token shard of this version",
-    )
-    length = SHARD_HEADER + 2 * count
-    require(
-        count > 0 and size == length,
-        f"shard {path} has {size} bytes, but its header promises {count} tokens in {length}: "
-        "download it again",
+        count > 0 and (magic, version, size) == right,
+        f"shard {path} has {size} bytes and the header {magic, version, count}, not "
+        f"{SHARD_HEADER} + 2 n bytes and {SHARD_MAGIC, SHARD_VERSION}, n: download it again",
     )
     return np.asarray(np.memmap(path, "<u2", "r", SHARD_HEADER))
 
