@@ -3354,16 +3354,15 @@ def reencoded(tokens: ndarray, tokenizer_path: str) -> tuple[float, float]:
     def gap(token):
         return 2 * pieces.is_control(token) + pieces.is_unknown(token)
 
-    documents, before, cut = [], [], 16 + 31
+    back, single, cut = [], [], 16 + 31
     for no_text, group in itertools.groupby(tokens[:20_000].tolist(), gap):
         if not no_text:
-            documents.append(list(group))
-            before += runs(documents[-1])[cut:]
+            document = list(group)
+            again = set(runs(pieces.encode(pieces.decode(document))))
+            back += [run in again for run in runs(document)[cut:]]
+            single += [len(pieces.id_to_piece(i)) == 1 or pieces.is_byte(i) for i in document]
         cut = 0 if no_text == 2 else 16 + 31
-    again = {run for document in pieces.encode(pieces.decode(documents)) for run in runs(document)}
-    back = [run in again for run in before[:-4]]
-    ids = sum(documents, [])
-    single = [len(pieces.id_to_piece(i)) == 1 or pieces.is_byte(i) for i in ids]
+    back = back[:-4]
     return np.mean(back or 1), np.mean(single if back else 1)
 
 
