@@ -3498,12 +3498,7 @@ def read_validation(
     if hp.canonical_mask:
         # Never from the validation text itself: its end would change the losses before it (C1).
         if check_manifest(hp.data_path, hp.tokenizer_path).get("canonical", True):
-            refused = refused_pairs(hp.tokenizer_path)
-            if count := refused[tokens[:-1], tokens[1:]].sum():
-                log(
-                    f"note: CANONICAL_MASK refuses {count} targets: {REFUSED_NATS:.1f} nats more for each"
-                )
-            val.refused = torch.from_numpy(refused).to(device)
+            val.refused = torch.from_numpy(refused_pairs(hp.tokenizer_path)).to(device)
         else:
             log("note: CANONICAL_MASK is off: manifest.json says canonical: false")
     if hp.ngram_tilt:
