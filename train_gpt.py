@@ -1798,13 +1798,13 @@ class Run:
         for kind in phases(hp):
             name = f"qat:{kind.qat:d} seq_len:{kind.seq_len} looping:{kind.looping:d}"
             graphs[name] = partial(self.train_step, 0, kind)
-        compile_graphs(graphs, "step", self.log, started)
+        compile_graphs(graphs, "step", self.log)
         for _ in range(1, hp.warmup_steps):
             self.train_step(0, last)
         passes = final_passes(hp)
         if hp.val_loss_every and hp.loop_visits > 1:
             passes["validation"] = validation_pass(hp, looping=False)
-        warm_up_evaluation(self.make_scorer, passes, self.log, started)
+        warm_up_evaluation(self.make_scorer, passes, self.log)
         torch._foreach_copy_(state, before)
         self.optimizer.sync_banks()
         self.average.samples = 0
@@ -2284,24 +2284,18 @@ def final_passes(hp: Hyperparameters) -> dict[str, Pass]:
     return passes
 
 
-def compile_graphs(graphs: Graphs, what: str, log: Callable, started: float):
+def compile_graphs(graphs: Graphs, what: str, log: Callable):
     """Call what compiles each graph, after a line that names it: slow looks like stuck."""
     for done, (name, call) in enumerate(graphs.items()):
-        log(
-            f"warmup: {what} {done + 1}/{len(graphs)} {name} "
-            f"seconds:{perf_counter() - started:.1f}",
-            done=done / len(graphs),
-        )
+        log(f"warmup: {what} {done + 1}/{len(graphs)} {name}", done=done / len(graphs))
         call()
 
 
-def warm_up_evaluation(
-    make_scorer: Callable, passes: dict[str, Pass], log: Callable, started: float
-):
-    """Compile what these passes run, in a warm-up that has `started` then."""
+def warm_up_evaluation(make_scorer: Callable, passes: dict[str, Pass], log: Callable):
+    """Compile what these passes run."""
     for name, scoring in passes.items():
         graphs = scoring.warm_up(make_scorer(scoring.config, scoring.stride))
-        compile_graphs(graphs, name, log, started)
+        compile_graphs(graphs, name, log)
 
 
 def score_artifact(make_scorer: Callable, hp: Hyperparameters, log: Log, prepared: float) -> str:
@@ -2927,7 +2921,7 @@ def evaluate_only(environ: dict[str, str], path: str):
         model = GPT(hp, runtime.attend, runtime.dtype, runtime.fused_mlp)
         forward = compile_blocks(model.to(runtime.device), runtime.compiled)
         make_scorer = partial(Evaluator, forward, val, hp, runtime)
-        warm_up_evaluation(make_scorer, final_passes(hp), log, log.started)
+        warm_up_evaluation(make_scorer, final_passes(hp), log)
         rows = val.tokens.unfold(0, hp.eval_seq_len + 1, hp.eval_seq_len)[:2]
         check_kernels(model, model, rows, ForwardConfig(hp.layer_order()), runtime.comm, log)
         model.load_state_dict(weights)
@@ -2988,7 +2982,6 @@ def export(run: Run, calibration: Tensors, training: dict) -> tuple[bytes, int]:
     count = count_numbers(weights.values())
     fixed = not hp.target_bytes or hp.rounding == "399"  # no step may be widened
     max_bytes = inf if fixed else hp.target_bytes - CODE_BYTES
-    log.stage("export")
     how = "GPTQ" if calibration else "no calibration"
     log(f"export: coding {count:,} weights, {how}; Ctrl-C now waits until the artifact is written")
     metadata = {"tokenizer_sha256": sha256_of(hp.tokenizer_path), "training": training}

@@ -610,9 +610,7 @@ def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, mon
     lines = [place for place, what in enumerate(warm) if type(what) is str]
     between = [b - a - 1 for a, b in itertools.pairwise([*lines, len(warm)])]
     assert max(between) == 1 and sum(between) > 7
-    found = [
-        re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:.* seconds:\d+\.\d$", warm[i]) for i in lines
-    ]
+    found = [re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:", warm[i]) for i in lines]
     named = [match.groups() for match in found if match]
     for name in ("step", "validation", "roundtrip", "sliding_window", f"ttt_{mode}"):
         counts = [(int(n), int(m)) for which, n, m in named if which == name]
@@ -889,7 +887,7 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     assert "\nstep:10/12 train_loss" in log and "\nstep:10/12 train" not in screen.getvalue()
     assert "\x1b[K\rfinished: " in screen.getvalue(), "the bar is removed"
     stages = re.findall(r"\r  0% \| +\| ([\w ]+)\x1b", screen.getvalue())
-    order = "validation calibration averaged_weights export roundtrip sliding_window ttt_sgd"
+    order = "validation calibration averaged_weights roundtrip sliding_window ttt_sgd"
     assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
     assert re.search(r"\r 83% \|#{16} {4}\| step:10/12 train_loss:", screen.getvalue())
     assert re.search(r"\| warmup: step 1/\d+ check:gradients ", screen.getvalue())
