@@ -4010,15 +4010,11 @@ class Comm:
             f"{self.size} ranks: set a divisor of {self.size}",
         )
         if replicas > 1:
-            mesh = call_collective(
-                init_device_mesh,
-                device.type,
-                (replicas, shard_ranks),
-                mesh_dim_names=("replicate", "shard"),
+            mesh = call_collective(init_device_mesh, device.type, (replicas, shard_ranks))
+            self.replicate, self.shard = (
+                Comm(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
+                for axis in (0, 1)
             )
-            replica, place = divmod(self.rank, shard_ranks)
-            self.shard = Comm(place, shard_ranks, mesh.get_group("shard"))
-            self.replicate = Comm(replica, replicas, mesh.get_group("replicate"))
 
     def all_reduce(self, tensor: Tensor) -> Callable:
         """Sum `tensor` over the ranks, in place."""
