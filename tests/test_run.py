@@ -890,4 +890,4 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     order = "validation calibration averaged_weights roundtrip sliding_window ttt_sgd"
     assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
     assert re.search(r"\r 83% \|#{16} {4}\| step:10/12 train_loss:", screen.getvalue())
-    assert re.search(r"\| warmup: step 1/\d+ check:gradients ", screen.getvalue())
+    assert re.search(r"\| warmup: step 1/\d+ check:gradients\x1b", screen.getvalue())
