@@ -315,13 +315,25 @@ def test_bytes_of_single_characters_are_proven_by_a_sha256_alone(one_rank, tmp_p
 @pytest.mark.parametrize(
     "spoil, part",
     [
-        (lambda path: write_shard(path, TOKENS, magic=1), "starts with 1, 1, not with 20240520, 1"),
-        (lambda path: write_shard(path, TOKENS, version=2), "starts with 20240520, 2, not with"),
-        (lambda path: write_shard(path, TOKENS, count=295), "promises 295"),
-        (lambda path: write_shard(path, TOKENS, count=297), "promises 297"),
-        (lambda path: write_shard(path, TOKENS[:0]), "promises 0"),
+        (
+            lambda path: write_shard(path, TOKENS, magic=1),
+            "the header (1, 1, 296), not 1024 + 2 n bytes and (20240520, 1), n",
+        ),
+        (lambda path: write_shard(path, TOKENS, version=2), "the header (20240520, 2, 296), not"),
+        (
+            lambda path: write_shard(path, TOKENS, count=295),
+            "has 1616 bytes and the header (20240520, 1, 295), not",
+        ),
+        (
+            lambda path: write_shard(path, TOKENS, count=297),
+            "has 1616 bytes and the header (20240520, 1, 297), not",
+        ),
+        (
+            lambda path: write_shard(path, TOKENS[:0]),
+            "has 1024 bytes and the header (20240520, 1, 0), not",
+        ),
         (lambda path: path.write_bytes(b""), "not enough values"),
-        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has 1617 bytes, but its"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "has 1617 bytes and the header"),
         # A loop, which even root cannot read
         (lambda path: path.unlink() or path.symlink_to(path), "cannot read shard"),
         (lambda path: path.unlink() or path.mkdir(), "Is a directory"),
@@ -427,7 +439,7 @@ def test_files_that_would_fill_the_memory_are_refused(tmp_path):
     with user_error("TOKENIZER_PATH=/dev/zero has 0 pieces"):  # an artifact names a tokenizer
         ByteCounter("/dev/zero", VOCAB)
     write_shard(tmp_path / "fineweb_val_000000.bin", np.arange(10), count=(1 << 31) - 1)
-    with user_error("its header promises 2147483647 tokens"):
+    with user_error("the header .20240520, 1, 2147483647., not"):
         TokenStream(str(tmp_path), "val", VOCAB)
 
 

@@ -367,7 +367,7 @@ def test_the_warm_up_compiles_all_shapes(setting, blocks, monkeypatch, training,
         monkeypatch.setattr(runtime.comm, "broadcast", lambda value: value)
         shapes = noting_shapes(model)
         make_scorer = functools.partial(train_gpt.Evaluator, model, val, hp, runtime)
-        train_gpt.warm_up_evaluation(make_scorer, train_gpt.final_passes(hp), mock.Mock(), 0.0)
+        train_gpt.warm_up_evaluation(make_scorer, train_gpt.final_passes(hp), mock.Mock())
         warm = set(shapes)
         shapes.clear()
         for config, stride, score, _ in train_gpt.final_passes(hp).values():
@@ -737,7 +737,7 @@ def test_the_warm_up_compiles_every_shape_of_low_rank_training(setting, monkeypa
     inputs = scorer.forward, scorer.val, scorer.hp, scorer.runtime
     passes = train_gpt.final_passes(scorer.hp)
     make_scorer = functools.partial(train_gpt.Evaluator, *inputs)
-    train_gpt.warm_up_evaluation(make_scorer, passes, mock.Mock(), 0.0)
+    train_gpt.warm_up_evaluation(make_scorer, passes, mock.Mock())
     compiled = counter.frame_count
     assert compiled > 5
     train_gpt.ttt_lora(scorer)

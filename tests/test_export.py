@@ -808,15 +808,6 @@ def test_codes_are_decoded_once(coder, model, hyperparameters, monkeypatch):
         exported(weights_of(model), hyperparameters(COMPRESSOR=coder))
 
 
-def test_an_artifact_that_cannot_be_read_is_not_written(packed, run_of, tmp_path):
-    run = run_of()
-    damaged = replaced(packed, values=ones(packed))
-    with user_error("npz is not written: nothing could read it: q has values that are not finite"):
-        train_gpt.keep_artifact(damaged, run.log)
-    assert not list(tmp_path.rglob("*.npz"))
-    assert train_gpt.keep_artifact(packed, run.log).read_bytes() == packed
-
-
 # ---- Size ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("knobs, gptq", [({}, True), ({"MODEL_DIM": 64, "BIGRAM_DIM": 32}, False)])
 def test_target_is_met(knobs, gptq, hyperparameters):

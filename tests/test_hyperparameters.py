@@ -237,9 +237,11 @@ def test_the_smallest_mlp_has_a_hidden_unit():
 
 
 def test_a_knob_younger_than_a_checkpoint_has_its_default(hyperparameters):
-    before = dataclasses.asdict(hyperparameters())
+    before = dataclasses.asdict(hp := hyperparameters())
     del before["mlp_gate"]
-    same = {"path": Path("step_1.npz"), "metadata": {"hyperparameters": before}}
+    tokens = len(train_gpt.TokenStream(hp.data_path, "train", hp.vocab_size))
+    metadata = {"hyperparameters": before, "train_tokens": tokens}
+    same = {"path": Path("step_1.npz"), "metadata": metadata}
     train_gpt.require_same_run(hyperparameters(), **same)
     with user_error("is of another run, with MLP_GATE=True instead of False"):
         train_gpt.require_same_run(hyperparameters(MLP_GATE=1), **same)

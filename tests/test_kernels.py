@@ -101,7 +101,7 @@ def test_attention_is_chosen_by_the_length_of_sequences(fa3, changes, chosen, gp
     in the log."""
     hp, runtime = gpu(fa3, **changes)
     found = train_gpt.choose_kernels(hp, runtime)
-    assert found.kernels() == {"attention": chosen, "mlp": "fused"}
+    assert (found.attention, found.mlp) == (chosen, "fused")
     skipped = [note.split(" skipped")[0].removeprefix("attention ") for note in found.notes]
     long = hp.train_seq_len >= 2048 or hp.doc_attention
     order = ["fa3", "cudnn", "sdpa"] if long else ["cudnn", "fa3", "sdpa"]
@@ -131,7 +131,7 @@ def test_the_mlp_is_fused_where_that_runs(gpu, monkeypatch):
     hp, runtime = gpu()
 
     def mlp(hp=hp, **parts):
-        return train_gpt.choose_kernels(hp, dataclasses.replace(runtime, **parts)).kernels()["mlp"]
+        return train_gpt.choose_kernels(hp, dataclasses.replace(runtime, **parts)).mlp
 
     assert mlp() == "fused" and mlp(gpu(FUSED_MLP=0)[0]) == "plain"
     assert mlp(gpu(MLP_MULT=2.9)[0]) == "plain", "TMA needs rows of whole 16 bytes"

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import errno
-import fcntl
 import hashlib
 import io
 import itertools
@@ -125,7 +124,7 @@ def test_names_of_any_bytes(script, data, tmp_path):
     shutil.copytree(data, tmp_path / name)
     tokenizer = f"{name}/tokenizer.model"
     result = script(RUN_ID=name, DATA_PATH=name, TOKENIZER_PATH=tokenizer, CANONICAL_MASK=1)
-    assert r"files: logs/caf\udce9.npz" in result.stdout
+    assert r"files: logs/caf\udce9.*" in result.stdout
     log = (tmp_path / "logs" / f"{name}.txt").read_text(encoding="utf-8")
     assert r"* DATA_PATH=caf\udce9" in log
 
@@ -183,7 +182,7 @@ def test_a_run_ends_with_score_size_files_and_the_next_command(finished, env, tm
     size = (folder / "final_model.npz").stat().st_size + (ROOT / "train_gpt.py").stat().st_size
     finished = f"finished: {score:.4f} bits per byte (sliding_window), {size:,} of 16,000,000 bytes"
     assert end == finished
-    assert re.match(r"files: logs/tiny.npz .*, logs/tiny.txt, logs/tiny.jsonl", files)
+    assert files == "files: logs/tiny.*"
     command = re.fullmatch(rf"next: (.*) python {ROOT}/train_gpt.py", following)[1]
     shutil.copytree(folder / "logs", tmp_path / "logs")
     settings = dict(word.split("=") for word in command.split())
@@ -245,7 +244,7 @@ def test_advice_can_be_pasted_where_names_have_spaces(finished, env, tmp_path):
 def test_run_sh_says_what_comes_next(hyperparameters, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     log = train_gpt.Log(hyperparameters(RUN_ID="t"), train_gpt.Comm(0, 1))
-    for variables, last in (({}, "next: sleep\n"), ({"RUN_SH": "GRID"}, "logs/t.jsonl\n")):
+    for variables, last in (({}, "next: sleep\n"), ({"RUN_SH": "GRID"}, "files: logs/t.*\n")):
         monkeypatch.setattr(train_gpt.os, "environ", variables)
         log.finish("a score", 1, advice="sleep")
         assert capsys.readouterr().out.endswith(last)
@@ -276,6 +275,14 @@ def test_no_timed_evaluation_compiles(compiles, mode, finished, env, tmp_path, m
     # The artifact has no mode, and a banded pass replaces sliding windows
     assert ("final_int6_banded_exact" in printed) == (mode == "banded")
     assert ("final_int6_sliding_window_exact" in printed) == (mode == "sliding")
+
+
+def test_a_run_whose_artifact_cannot_be_read_ends_with_a_sentence(env, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "load_artifact", lambda blob: {}["q"])
+    knobs = env(RUN_ID="t", WARMUP_STEPS=0, ITERATIONS=1, GPTQ_BATCHES=0)
+    with user_error("artifact logs/t.npz cannot be used: KeyError: 'q'; "):
+        train_gpt.train_and_score(train_gpt.Hyperparameters.from_env(knobs))
 
 
 def test_the_time_of_an_evaluation_counts_all_that_it_needs(env, tmp_path, monkeypatch):
@@ -338,23 +345,6 @@ def test_which_logs_may_be_replaced(hyperparameters, tmp_path, kinds, changes, u
     sentence = "RUN_ID=r is used by an earlier run: set another, or delete "
     with user_error(sentence) if used else contextlib.nullcontext():
         log.require_unused()
-
-
-def test_what_a_killed_export_left_is_removed(hyperparameters, tmp_path):
-    """Not what another run is writing, also if its RUN_ID begins with this one's."""
-    names = [f"{name}.npz.0123abcd.partial" for name in ("[r", "[r.npz.s", "[rs", "s")]
-    for name in names:
-        (tmp_path / name).touch()
-    hp = hyperparameters(RUN_ID="[r")
-    with (tmp_path / "[r.txt").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with user_error("another run is writing"):
-            train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
-        assert (tmp_path / names[0]).exists()
-    train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("*.partial")) == sorted(names[1:])
-    (tmp_path / names[0]).mkdir()  # what cannot be removed refuses no run
-    train_gpt.Log(hp, train_gpt.Comm(), tmp_path)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -480,45 +470,13 @@ def test_test_time_training_is_the_same_on_two_ranks(finished, env, data, tmp_pa
     assert two == pytest.approx(one, abs=2e-6)
 
 
-WIDTH = "note: the MLP has 96 hidden units, no multiple of 64, which is slow on GPUs: "
-
-
-def test_a_run_without_optional_parts(script, finished):
-    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0, "MLP_MULT": 2}
+def test_a_run_without_optional_parts(script):
+    off = {"WARMUP_STEPS": 0, "EMA_ENABLED": 0, "GPTQ_BATCHES": 0}
     result = script(COMPRESSOR="lzma", **off)
     assert "weights, no calibration" in result.stdout and "calibration:" not in result.stdout
     assert "Total submission size int6+lzma" in result.stdout
     assert "exporting the last weights" in result.stdout
-    assert f"{WIDTH}change MLP_MULT" in finished[1].stdout and "hidden units" not in result.stdout
     assert "final_int6_sliding_window_exact" in result.stdout
-
-
-@pytest.mark.parametrize(
-    "bits, size, advice",
-    [
-        (0.0039, 1000, "more"),
-        (0.0041, 1000, ""),
-        (0.0099, 1000, ""),
-        (0.0101, 1000, "fewer"),
-        (0.0039, 900, ""),  # it has bytes to spare: they are not what limits the model
-    ],
-)
-def test_the_expected_loss_of_rounding_has_a_sentence(bits, size, advice, run_of, monkeypatch):
-    training = run_of(val=True, TARGET_BYTES=train_gpt.CODE_BYTES + 1000)
-    monkeypatch.setattr(training.val, "total_bytes", 2 * training.val.targets)
-    expected = {"q": bits * math.log(2), "k": bits * math.log(2)}  # nats per token of two bytes
-    monkeypatch.setattr(train_gpt, "make_quantisers", lambda *_: {})
-    monkeypatch.setattr(train_gpt, "fit_bytes", lambda *_: bytes(size))
-    monkeypatch.setattr(train_gpt, "keep_artifact", lambda *_: Path("x"))
-    monkeypatch.setattr(train_gpt, "open_artifact", lambda _: ({"expected_loss": expected},))
-    lines = []
-    training.log = mock.Mock(side_effect=lambda line, *_, **__: lines.append(line))
-    train_gpt.export(training, {}, {})
-    said = (
-        f"note: that is {bits:.4f} bits per byte: {advice} weights would probably pay "
-        "(below 0.004 more, above 0.010 fewer; estimated from small models)"
-    )
-    assert [line for line in lines if "bits per byte" in line] == [said] * bool(advice)
 
 
 def test_time_for_calibration_is_reserved(run_of, monkeypatch):
@@ -637,7 +595,7 @@ def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, mon
 
     def noted(model, x, y, reduction="mean", config=None, adapter=None, hook=None, **rest):
         graph = x.shape, y.shape, config, adapter is None
-        plain = model.attend is train_gpt.plain_attention  # compiles nothing
+        plain = hasattr(model.attend, "func")  # that of the check, which compiles nothing
         if hook is None and not plain and graph not in happened:
             happened.append(graph)
         return forward(model, x, y, reduction, config, adapter, hook, **rest)
@@ -652,9 +610,7 @@ def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, mon
     lines = [place for place, what in enumerate(warm) if type(what) is str]
     between = [b - a - 1 for a, b in itertools.pairwise([*lines, len(warm)])]
     assert max(between) == 1 and sum(between) > 7
-    found = [
-        re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:.* seconds:\d+\.\d$", warm[i]) for i in lines
-    ]
+    found = [re.match(r"warmup: (\w+) (\d+)/(\d+) .*\w:", warm[i]) for i in lines]
     named = [match.groups() for match in found if match]
     for name in ("step", "validation", "roundtrip", "sliding_window", f"ttt_{mode}"):
         counts = [(int(n), int(m)) for which, n, m in named if which == name]
@@ -750,8 +706,7 @@ def test_what_only_newer_versions_of_torch_have_is_asked_for():
         ({"DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no fineweb_val_NNNNNN.bin"),
         ({"TARGET_BYTES": 1000}, "TARGET_BYTES=1000 is no more than the "),
         ({"VOCAB_SIZE": 300}, "VOCAB_SIZE=300"),
-        ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz does not exist"),
-        ({"EVAL_ONLY": "step_00000012.npz"}, "step_00000012.npz is a checkpoint: give logs/<RUN"),
+        ({"EVAL_ONLY": "nothing.xz"}, "artifact nothing.xz cannot be used: No such file or dir"),
         ({"EVAL_ONLY": "a.xz", "DATA_PATH": "/nowhere"}, "DATA_PATH=/nowhere has no"),
         # Bounds of the defaults came first: XSA_LAST_N=4 is not at most NUM_LAYERS=1.
         ({"EVAL_ONLY": "a.xz", "NUM_LAYERS": 1, "XSA_LAST_N": 4}, "NUM_LAYERS=1 is set, but a.xz"),
@@ -931,9 +886,8 @@ def test_progress_is_one_line_in_a_terminal(env, tmp_path, in_process, monkeypat
     log = (tmp_path / "logs" / "bar.txt").read_text()
     assert "\nstep:10/12 train_loss" in log and "\nstep:10/12 train" not in screen.getvalue()
     assert "\x1b[K\rfinished: " in screen.getvalue(), "the bar is removed"
-    stages = re.findall(r"\r([\w -]+) 0% \|", screen.getvalue())
-    order = (
-        "warm-up validation calibration averaged_weights export roundtrip sliding_window ttt_sgd"
-    )
+    stages = re.findall(r"\r  0% \| +\| ([\w ]+)\x1b", screen.getvalue())
+    order = "validation calibration averaged_weights roundtrip sliding_window ttt_sgd"
     assert " ".join(stage.replace(" ", "_") for stage in dict.fromkeys(stages)) == order
-    assert "\rtraining: step 10, loss " in screen.getvalue()
+    assert re.search(r"\r 83% \|#{16} {4}\| step:10/12 train_loss:", screen.getvalue())
+    assert re.search(r"\| warmup: step 1/\d+ check:gradients\x1b", screen.getvalue())

@@ -311,7 +311,7 @@ def test_time_training(run: train_gpt.Run, name: str, way: train_gpt.Pass) -> fl
     part.refused, part.hints = val.refused, val.hints
     make_scorer = functools.partial(train_gpt.Evaluator, run.eval_forward, part, hp, runtime)
     passes = train_gpt.final_passes(hp)
-    train_gpt.warm_up_evaluation(make_scorer, passes, run.log, time.perf_counter())  # compiles
+    train_gpt.warm_up_evaluation(make_scorer, passes, run.log)  # compiles
     work = functools.partial(way.score, make_scorer(way.config, way.stride))
     seconds = seconds_of(work, runtime)
     whole = seconds * val.targets / part.targets
@@ -514,7 +514,8 @@ class Check:
 
     def __init__(self, hp: Hyperparameters, runtime: Runtime):
         self.comm = runtime.comm
-        chosen = runtime.kernels() | {"dtype": str(runtime.dtype)}
+        chosen = {name: getattr(runtime, name) for name in ("attention", "mlp")}
+        chosen["dtype"] = str(runtime.dtype)
         chosen["micro_batch_tokens"] = runtime.micro_batch_tokens
         chosen["compiled"] = runtime.compiled
         self.report = unfinished() | {"knobs": dataclasses.asdict(hp), "chosen": chosen}

@@ -584,6 +584,7 @@ def compare(
         theirs_bpb, size = arguments.their_bpb, arguments.their_bytes
         if theirs_bpb or size:
             rows.append(Row("theirs", theirs_bpb and theirs_bpb * per_bpb, across, size))
+        run.log(f"artifacts: {', '.join(map(str, paths))}")
         run.log(f"\n{table(rows, train_gpt.count_numbers(weights.values()), per_bpb)}")
         if theirs_bpb and theirs_bpb * per_bpb < across:
             run.log(
@@ -592,7 +593,7 @@ def compare(
             )
     score, size, code = exported[-1].nats / per_bpb, exported[-1].size, train_gpt.CODE_BYTES
     parts = f"{score:.4f} bits per byte, weights {size:,} and code {code:,} bytes"
-    run.log.finish(parts, size + code, f"{', '.join(map(str, paths))}, ")
+    run.log.finish(parts, size + code)
 
 
 def adopt(arguments: argparse.Namespace) -> None:
