@@ -137,7 +137,7 @@ class Hyperparameters:
     lanes_last_n: int = knob(0, "the last N layers have two parallel lanes", "model", high="num_layers")
     attn_gate: bool = knob(False, "gate attention's output per head, from 12 dimensions of its input", "model")
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
-    attn_window: int = knob(0, "tokens that attention sees, but in the last quarter of the layers; 0: all", "model")
+    attn_window: int = knob(0, "attention sees the last N tokens (all in the last quarter of layers); 0: all", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
     doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
@@ -317,8 +317,8 @@ class Hyperparameters:
         return layers[:first] + times * layers[first:end] + layers[end:]
 
     def reach(self, layer: int, most: int) -> int:
-        """How many tokens attention of this layer sees at most, if none sees more than `most`. In a
-        quarter of the layers, the last ones, nothing else limits it (#1512)."""
+        """How many tokens attention of this layer sees, if no layer sees more than `most`. The last
+        quarter of the layers has no window (#1512)."""
         windowed = self.attn_window and layer < self.num_layers - round(self.num_layers / 4)
         return min(most, self.attn_window) if windowed else most
 
@@ -1882,8 +1882,8 @@ def band_block(hp: Hyperparameters) -> tuple[int, int]:
     """Positions that a block of a banded pass, but the first, only reads, and those that it scores.
 
     Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, or ATTN_WINDOW - 1, and the
-    embeddings by 2, so the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no longer than that,
-    unless it would score less than EVAL_SEQ_LEN."""
+    embeddings by 2, so the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no
+    longer than that, unless it would score less than EVAL_SEQ_LEN."""
     window = hp.eval_seq_len
     read = window + sum(hp.reach(layer, window) for layer in hp.layer_order())
     scored = window * BAND_TARGETS

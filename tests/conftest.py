@@ -42,7 +42,7 @@ TINY = {
 # in windows but for the last layer.
 PARTS = {
     "NUM_LAYERS": 5, "LOOP_VISITS": 3, "LOOP_FIRST": 1, "LOOP_LAYERS": 2, "LANES_LAST_N": 1, "ATTN_GATE": 1,
-    "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1, "ATTN_WINDOW": 6,
+    "DOC_ATTENTION": 1, "LOOP_START": 0.2, "MIN_LR": 0.1, "ATTN_WINDOW": 12,
 }
 # fmt: on
 

@@ -166,6 +166,25 @@ def test_layers_see_a_window_but_for_the_last_quarter(layers, windowed):
     assert {whole.reach(layer, 2048) for layer in range(layers)} == {2048}
 
 
+@pytest.mark.parametrize(
+    "window, band, bands",
+    [
+        (8, 0, [8, 0]),
+        (24, 0, [0, 0]),
+        (99, 0, [0, 0]),
+        (8, 5, [5, 5]),
+        (8, 12, [8, 12]),
+        (0, 24, [0, 0]),
+    ],
+)
+def test_attention_gets_the_narrower_of_window_and_band(window, band, bands, hyperparameters):
+    """None if the sequence is no longer: then all layers have one graph, and no mask."""
+    seen, model = [], made(hyperparameters(NUM_LAYERS=3, ATTN_WINDOW=window))
+    model.attend = lambda q, k, v, band, *rest: seen.append(band) or q
+    model(documents(model.hp), config=train_gpt.ForwardConfig((0, 2), band=band))
+    assert seen == bands
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_window_ends_after_so_many_tokens(layers, hyperparameters):
     """A token reaches ATTN_WINDOW - 1 positions further with each layer, and 1 by SmearGate."""
@@ -246,7 +265,6 @@ GATES = {"ATTN_GATE": 1, "MLP_GATE": 1, "DOC_ATTENTION": 1}
     ("parts", "kinds"),
     [
         ({}, 8),
-        ({"ATTN_WINDOW": 24}, 8),
         ({"ATTN_WINDOW": 8}, 9),
         (LOOP | GATES | {"ATTN_WINDOW": 8}, 9),
         ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9),
