@@ -137,6 +137,7 @@ class Hyperparameters:
     lanes_last_n: int = knob(0, "the last N layers have two parallel lanes", "model", high="num_layers")
     attn_gate: bool = knob(False, "gate attention's output per head, from 12 dimensions of its input", "model")
     mlp_gate: bool = knob(False, "gate the MLP's output per token, from 12 dimensions of the stream", "model")
+    attn_window: int = knob(0, "attention sees the last N tokens (all in the last quarter of layers); 0: all", "model")
     doc_attention: bool = knob(False, "attention stays within a document", "model")
     doc_len: int = knob(0, "in training, cut documents every N tokens from their start, not at rows; 0: never")
     tied_embed_init_std: float = knob(0.005, "standard deviation of the initial embedding")
@@ -314,6 +315,12 @@ class Hyperparameters:
         first, end = self.loop_first, self.loop_first + self.loop_layers
         times = self.loop_visits if looping else 1
         return layers[:first] + times * layers[first:end] + layers[end:]
+
+    def reach(self, layer: int, most: int) -> int:
+        """How many tokens attention of this layer sees, if no layer sees more than `most`. The last
+        quarter of the layers has no window (#1512)."""
+        windowed = self.attn_window and layer < self.num_layers - round(self.num_layers / 4)
+        return min(most, self.attn_window) if windowed else most
 
     def describe(self) -> str:
         """The sections and one `name=value` per line for the log; a leading * marks a value that
@@ -865,7 +872,13 @@ class GPT(nn.Module):
             document = number_documents(ids, config.doc_len)
             if hasattr(self.attend, "prepare"):
                 document = self.attend.prepare(document)
-        scope = Scope(config.band, document, 0 if document is None else config.doc_len)
+        longest, time = 0 if document is None else config.doc_len, ids.size(1)
+        most = min(config.band or time, time)
+        # A window of the whole sequence is 0, as none: both have one graph.
+        scopes = [
+            Scope(self.hp.reach(layer, most) % time, document, longest)
+            for layer in config.layer_order
+        ]
         x0 = self.embed(ids, projection)  # (B, T, D)
         x, change, *x0s = self.fan_out(x0, len(visits))
         lane, inputs, half = None, [], len(visits) // 2
@@ -873,7 +886,8 @@ class GPT(nn.Module):
             # The skip of a layer is the input of the one as far before the middle; the middle one
             # takes its own, which `block` has.
             skip = inputs[2 * half - depth] if half < depth < 2 * half else None
-            before, x, change, lane = self.block(x, change, lane, x0s[depth], skip, layer, scope)
+            given = x0s[depth], skip, layer, scopes[depth]
+            before, x, change, lane = self.block(x, change, lane, *given)
             inputs.append(before)
         return self.head(x, change, lane, head, ids, targets, reduction, refused, hints)
 
@@ -1855,11 +1869,11 @@ class Score(NamedTuple):
 def band_block(hp: Hyperparameters) -> tuple[int, int]:
     """Positions that a block of a banded pass, but the first, only reads, and those that it scores.
 
-    Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, and the embeddings by 2, so
-    the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no longer than that,
-    unless it would score less than EVAL_SEQ_LEN."""
+    Each layer reaches back by at most EVAL_SEQ_LEN - 1 more positions, or ATTN_WINDOW - 1, and the
+    embeddings by 2, so the losses are those of one long pass. With MICRO_BATCH_TOKENS a block is no
+    longer than that, unless it would score less than EVAL_SEQ_LEN."""
     window = hp.eval_seq_len
-    read = window * (len(hp.layer_order()) + 1)
+    read = window + sum(hp.reach(layer, window) for layer in hp.layer_order())
     scored = window * BAND_TARGETS
     if hp.micro_batch_tokens:
         scored = min(scored, max(window, hp.micro_batch_tokens - read))
@@ -4246,7 +4260,7 @@ def choose_kernels(hp: Hyperparameters, runtime: Runtime) -> Runtime:
     Raises UserError if there is none."""
     device, names = runtime.device, [hp.attention]
     if hp.attention == "auto":
-        long = hp.train_seq_len >= FA3_LENGTH or hp.doc_attention
+        long = hp.train_seq_len >= FA3_LENGTH or hp.doc_attention or hp.attn_window
         names = ["fa3", "cudnn", "sdpa"] if long else ["cudnn", "fa3", "sdpa"]
         names = names if device.type == "cuda" else ["sdpa"]
     notes = []
@@ -4272,9 +4286,10 @@ def why_not(name: str, hp: Hyperparameters, runtime: Runtime) -> str:
     """Why a kernel of attention does not run here, or "" if it does."""
     train, window = hp.train_seq_len, hp.eval_seq_len
     lengths = {train, train // hp.short_seq_parts, window, min(window, hp.ttt_chunk_tokens)}
+    lengths.add(hp.attn_window)
     unfit = [n for n in lengths if n % TILE]
     if name == "cudnn" and unfit:
-        return f"sequences of {unfit} tokens are no multiple of {TILE}"
+        return f"sequences or windows of {unfit} tokens are no multiple of {TILE}"
     like = {"dtype": runtime.dtype, "device": runtime.device}
     heads = hp.num_heads, hp.num_kv_heads, hp.num_kv_heads
     try:

@@ -71,26 +71,24 @@ def bigram_weights(hp: Hyperparameters) -> int:
     return hp.model_dim * hp.bigram_dim if hp.bigram_vocab_size else 0
 
 
+def attended(hp: Hyperparameters, positions: int, band: int = 0) -> int:
+    """Pairs of a position and one that it sees, in all visits of layers, in a window of `positions`
+    that see all before them or, with a `band`, so many including themselves."""
+    most = [min(positions, hp.reach(layer, band or positions)) for layer in hp.layer_order()]
+    return sum(full * (full + 1) // 2 + (positions - full) * full for full in most)
+
+
 def flops_per_token(hp: Hyperparameters, length: int) -> float:
     """Forward and backward operations per token of a training sequence of this length.
 
-    Backward costs twice the forward. A token attends to (T + 1) / 2 positions on average. Depth
-    recurrence counts as it is after LOOP_START.
+    Backward costs twice the forward. Depth recurrence counts as it is after LOOP_START.
     """
-    head = hp.vocab_size * hp.model_dim
-    attention = 2 * hp.model_dim * (length + 1) / 2
-    return (
-        3
-        * 2
-        * (len(hp.layer_order()) * (layer_weights(hp) + attention) + head + bigram_weights(hp))
-    )
+    return 3 * window_flops(hp, length, length) / length
 
 
 def window_flops(hp: Hyperparameters, positions: int, scored: int, band: int = 0) -> float:
-    """Forward operations of a window of `positions`, of which the head computes only `scored`. A
-    position attends to all before it or, with a `band`, to so many including itself."""
-    head = hp.vocab_size * hp.model_dim
-    full = min(positions, band or positions)
-    attention = 2 * hp.model_dim * (full * (full + 1) // 2 + (positions - full) * band)
-    layers = len(hp.layer_order()) * (positions * layer_weights(hp) + attention)
-    return 2 * (layers + positions * bigram_weights(hp) + scored * head)
+    """Forward operations of a window of `positions`, of which the head computes only `scored`;
+    `band` as for `attended`."""
+    matrices = len(hp.layer_order()) * layer_weights(hp) + bigram_weights(hp)
+    attention = 2 * hp.model_dim * attended(hp, positions, band)
+    return 2 * (positions * matrices + attention + scored * hp.vocab_size * hp.model_dim)

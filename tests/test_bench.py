@@ -1,6 +1,7 @@
 """bench/: what its programs compute beside times."""
 
 import collections
+import csv
 import json
 import sys
 import types
@@ -35,6 +36,34 @@ def test_flops_of_a_window(visits):
     # A triangle of scores and of weighted values
     saved = whole - flops.window_flops(hp, 2048, 2048, band=512)
     assert saved == 2 * len(hp.layer_order()) * 2 * hp.model_dim * sum(range(2048 - 512 + 1))
+
+
+@pytest.mark.parametrize("band", [0, 5, 30])
+@pytest.mark.parametrize("window", [0, 3, 8, 40])
+def test_a_window_leaves_pairs_out(window, band):
+    """Counted one by one, in eight layers of eleven."""
+    hp = Hyperparameters(attn_window=window)
+    seen = lambda *limits: sum(  # noqa: E731
+        0 <= i - j < min(filter(None, limits), default=99) for i in range(20) for j in range(20)
+    )
+    assert flops.attended(hp, 20, band) == 8 * seen(window, band) + 3 * seen(band)
+    pairs = flops.attended(Hyperparameters(), 20, band) - flops.attended(hp, 20, band)
+    saved = flops.window_flops(Hyperparameters(), 20, 9, band) - flops.window_flops(hp, 20, 9, band)
+    assert saved == 4 * hp.model_dim * pairs
+
+
+def test_attention_is_priced_as_it_was_measured():
+    """Forward and backward of a layer, FlashAttention 3, in docs/data/h100_attention.csv."""
+    lines = (ROOT / "docs" / "data" / "h100_attention.csv").read_text().splitlines()
+    for shape, measured, *_ in list(csv.reader(lines))[3:]:
+        sequences, tokens = (int(number.replace(",", "")) for number in shape.split(" of "))
+        passes = [
+            f"note\tattention\t{way}\t{sequences}\t{tokens}\t8\t64\t{tokens}\t4\t{tokens // 2}"
+            for way in ("forward", "backward")
+        ]
+        launches = h100.launches_of({"log": passes, "kernels": []})
+        modelled = 1e3 * sum(map(h100.seconds, launches))
+        assert modelled == pytest.approx(float(measured), rel=0.04)
 
 
 def test_the_model_of_a_collective():

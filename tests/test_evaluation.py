@@ -204,7 +204,14 @@ def blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"NUM_LAYERS": 1, "XSA_LAST_N": 1}, {"MICRO_BATCH_TOKENS": 50}, PARTS]
+    "changes",
+    [
+        {},
+        {"NUM_LAYERS": 1, "XSA_LAST_N": 1},
+        {"MICRO_BATCH_TOKENS": 50},
+        {"ATTN_WINDOW": 3, "MICRO_BATCH_TOKENS": 30},
+        PARTS,
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_banded_pass_is_one_long_pass(setting, blocks, changes, size):
@@ -229,6 +236,8 @@ def test_a_block_is_no_longer_than_a_forward(hyperparameters):
     for tokens, scored in blocks.items():
         hp = hyperparameters(NUM_LAYERS=7, EVAL_SEQ_LEN=128, MICRO_BATCH_TOKENS=tokens)
         assert train_gpt.band_block(hp) == (1024, scored)
+    windows = dataclasses.replace(hp, attn_window=32)  # in five layers
+    assert train_gpt.band_block(windows)[0] == 128 + 5 * 32 + 2 * 128
 
 
 @pytest.mark.parametrize("stride", [0, 8])

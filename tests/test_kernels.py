@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import math
 import sys
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -90,6 +91,7 @@ LONG = {"TRAIN_SEQ_LEN": 2048, "TRAIN_BATCH_TOKENS": 4096}
         (True, {}, "cudnn"),
         (True, LONG, "fa3"),
         (True, {"DOC_ATTENTION": 1}, "fa3"),
+        (True, {"ATTN_WINDOW": 128}, "fa3"),
         (False, LONG, "cudnn"),
         (True, {"SHORT_SEQ_PARTS": 8}, "fa3"),
         (False, {"SHORT_SEQ_PARTS": 8}, "sdpa"),
@@ -103,7 +105,7 @@ def test_attention_is_chosen_by_the_length_of_sequences(fa3, changes, chosen, gp
     found = train_gpt.choose_kernels(hp, runtime)
     assert (found.attention, found.mlp) == (chosen, "fused")
     skipped = [note.split(" skipped")[0].removeprefix("attention ") for note in found.notes]
-    long = hp.train_seq_len >= 2048 or hp.doc_attention
+    long = hp.train_seq_len >= 2048 or hp.doc_attention or hp.attn_window
     order = ["fa3", "cudnn", "sdpa"] if long else ["cudnn", "fa3", "sdpa"]
     assert skipped == ([] if "ATTENTION" in changes else order[: order.index(chosen)])
 
@@ -113,7 +115,10 @@ def test_a_kernel_that_was_asked_for_is_not_replaced(name, gpu):
     """A record run on rented GPUs would silently take several times as long."""
     changes = {} if name == "fa3" else {"EVAL_SEQ_LEN": 192}
     hp, runtime = gpu(False, ATTENTION=name, **changes)
-    why = {"fa3": "no fa3 here", "cudnn": "sequences of .192. tokens are no multiple of 128"}
+    why = {
+        "fa3": "no fa3 here",
+        "cudnn": "sequences or windows of .192. tokens are no multiple of 128",
+    }
     with user_error(f"^attention {name} skipped: {why[name]}: set ATTENTION=sdpa"):
         train_gpt.choose_kernels(hp, runtime)
 
@@ -150,6 +155,8 @@ def test_the_mlp_is_fused_where_that_runs(gpu, monkeypatch):
         ({"TRAIN_SEQ_LEN": 320, "TRAIN_BATCH_TOKENS": 640, "SHORT_SEQ_PARTS": 1}, True),
         ({"EVAL_SEQ_LEN": 192}, True),
         ({"SHORT_SEQ_PARTS": 8}, True),
+        ({"ATTN_WINDOW": 100}, True),
+        ({"ATTN_WINDOW": 128}, False),
         ({"TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 96}, True),
         ({"TTT_ENABLED": 1, "TTT_MODE": "lora"}, False),  # windows of 128 and 256 positions
     ],
@@ -256,6 +263,18 @@ def test_a_wrong_gradient_ends_the_start(fault, dtype, run_of, monkeypatch):
     )
     with user_error(f"^gradients .* allowed: {named.get(fault, '')}.*: set ATTENTION=math, FUSED"):
         run.warm_up()
+
+
+@pytest.mark.parametrize("error", [0, 1])
+def test_a_wrong_window_ends_the_start(error, run_of, monkeypatch):
+    """By one position of four, in a kernel that the banded pass may not use."""
+    wrong = attention_with(lambda band, **_: {"band": band and band + error})
+    run, lines = start_with(
+        run_of, monkeypatch, torch.float32, {"ATTN_WINDOW": 4, "DOC_ATTENTION": 1}, attend=wrong
+    )
+    with user_error("^gradients .* allowed: qo_bank ") if error else nullcontext():
+        run.warm_up()
+    assert any("agree with fp32" in line for line in lines) != error
 
 
 def test_a_length_of_documents_without_documents_is_no_fault(run_of, monkeypatch):

@@ -20,8 +20,18 @@ WAYS = {
     "banded": dict(
         EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40, NGRAM_TILT=1
     ),
-    "sgd": {"NGRAM_TILT": 1, "TTT_ENABLED": 1, "TTT_CHUNK_TOKENS": 40, "TTT_LR": 0.05},
+    "banded windows": dict(
+        EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=28, ATTN_WINDOW=3
+    ),
+    "sgd": {
+        "NGRAM_TILT": 1,
+        "TTT_ENABLED": 1,
+        "TTT_CHUNK_TOKENS": 40,
+        "TTT_LR": 0.05,
+        "ATTN_WINDOW": 5,
+    },
     "lora": {
+        "ATTN_WINDOW": 5,
         "NGRAM_TILT": 1,
         "TTT_ENABLED": 1,
         "TTT_MODE": "lora",
@@ -241,6 +251,13 @@ def test_the_suite_tries_every_way_of_a_run(monkeypatch):
 
     assert "EVAL_SEQ_LEN=16" in legality.suite(train_gpt, banded, in_blocks)
     assert legality.suite(train_gpt, settings, in_blocks) == ""
+
+    def in_windows(model, evaluator):
+        return peeking(model, evaluator) if evaluator.hp.attn_window == 5 else None
+
+    windows = settings | {"ATTN_WINDOW": "256"}
+    assert legality.suite(train_gpt, windows, in_windows).startswith("C1")
+    assert legality.suite(train_gpt, settings | {"ATTN_WINDOW": "0"}, in_windows) == ""
 
     def only_then(model, evaluator):
         return peeking(model, evaluator) if evaluator.hp.ttt_enabled else None

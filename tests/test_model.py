@@ -1,5 +1,6 @@
 """The model against a plain reference in float64, and against the faults of #399's model."""
 
+import dataclasses
 import importlib.util
 import math
 import os
@@ -69,7 +70,9 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
     if hp.doc_attention:
         number = (ids == BOS).cumsum(1)
         visible = visible & (number[:, :, None] == number[:, None])
+    within = torch.ones(time, time).triu(1 - (hp.attn_window or time)).bool()
     for place, i in enumerate(order):
+        seen = visible & within if i < hp.num_layers - round(hp.num_layers / 4) else visible
         # Number of the layer among those with two lanes
         parallel = i - (hp.num_layers - hp.lanes_last_n)
         lane = x if parallel == 0 else lane
@@ -89,7 +92,7 @@ def reference_logits(model: GPT, ids: torch.Tensor) -> torch.Tensor:
         q, k = turn(q, hp) * p["q_gain"][i][:, None], turn(k, hp)
         k, v = (heads.repeat_interleave(H // K, dim=2) for heads in (k, v))
         scores = torch.einsum("bthe,bshe->bhts", q, k) / math.sqrt(E)
-        weights = scores.masked_fill(~visible[:, None], -math.inf).softmax(-1)
+        weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
         y = torch.einsum("bhts,bshe->bthe", weights, v)
         if i >= hp.num_layers - hp.xsa_last_n:
             unit = v / v.norm(dim=-1, keepdim=True)
@@ -134,9 +137,10 @@ VARIANTS = (
     {},
     {"ROPE_DIMS": 0, "NUM_KV_HEADS": 4, "DOC_ATTENTION": 1},
     {"NUM_LAYERS": 4, "XSA_LAST_N": 4, "SKIPS": "scales", "MLP_SLOPE": 0},
-    {"NUM_LAYERS": 4, "LANES_LAST_N": 2, "MLP_GATE": 1},
+    {"NUM_LAYERS": 4, "LANES_LAST_N": 2, "MLP_GATE": 1, "ATTN_WINDOW": 3},
     {"NUM_LAYERS": 5, **LOOP, "SMEAR_TOKEN": 1},
     {"NUM_LAYERS": 4, **LOOP, "LOOP_FIRST": 0, "LANES_LAST_N": 1, "ATTN_GATE": 1},
+    {"NUM_LAYERS": 6, **LOOP, "LANES_LAST_N": 2, "DOC_ATTENTION": 1, "ATTN_WINDOW": 7},
     {"NUM_LAYERS": 5, **LOOP, "LANES_LAST_N": 2, "MLP_GATE": 1, **SMEARED},
 )
 
@@ -150,6 +154,87 @@ def test_forward_is_the_reference(hyperparameters, changes):
     expected, found = reference_logits(model, ids), model(ids)
     assert found.dtype == torch.float32
     assert (found.double() - expected).abs().max() / expected.abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("layers, windowed", [(1, 1), (2, 2), (3, 2), (4, 3), (11, 8), (12, 9)])
+def test_layers_see_a_window_but_for_the_last_quarter(layers, windowed):
+    hp = Hyperparameters(num_layers=layers, xsa_last_n=0, attn_window=256)
+    for most, narrow in ((2048, 256), (128, 128)):
+        reaches = [hp.reach(layer, most) for layer in range(layers)]
+        assert reaches == [narrow] * windowed + [most] * (layers - windowed)
+    whole = dataclasses.replace(hp, attn_window=0)
+    assert {whole.reach(layer, 2048) for layer in range(layers)} == {2048}
+
+
+@pytest.mark.parametrize(
+    "window, band, bands",
+    [
+        (8, 0, [8, 0]),
+        (24, 0, [0, 0]),
+        (99, 0, [0, 0]),
+        (8, 5, [5, 5]),
+        (8, 12, [8, 12]),
+        (0, 24, [0, 0]),
+    ],
+)
+def test_attention_gets_the_narrower_of_window_and_band(window, band, bands, hyperparameters):
+    """None if the sequence is no longer: then all layers have one graph, and no mask."""
+    seen, model = [], made(hyperparameters(NUM_LAYERS=3, ATTN_WINDOW=window))
+    model.attend = lambda q, k, v, band, *rest: seen.append(band) or q
+    model(documents(model.hp), config=train_gpt.ForwardConfig((0, 2), band=band))
+    assert seen == bands
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_window_ends_after_so_many_tokens(layers, hyperparameters):
+    """A token reaches ATTN_WINDOW - 1 positions further with each layer, and 1 by SmearGate."""
+    hp = hyperparameters(NUM_LAYERS=layers, XSA_LAST_N=0, ATTN_WINDOW=4, BIGRAM_VOCAB_SIZE=0)
+    model = noise(made(hp, train_gpt.load_attention("math")))
+    ids = documents(hp)[:1]
+    other = ids.clone()
+    other[0, 2] += 1
+    changed = (model(ids) != model(other)).any(-1)[0].nonzero()
+    assert changed.flatten().tolist() == list(range(2, 2 + 3 * layers + 1 + 1))
+
+
+def masked_attention(windows):
+    """Attention with a mask over all positions. Calls take the windows in turn."""
+    windows = iter(windows)
+
+    def attend(q, k, v, band, document, longest):
+        place = torch.arange(q.size(1))
+        back = place[:, None] - place
+        seen = ((back >= 0) & (back < next(windows)))[None]
+        if document is not None:
+            seen = seen & (document[:, :, None] == document[:, None])
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=True)
+        return y.transpose(1, 2)
+
+    return attend
+
+
+@pytest.mark.parametrize("length, doc_attention", [(33, 0), (33, 1), (300, 1)])
+@pytest.mark.parametrize("name", ["sdpa", "math", "plain"])
+def test_gradients_of_windows_are_those_of_masks(name, length, doc_attention, hyperparameters):
+    """In sequences that are cut into chunks, too. A window of one more token has others."""
+    long = dict(TRAIN_SEQ_LEN=length, TRAIN_BATCH_TOKENS=length, SHORT_SEQ_PARTS=1)
+    parts = {"NUM_LAYERS": 4, **LOOP, "LANES_LAST_N": 1, "DOC_ATTENTION": doc_attention}
+    hp = hyperparameters(**parts, **long, ATTN_WINDOW=20)
+    ids = documents(hp, length=length + 1)
+
+    def gradients(hp, attend):
+        model = noise(made(hp, attend))
+        return torch.autograd.grad(model(ids[:, :-1], ids[:, 1:]), list(model.parameters()))
+
+    kernel = train_gpt.plain_attention if name == "plain" else train_gpt.load_attention(name)
+    found, whole = gradients(hp, kernel), dataclasses.replace(hp, attn_window=0)
+    for window in (20, 21):
+        # The last of four layers sees all
+        windows = [length if layer == 3 else window for layer in hp.layer_order()]
+        right = gradients(whole, masked_attention(windows))
+        errors = [(a - b).norm() / (b.norm() + 1e-9) for a, b in zip(found, right, strict=True)]
+        assert (max(errors) < 1e-4) == (window == 20)
 
 
 @pytest.fixture
@@ -178,7 +263,12 @@ GATES = {"ATTN_GATE": 1, "MLP_GATE": 1, "DOC_ATTENTION": 1}
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize(
     ("parts", "kinds"),
-    [({}, 8), (LOOP | GATES, 9), ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9)],
+    [
+        ({}, 8),
+        ({"ATTN_WINDOW": 8}, 9),
+        (LOOP | GATES | {"ATTN_WINDOW": 8}, 9),
+        ({"SKIPS": "scales", "LANES_LAST_N": 1}, 9),
+    ],
 )
 def test_compiled_blocks_compute_what_the_model_does(
     parts, kinds, adapted, hyperparameters, monkeypatch

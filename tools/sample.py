@@ -54,7 +54,7 @@ class Reader:
         matrices = self.model.matrices()
         # The weights stay, so they are cast once and not per token
         self.model.matrices = lambda qat: matrices
-        self.window, self.calls = hp.eval_seq_len, len(hp.layer_order())
+        self.window, self.layers = hp.eval_seq_len, collections.deque(hp.layer_order())
         self.empty = torch.zeros(1, 0, hp.num_kv_heads, hp.head_dim, device=device, dtype=dtype)
         self.restart()
 
@@ -66,7 +66,7 @@ class Reader:
     def move(self, start: int) -> None:
         """Let the model see the text from this token on. Nothing of it is read."""
         self.start = start
-        self.kept = collections.deque([(self.empty, self.empty)] * self.calls)
+        self.kept = collections.deque([(self.empty, self.empty)] * len(self.layers))
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -82,8 +82,10 @@ class Reader:
         self, q: Tensor, k: Tensor, v: Tensor, band: int, document: Tensor | None, longest: int
     ) -> Tensor:
         """Attention of the last tokens to all, in place of a kernel. A forward calls it once per
-        call of a layer, in order."""
+        call of a layer, in order. `band` is that of a sequence of the last tokens alone."""
         length = self.documents.size(1)
+        band = self.model.hp.reach(self.layers[0], length)
+        self.layers.rotate(-1)
         old = self.kept.popleft()
         # Positions of a forward begin at 0. A second rotation moves them to their place, as
         # rotations add up.

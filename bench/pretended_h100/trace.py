@@ -170,9 +170,8 @@ def watch_kernels() -> list[dict]:
 
 # ---- FlashAttention 3: an opaque operator whose cost is a formula --------------------------------
 @library.custom_op("pretended::attention", mutates_args=(), device_types="cuda")
-def attention(q: Tensor, k: Tensor, v: Tensor, seen: int = 0) -> tuple[Tensor, Tensor]:
-    """Output like q (B, n, H, E) and log-sum-exp (B, H, n). A query sees so many keys on average;
-    0: all before it."""
+def attention(q: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
+    """Output like q (B, n, H, E) and log-sum-exp (B, H, n). A query sees so many keys on average."""
     note("attention", "forward", *q.shape, *k.shape[1:3], seen)
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
@@ -187,7 +186,7 @@ def attention_backward(
 
 
 @attention.register_fake
-def _(q, k, v, seen=0):
+def _(q, k, v, seen):
     return q.new_empty(q.shape), torch.empty(q.size(0), q.size(2), q.size(1), device=q.device)
 
 
@@ -212,7 +211,14 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def keys_in_document(time: int, limit: int = 0) -> int:
+def mean_keys(parts: np.ndarray, window: int) -> int:
+    """The keys that a position sees on average in texts of so many tokens (S,), if it sees itself
+    and the window - 1 before it; 0: all before it."""
+    full = np.minimum(parts, window or parts)
+    return round(((full * (full + 1) / 2 + (parts - full) * window).sum() / parts.sum()).item())
+
+
+def keys_in_document(time: int, window: int, limit: int = 0) -> int:
     """The keys of its own document that a position of a sequence of `time` tokens sees on average,
     if lengths are random with the challenge's mean and documents are cut every `limit` tokens."""
     lengths = np.exp(SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS))
@@ -222,24 +228,26 @@ def keys_in_document(time: int, limit: int = 0) -> int:
         begins = np.append(0, ends[:-1])
         own = [np.arange(a, b, limit) for a, b in zip(begins, ends, strict=True)]
         cuts = np.union1d(cuts, np.concatenate(own))
-    parts = np.diff(cuts)
-    return round((parts * (parts + 1) / 2).sum() / parts.sum())
+    return mean_keys(np.diff(cuts), window)
 
 
-def provide_flash_attention(seen: dict[int, int]) -> None:
+def provide_flash_attention(seen: dict[tuple[int, int], int]) -> None:
     """Let `import flash_attn_interface` find the operator. `seen` has the keys that a position sees
-    on average within its document, by the length of the longest. Documents that are missing cost
+    on average within its document, by the length of the longest and the window. Documents that are missing cost
     nothing here. Like the real one it takes views of contiguous rows."""
     module = types.ModuleType("flash_attn_interface")
 
     def flash_attn_func(q, k, v, causal, window_size=(-1, -1), deterministic=False):
-        return attention(*map(dense_rows, (q, k, v)), window_size[0] + 1)[0]
+        time, window = k.size(1), window_size[0] + 1
+        full = min(time, window or time)  # as `mean_keys`, which Dynamo cannot trace
+        keys = (full * (full + 1) // 2 + (time - full) * window) // time
+        return attention(*map(dense_rows, (q, k, v)), keys)[0]
 
     def flash_attn_varlen_func(
         q, k, v, _, bounds, longest_q, longest, causal, window_size=(-1, -1), deterministic=False
     ):
         rows = (dense_rows(t)[None] for t in (q, k, v))
-        return attention(*rows, min(seen[longest], window_size[0] + 1 or longest))[0][0]
+        return attention(*rows, seen[longest, window_size[0] + 1])[0][0]
 
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     sys.modules["flash_attn_interface"] = module
@@ -615,15 +623,18 @@ def main() -> None:
     }
     if hasattr(script, "band_block"):
         lengths.add(sum(script.band_block(hp)))
-    seen = {length: keys_in_document(length) for length in lengths}
-    limit = getattr(hp, "doc_len", 0)  # not in the previous version
-    if limit and options["work"] in ("step", "gptq"):
-        # The longest document; older versions give the length of the sequence.
-        seen[limit] = seen[hp.train_seq_len] = keys_in_document(hp.train_seq_len, limit)
-    if options["work"] == "ttt_lora":  # each window is a part of one document
-        tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
-        windows = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
-        seen |= {window: (window + 1) // 2 for window in windows}
+    seen = {}
+    for window in {0, hp.eval_seq_len, getattr(hp, "attn_window", 0)}:  # none, a band's, a layer's
+        seen |= {(length, window): keys_in_document(length, window) for length in lengths}
+        limit = getattr(hp, "doc_len", 0)  # not in the previous version
+        if limit and options["work"] in ("step", "gptq"):
+            # The longest document; older versions give the length of the sequence.
+            for length in (limit, hp.train_seq_len):
+                seen[length, window] = keys_in_document(hp.train_seq_len, window, limit)
+        if options["work"] == "ttt_lora":  # each window is a part of one document
+            tiles = getattr(script, "round_up", lambda width: width)  # not in the previous version
+            widths = [tiles(hp.eval_seq_len // part) for part in script.LORA_PARTS]
+            seen |= {(width, window): mean_keys(np.array([width]), window) for width in widths}
     provide_flash_attention(seen)
     dist.init_process_group("fake", rank=0, world_size=options["ranks"], store=FakeStore())
     device = torch.device("cuda", 0)
