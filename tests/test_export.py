@@ -5,7 +5,6 @@ import collections
 import contextlib
 import errno
 import io
-import itertools
 import json
 import math
 import re
@@ -174,22 +173,6 @@ def test_short_columns_are_not_filled_up_to_whole_segments():
     """A forged file could have millions of columns of eight rows."""
     for rows, expected in (8, (8, 1)), (64, (64, 1)), (65, (64, 2)):
         assert train_gpt.to_segments(torch.zeros(9, rows, 5)).shape == (*expected, 9, 5)
-
-
-def test_trellis_finds_the_best_of_all_paths():
-    generator = torch.Generator().manual_seed(3)
-    targets, weights = (torch.rand(7, 20, generator=generator) * size for size in (9, 1))
-    found = train_gpt.viterbi(targets[None], weights[None], 8)[0]
-    cost, best = (weights * (found - targets).square()).sum(dim=0), torch.full((20,), math.inf)
-    for odd in itertools.product((0, 1), repeat=7):
-        state, total = 0, torch.zeros(20)
-        for row, last in enumerate(odd):
-            rest = state % 2 + 2 * last
-            integers = 4 * ((targets[row] - rest) / 4).round() + rest
-            total += weights[row] * (targets[row] - integers).square()
-            state = NEXT[state][last]
-        best = torch.minimum(best, total)
-    torch.testing.assert_close(cost, best)
 
 
 def holds(joint: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -850,12 +833,6 @@ def test_target_is_met(knobs, gptq, hyperparameters):
         assert max_bytes * 0.99 < len(blob) <= max_bytes
         train_gpt.load_artifact(blob)
     assert lines and all(f"bytes, {max_bytes} are" in line for line in lines[-1:])
-
-
-def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_left(model):
-    weights = weights_of(model)
-    found = len(fitted(weights, model.hp, {}, 2000))
-    assert 2000 < found < 1.05 * len(exported(weights, model.hp, loss=1e9))
 
 
 def test_a_smaller_artifact_does_not_replace_a_larger_one_that_fits(model):

@@ -12,32 +12,19 @@ import train_gpt
 from conftest import PARTS, ROOT, made, noise, run
 from train_gpt import BOS
 
+TILT = {"NGRAM_TILT": 1, "CANONICAL_MASK": 1}
 WAYS = {
     "plain": {"EVAL_STRIDE": 32},
     "sliding": {},
-    "parts": {**PARTS, "NGRAM_TILT": 1},
+    "parts": PARTS | TILT,
     # Blocks score 8
-    "banded": dict(
-        EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40, NGRAM_TILT=1
-    ),
+    "banded": dict(EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=40) | TILT,
     "banded windows": dict(
         EVAL_MODE="banded", EVAL_SEQ_LEN=8, EVAL_STRIDE=8, MICRO_BATCH_TOKENS=28, ATTN_WINDOW=3
     ),
-    "sgd": {
-        "NGRAM_TILT": 1,
-        "TTT_ENABLED": 1,
-        "TTT_CHUNK_TOKENS": 40,
-        "TTT_LR": 0.05,
-        "ATTN_WINDOW": 5,
-    },
-    "lora": {
-        "ATTN_WINDOW": 5,
-        "NGRAM_TILT": 1,
-        "TTT_ENABLED": 1,
-        "TTT_MODE": "lora",
-        "TTT_LORA_CHUNK": 24,
-        "TTT_LORA_LR": 0.05,
-    },
+    "sgd": dict(ATTN_WINDOW=5, TTT_ENABLED=1, TTT_CHUNK_TOKENS=40, TTT_LR=0.05) | TILT,
+    "lora": TILT
+    | dict(ATTN_WINDOW=5, TTT_ENABLED=1, TTT_MODE="lora", TTT_LORA_CHUNK=24, TTT_LORA_LR=0.05),
 }
 TARGETS, CUTS = legality.TARGETS, legality.CUTS
 

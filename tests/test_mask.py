@@ -14,7 +14,6 @@ import torch
 import legality
 import train_gpt
 from conftest import evaluator, made, made_lines, noise, train_pieces, user_error, write_shard
-from train_gpt import BOS
 
 # The encoder then sees a text as it is.
 VERBATIM = {"normalization_rule_name": "identity", "add_dummy_prefix": False}
@@ -147,23 +146,18 @@ def test_only_the_manifest_turns_the_mask_off_and_a_refused_target_has_a_loss(
     assert lines == ["note: CANONICAL_MASK is off: manifest.json says canonical: false"]
 
 
-@pytest.mark.parametrize("way", [{}, {"TTT_ENABLED": 1, "TTT_MODE": "lora", "TTT_LORA_CHUNK": 24}])
-def test_the_masked_score_keeps_the_conditions(one_rank, way, monkeypatch):
-    """C1 to C4. A script that decides from the validation text breaks C1."""
-    hp, runtime = one_rank(CANONICAL_MASK=1, NUM_LAYERS=1, XSA_LAST_N=1, **way)
+def test_a_mask_that_follows_from_the_validation_text_is_caught(one_rank, monkeypatch):
+    """It breaks C1. tests/test_legality.py probes the honest one."""
+    hp, runtime = one_rank(CANONICAL_MASK=1, NUM_LAYERS=1, XSA_LAST_N=1)
     hp = dataclasses.replace(hp, vocab_size=64)
-    model = noise(made(hp, runtime.attend))
-    evaluate = legality.evaluator_of(train_gpt, hp, runtime, model)
-    assert legality.probe_all(train_gpt, hp, evaluate) == ""
-    assert evaluate(legality.random_stream(legality.TARGETS, 64, BOS)).isfinite().all()
-    if not way:
-        read = train_gpt.read_validation
+    evaluate = legality.evaluator_of(train_gpt, hp, runtime, noise(made(hp, runtime.attend)))
+    read = train_gpt.read_validation
 
-        def deciding(hp, device, log=print):
-            val = read(hp, device, log)
-            if val.refused[val.tokens[:-1].long(), val.tokens[1:].long()].any():
-                val.refused = None
-            return val
+    def deciding(hp, device, log=print):
+        val = read(hp, device, log)
+        if val.refused[val.tokens[:-1].long(), val.tokens[1:].long()].any():
+            val.refused = None
+        return val
 
-        monkeypatch.setattr(train_gpt, "read_validation", deciding)
-        assert "C1: " in legality.probe_all(train_gpt, hp, evaluate)
+    monkeypatch.setattr(train_gpt, "read_validation", deciding)
+    assert "C1: " in legality.probe_all(train_gpt, hp, evaluate)

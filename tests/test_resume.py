@@ -168,39 +168,22 @@ def test_a_signal_ends_a_run_with_one_sentence(fault, ranks, knobs, tmp_path):
     assert len(list(tmp_path.rglob("step_*.npz"))) == (2 if changes == {} else 0)
 
 
-@pytest.mark.parametrize("late", [6, 7])
-def test_a_signal_in_the_last_steps_in_flight_stops_the_run(late, run_of, tmp_path):
-    """As on a GPU, where reports are read two steps later."""
-    training = run_of(val=True, RUN_ID="r", CHECKPOINT_EVERY=100, ITERATIONS=8)
-    training.clock.in_flight, step = 2, training.train_step
-
-    def signalled(number, settings):
-        if number == late:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(number, settings)
-
-    training.train_step = signalled
-    train_gpt.handle_signals(training.signals)
-    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
-        training.train()
-    assert kept(tmp_path) == [8]
-    assert training.log.kept == KEPT.format(step_file(8))
-    training.signals = [signal.SIGTERM, signal.SIGHUP]  # of a lost terminal, and its launcher's
-    with pytest.raises(KeyboardInterrupt, match="SIGHUP"):
-        training.raise_if_stopped()
-
-
-@pytest.mark.parametrize("every, steps, taken", [(4, 12, 5), (0, 4, 4)])
-def test_after_a_signal_there_is_no_validation(every, steps, taken, run_of, tmp_path):
-    """As on a GPU. Neither was a signal in the last step's report, nor was that read in time."""
-    knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 9, "VAL_LOSS_EVERY": every, "ITERATIONS": steps}
+@pytest.mark.parametrize(
+    "every, steps, at, taken", [(0, 8, 6, 8), (0, 8, 7, 8), (4, 12, 3.5, 5), (0, 4, 3.5, 4)]
+)
+def test_a_signal_in_the_steps_in_flight_stops_the_run(every, steps, at, taken, run_of, tmp_path):
+    """As on a GPU, where reports are read two steps later. No validation follows, although a signal
+    between two steps (3.5) is not in the last one's report, or that was not read in time."""
+    knobs = {"RUN_ID": "r", "CHECKPOINT_EVERY": 100, "VAL_LOSS_EVERY": every, "ITERATIONS": steps}
     training, validated = run_of(val=True, **knobs), []
     training.clock.in_flight, step = 2, training.train_step
     training.clock.pause = lambda: validated.append(training.clock.step + 1)
 
     def signalled(number, settings):
+        if number == at:
+            os.kill(os.getpid(), signal.SIGTERM)
         report = step(number, settings)
-        if number == 3:
+        if number + 0.5 == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return report
 
@@ -209,6 +192,10 @@ def test_after_a_signal_there_is_no_validation(every, steps, taken, run_of, tmp_
     with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
         training.train()
     assert kept(tmp_path) == [taken] and validated == [0] * bool(every)
+    assert training.log.kept == KEPT.format(step_file(taken))
+    training.signals = [signal.SIGTERM, signal.SIGHUP]  # of a lost terminal, and its launcher's
+    with pytest.raises(KeyboardInterrupt, match="SIGHUP"):
+        training.raise_if_stopped()
 
 
 def test_the_second_interrupt_ends_a_run_at_once():
@@ -498,24 +485,16 @@ class Code:
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize(
-    "name, content",
-    [
-        ("step_00000012.npz", b"\x80\x04\x95pickle" * 9),
-        ("step_00000012.npz", None),
-    ],
-)
-def test_a_file_that_is_no_checkpoint_is_refused(name, content, knobs, tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", [b"\x80\x04\x95pickle" * 9, None])
+def test_a_file_that_is_no_checkpoint_is_refused(content, knobs, tmp_path, monkeypatch):
     """Nothing in a file is executed."""
-    folder = tmp_path / "checkpoints" / "r"
-    folder.mkdir(parents=True)
+    (tmp_path / "checkpoints" / "r").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    if content is None:
-        np.savez(folder / name, metadata=np.array(Code(), dtype=object))
+    if content:
+        Path(step_file(12)).write_bytes(content)
     else:
-        (folder / name).write_bytes(content)
-    refused = f"checkpoints/r/{name} is truncated, altered or of another version: .* to start over"
-    with user_error(refused):
+        np.savez(step_file(12), metadata=np.array(Code(), dtype=object))
+    with user_error(f"{step_file(12)} is truncated, altered or of another version: .* to start ov"):
         resume(knobs)
     assert not Path("executed").exists()
 

@@ -207,25 +207,16 @@ def test_the_artifact_has_all_that_a_score_depends_on(hyperparameters, tmp_path,
     path.write_bytes(exported(weights_of(made(hp)), hp))
     header = train_gpt.open_artifact(path.read_bytes())[0]
     of_score = {name for name in header["knobs"] if name.lower() in names}
-    assert of_score == {"DATA_PATH", "TOKENIZER_PATH", "EVAL_SEQ_LEN", "EVAL_STRIDE"} | {
-        *modes,
-        *learning,
-        "VAL_BATCH_SIZE",
-        "COMPUTE_DTYPE",
-        "DEVICE",
-    }
+    others = "DATA_PATH TOKENIZER_PATH EVAL_SEQ_LEN EVAL_STRIDE VAL_BATCH_SIZE COMPUTE_DTYPE DEVICE"
+    assert of_score == {*others.split(), *modes, *learning}
     command = shlex.split(train_gpt.evaluation_command(path, 1))
     assert command == [f"EVAL_ONLY={path}", "python", "my code/train_gpt.py"]
     again = train_gpt.read_artifact(str(path), {})[1]
     assert all(getattr(again, name) == getattr(hp, name) for name in names)
     others = {"DATA_PATH": "mine", "NGRAM_TILT": "0", "EVAL_STRIDE": "3", "TTT_LR": "0.002"}
     other = train_gpt.read_artifact(str(path), others)[1]
-    assert vars(other) == vars(again) | {
-        "data_path": "mine",
-        "ngram_tilt": False,
-        "eval_stride": 3,
-        "ttt_lr": 0.002,
-    }
+    read = dict(data_path="mine", ngram_tilt=False, eval_stride=3, ttt_lr=0.002)
+    assert vars(other) == vars(again) | read
     # Each rank hands on what its own documents taught.
     many = train_gpt.evaluation_command(Path("x"), 4)
     assert many.endswith(
@@ -397,37 +388,10 @@ def test_a_line_that_cannot_be_written_does_not_end_the_run(hyperparameters, tmp
 
 
 @pytest.mark.parametrize(
-    "free, every, part",
-    [
-        (
-            10,
-            "",
-            "^logs: the disk has 10 MiB of free space, but the run may need 19: free some",
-        ),
-        (80, "", ""),
-        (
-            80,
-            "5",
-            "^checkpoints/r: the disk has 80 MiB of free space, but the run may need 88",
-        ),
-    ],
-)
-def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: mock.Mock(free=free << 20))
-    hp = hyperparameters(RUN_ID="r", CHECKPOINT_EVERY=every, MODEL_DIM=256, VOCAB_SIZE=400)
-    with user_error(part) if part else contextlib.nullcontext():
-        train_gpt.require_space(hp)
-    Path("checkpoints/r").mkdir(parents=True)
-    for step in (1, 2):  # what is there needs no more space
-        Path(f"checkpoints/r/step_{step:08d}.npz").touch()
-    if free > 40:
-        train_gpt.require_space(hp)
-
-
-@pytest.mark.parametrize(
     "linked, free, part",
     [
+        ("", 10, "^logs: the disk has 10 MiB of free space, but the run may need 19: free some"),
+        ("", 80, "^checkpoints/r: the disk has 80 MiB of free space, but the run may need 88"),
         ("checkpoints", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
         ("checkpoints/r", 80, "^checkpoints/r: the disk has 80 MiB .* may need 88"),
         ("checkpoints", 90, ""),  # nothing else is written there
@@ -435,20 +399,26 @@ def test_space_is_checked_before_a_run(free, every, part, hyperparameters, tmp_p
         ("logs", 20, ""),
     ],
 )
-def test_space_is_that_of_the_folders_that_are_written_to(
-    linked, free, part, hyperparameters, tmp_path, monkeypatch
-):
-    """No checkpoint was kept, or the log failed after the training. Here /dev/shm is a full disk;
-    the link may lead to a folder that is not there yet."""
+def test_space_is_checked_before_a_run(linked, free, part, hyperparameters, tmp_path, monkeypatch):
+    """Of the folders that are written to: no checkpoint was kept, or the log failed after the
+    training. Here /dev/shm is a full disk; the link may lead to a folder that is not there yet."""
     (tmp_path / linked).parent.mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path)
     sizes = {"RUN_ID": "r", "CHECKPOINT_EVERY": "5", "MODEL_DIM": 256, "VOCAB_SIZE": 400}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        Path(linked).symlink_to(Path(other, "new", "folder"))
-        full = lambda path: mock.Mock(free=(free if Path(path) == Path(other) else 999) << 20)  # noqa: E731
+        if linked:
+            Path(linked).symlink_to(Path(other, "new", "folder"))
+        small = lambda path: not linked or Path(path) == Path(other)  # noqa: E731
+        full = lambda path: mock.Mock(free=(free if small(path) else 999) << 20)  # noqa: E731
         monkeypatch.setattr(shutil, "disk_usage", full)
         with user_error(part) if part else contextlib.nullcontext():
             train_gpt.require_space(hyperparameters(**sizes))
+    if free == 80 and not linked:  # without checkpoints, and where two are already
+        train_gpt.require_space(hyperparameters(**sizes | {"CHECKPOINT_EVERY": ""}))
+        Path("checkpoints/r").mkdir(parents=True)
+        for step in (1, 2):
+            Path(f"checkpoints/r/step_{step:08d}.npz").touch()
+        train_gpt.require_space(hyperparameters(**sizes))
 
 
 def test_of_a_target_that_cannot_be_met_the_smallest_artifact_is_kept(script, tmp_path):
@@ -632,14 +602,14 @@ def test_warm_up_leaves_no_trace(run_of, monkeypatch):
 def test_the_log_names_each_graph_before_it_is_compiled(mode, steps, run_of, monkeypatch):
     """Slow and stuck looked alike: low-rank training compiled for minutes after one line. Graph n of
     m, with seconds; no validation compiles later."""
-    knobs = {
-        **PARTS,
-        "TTT_ENABLED": 1,
-        "TTT_MODE": mode,
-        "TTT_CHUNK_TOKENS": 112,
+    knobs = {**PARTS, "TTT_ENABLED": 1, "TTT_MODE": mode, "TTT_CHUNK_TOKENS": 112}
+    knobs |= {
         "EVAL_SEQ_LEN": 256,
+        "LATE_QAT": 1,
+        "VAL_LOSS_EVERY": 4,
+        "TTT_LORA_CHUNK": 8,
+        "EVAL_MAX_SECONDS": 9,
     }
-    knobs |= {"LATE_QAT": 1, "VAL_LOSS_EVERY": 4, "TTT_LORA_CHUNK": 8, "EVAL_MAX_SECONDS": 9}
     training = run_of(val=True, WARMUP_STEPS=steps, VAL_BATCH_SIZE=512, **knobs)
     happened, forward = [], train_gpt.GPT.forward
 

@@ -289,10 +289,8 @@ def test_gpus_that_torch_cannot_use_are_an_error(complete, gpus, build, cuda):
 )
 def test_the_warmdown_follows_the_number_of_processes(complete, gpus, environment, nproc, fraction):
     result = complete.run(GPUS=str(gpus), USABLE="1", **environment)
-    words = (
-        f"['--standalone', '--local-addr=127.0.0.1', '--nproc_per_node={nproc}', 'train_gpt.py']"
-    )
     launched = result.stdout.partition("\nnext:\n")[0]
+    words = ["--standalone", "--local-addr=127.0.0.1", f"--nproc_per_node={nproc}", "train_gpt.py"]
     assert launched == f"launched {words} frac {fraction}\n"
 
 
@@ -420,6 +418,11 @@ def test_the_end_repeats_the_users_settings_and_the_prompt(complete):
     own, _, end = complete.run(DATA_PATH="mine").stdout.partition("\nnext:\n")
     assert shlex.split(end.splitlines()[0])[-1] == "The "
     assert "demo_corpus" not in own and "'--prompt', ''" in own
+    # The artifact has the score's knobs. Each rank hands on what its own documents taught.
+    *_, evaluate, _ = complete.run(NGRAM_TILT="1", NPROC="2").stdout.splitlines()
+    setting, _, _, launcher, _, _, *last = shlex.split(evaluate)
+    assert (setting, launcher) == ("EVAL_ONLY=logs/demo.npz", "torch.distributed.run")
+    assert last == ["--nproc_per_node=2", "train_gpt.py"]
 
 
 def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
@@ -435,18 +438,6 @@ def test_it_runs_beside_its_file_when_a_link_starts_it(complete, tmp_path):
     assert result.stdout.partition("\nnext:\n")[0] == TRAINING, result.stderr
     assert f"    cd {complete.repository}\n" in result.stdout
     assert not list(places[1].iterdir()) and len(list(places[0].iterdir())) == 2
-
-
-def test_the_end_repeats_the_score_of_the_run(complete):
-    """The artifact has its knobs. Each rank hands on what its own documents taught."""
-    *_, evaluate, _ = complete.run(NGRAM_TILT="1", NPROC="2").stdout.splitlines()
-    setting, python, m, launcher, alone, address, ranks, script = shlex.split(evaluate)
-    assert setting == "EVAL_ONLY=logs/demo.npz"
-    assert (launcher, ranks, script) == (
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "train_gpt.py",
-    )
 
 
 def test_requirements_are_what_is_imported():
