@@ -20,7 +20,6 @@ the errors, which is noise, cancels. `expected` is the prediction. Both are bits
 The last line is JSON.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -315,9 +314,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("artifact", nargs="*")
     parser.add_argument("--only", nargs="+", help="names of coders")
     parser.add_argument(

@@ -9,7 +9,6 @@ Groups of steps with and without a checkpoint at their start take turns; the cos
 of their medians. Tokens are random, which costs what real ones cost. The last line is JSON.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -84,9 +83,7 @@ def measure(training: train_gpt.Run, count: int, rounds: int) -> dict[str, list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("--record", action="store_true", help="the record's model")
     parser.add_argument("--steps", type=program.count, default=8, help="steps per group")
     parser.add_argument("--rounds", type=program.count, default=5)

@@ -25,7 +25,6 @@ other's: below 1, this one is faster.
 The last line is JSON.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -290,9 +289,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument(
         "--windows",
         type=program.count,

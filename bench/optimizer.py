@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -198,7 +197,7 @@ def iterations(hp: Hyperparameters, runtime: Runtime) -> dict[str, Callable]:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser = program.parser(__doc__)
     parser.add_argument("--rounds", type=program.count, default=9)
     rounds = parser.parse_args().rounds
     as_399 = {"MUON_EQ": "0", "MUON_COEFFS": "quintic", "MUON_BACKEND_STEPS": "5"}

@@ -30,7 +30,6 @@ parts of configs/2135.env.
 The last line is JSON.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -688,9 +687,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("data", help="folder of shards of 1,024 pieces")
     parser.add_argument(
         "--models", nargs="+", choices=[*MODELS, *SCRIPT_MODELS], default=list(MODELS)

@@ -23,7 +23,6 @@ nats per token, `kl` the divergence from the model of the file, `expected` our p
 takes 4.4 GB, and hours on one core; --ways and --bits do a part. The last line is JSON.
 """
 
-import argparse
 import functools
 import json
 import sys
@@ -194,9 +193,7 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     add = parser.add_argument
     add("texts", type=Path, help="folder with train.txt and val.txt")
     add("gguf", type=Path, help="the model's file")

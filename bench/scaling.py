@@ -404,9 +404,7 @@ def check(rounds: int) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
     parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
     parser.add_argument(

@@ -30,7 +30,6 @@ gradients, and time in turns. --orthogonal trains N steps and prints for both se
 |X - UV^T| / |UV^T|, where Newton-Schulz makes X of the last step's momentum, and UV^T is exact.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -307,9 +306,7 @@ def measure_orthogonality(
 def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument(
         "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
     )

@@ -10,7 +10,6 @@ are chosen by a hash of their names. data/tokenize_text.py trains a SentencePiec
 the folder was made from the same texts, nothing is done.
 """
 
-import argparse
 import hashlib
 import json
 import re
@@ -123,9 +122,7 @@ def make(folder: Path, texts: dict[str, str], val_bytes: int, made_by: dict) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path, help="folder to write")
     parser.add_argument(
         "--sources", type=Path, default=LIBRARY, help="folder of the library (default: %(default)s)"

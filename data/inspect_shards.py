@@ -9,7 +9,6 @@ manifest.json; for each split its documents, bytes and repeated documents; the n
 in both splits; and some decoded samples. The exit status is non-zero if anything is wrong.
 """
 
-import argparse
 import functools
 import hashlib
 import sys
@@ -216,9 +215,7 @@ def show_samples(report: SplitReport, decode: Callable[[np.ndarray], str], sampl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--tokenizer", type=Path, help="SentencePiece model of the shards (default: the manifest's)"

@@ -729,9 +729,7 @@ def progress_bar(files: list[Path]) -> Callable:
 
 def parse_arguments() -> argparse.Namespace:
     """The options. Ends the program with a message if one is out of bounds or does not fit another."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     usual = Options(workers=program.cores())._asdict() | Reading()._asdict()
 
     del usual["vocab_size"]

@@ -437,9 +437,7 @@ def choose_data() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("variants", nargs="*", help='"name: KNOB=value ..."')
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=0, help=f"steps per run; default: {STEPS}")

@@ -15,7 +15,6 @@ stranger's folder in a container. Published folders can be checked too; what the
 contain is reported as such.
 """
 
-import argparse
 import ast
 import json
 import os
@@ -585,9 +584,7 @@ def check(folder: Folder, legality_probes: bool = False) -> list[Verdict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--legality",

@@ -13,7 +13,6 @@ record, 3 if it would not, and 1 if the two cannot be compared. --record compare
 one log, step by step, with those of a record; the exit status is 3 if it is behind them.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -274,9 +273,7 @@ def report(a: list[Run], b: list[Run]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("a", help="logs of the baseline or of the record to beat")
     parser.add_argument("b", nargs="?", help="logs of the candidate")
     parser.add_argument(

@@ -11,7 +11,6 @@ so no file of weights is needed. "equal" is within the file's tolerance. "by des
 reason given. "DIFFERS" is a fault, and the exit status is then 1.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -410,9 +409,7 @@ def worst(findings: list[Finding]) -> Iterator[Finding]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("pull_requests", nargs="*", help=f"{', '.join(files())}; all by default")
     parser.add_argument("--all", action="store_true", help="a line for every quantity")
     arguments = parser.parse_args()

@@ -3,7 +3,6 @@
 lines: those of configs/cpu.env, the data's, and a process for each core.
 """
 
-import argparse
 import os
 import re
 import sys
@@ -75,9 +74,7 @@ def settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.parse_args()
     for name, value in settings(os.environ, program.cores()).items():
         sys.stdout.buffer.write(os.fsencode(f"{name}={value}\n"))  # paths as they are

@@ -17,7 +17,6 @@ folder gets it as train_gpt.py, packed again from the source in the logs, and th
 train_gpt.readable.py.
 """
 
-import argparse
 import functools
 import json
 import re
@@ -400,9 +399,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument(
         "logs", nargs="+", help="text logs, one per seed; folders of logs and patterns"
     )

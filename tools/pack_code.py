@@ -14,7 +14,6 @@ breaks stay. The syntax tree of the rest is compared with that of the script. --
 everything, and the file is larger by a third.
 """
 
-import argparse
 import ast
 import bz2
 import io
@@ -194,9 +193,7 @@ def is_current(source: bytes | None) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument(
         "script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py"
     )

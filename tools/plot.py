@@ -7,7 +7,6 @@ Runs of one configuration share a curve: the mean over seeds, in a band from the
 highest. A loss or score with more than 20 points is drawn without its first 5 %.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -195,9 +194,7 @@ def byte_shares(path: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("logs", nargs="+", help="text logs of runs, folders of logs, patterns")
     parser.add_argument(
         "-o", "--output", type=image_file, default="runs.png", help="default: %(default)s"

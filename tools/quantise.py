@@ -928,9 +928,7 @@ def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calib
 
 def parse_arguments() -> argparse.Namespace:
     """Arguments, and as `outputs` the sizes by the file of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("folder", help="model and tokenizer, as save_pretrained writes them")
     add = parser.add_argument
     add(

@@ -198,9 +198,7 @@ def talk(reader: Reader, tokenizer: Tokenizer, arguments: argparse.Namespace) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser(__doc__)
     parser.add_argument("artifact", help="logs/<RUN_ID>.npz")
     parser.add_argument(
         "--prompt", type=program.utf8, help="text to continue; default: standard input"
