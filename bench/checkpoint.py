@@ -10,12 +10,11 @@ of their medians. Tokens are random, which costs what real ones cost. The last l
 """
 
 import contextlib
-import json
+import itertools
 import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +23,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "data")]
 import program
 import shards
 import train_gpt
-from common import SMALL
+from common import SMALL, Table, finish, take_turns
 
 # isort: split
 import numpy as np
@@ -39,47 +38,25 @@ KNOBS = {
 RECORD = {"TRAIN_SEQ_LEN": "1024"}
 
 
-def prepare(
-    folder: Path, runtime: train_gpt.Runtime, hp: train_gpt.Hyperparameters
-) -> train_gpt.Run:
-    """A training on random tokens after two warm-up steps."""
-    tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
-    shards.write_shard(folder / "fineweb_train_000000.bin", tokens)
-    training = train_gpt.Run(hp, runtime, train_gpt.Log(hp, train_gpt.Comm(1, 2)), None)
-    steps(training, 2)
-    return training
-
-
 def steps(training: train_gpt.Run, count: int) -> None:
-    """Do this many steps and wait for the device."""
+    settings = train_gpt.StepSettings(1.0, 0.9, False, training.hp.train_seq_len)
     for step in range(count):
-        training.train_step(
-            step, train_gpt.StepSettings(1.0, 0.9, False, training.hp.train_seq_len)
-        )
-    training.runtime.synchronize()
+        training.train_step(step, settings)
 
 
 def measure(training: train_gpt.Run, count: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of `count` steps without and with a checkpoint, and of the copy."""
-    found: dict[str, list[float]] = {"without": [], "with": [], "copy": []}
-    training.runtime.synchronize()
-    for number in range(1, rounds + 1):
-        began = time.perf_counter()
-        steps(training, count)
-        found["without"].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        training.save(number)
-        training.runtime.synchronize()
-        found["copy"].append(time.perf_counter() - began)
-        steps(training, count)
-        found["with"].append(time.perf_counter() - began)
-        if not training.checkpoints.written.done():
-            print(
-                f"note: the checkpoint took longer than {count} steps: set more --steps",
-                file=sys.stderr,
-            )
-        training.checkpoints.written.result()
-    return found
+    """Seconds of `count` steps without and with a checkpoint, of the copy, and of what is left of
+    the writing after these steps."""
+    numbers = itertools.count(1)
+    variants = {
+        "without": lambda: steps(training, count),
+        "copy": lambda: training.save(next(numbers)),
+        "with": lambda: steps(training, count),
+        "rest": lambda: training.checkpoints.written.result(),
+    }
+    times = take_turns(variants, rounds, training.runtime.synchronize)
+    times["with"] = [sum(pair) for pair in zip(times["copy"], times["with"], strict=True)]
+    return times
 
 
 def main() -> None:
@@ -91,27 +68,25 @@ def main() -> None:
     knobs = {**(RECORD if arguments.record else SMALL), **KNOBS}
     with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
         hp = train_gpt.Hyperparameters.from_env({**knobs, **os.environ, "DATA_PATH": temporary})
+        tokens = np.random.default_rng(0).integers(1, hp.vocab_size, size=1 << 20)
+        shards.write_shard(Path("fineweb_train_000000.bin"), tokens)
         with train_gpt.Runtime.start(hp) as runtime:
-            training = prepare(Path(temporary), runtime, hp)
+            log = train_gpt.Log(hp, train_gpt.Comm(1, 2))
+            training = train_gpt.Run(hp, runtime, log, None)
             found = measure(training, arguments.steps, arguments.rounds)
-            where = runtime.describe()
-        nbytes = training.checkpoints.written.result().stat().st_size
-    medians = {kind: statistics.median(values) for kind, values in found.items()}
+            print(f"{runtime.describe()}\n{hp.num_layers} layers of {hp.model_dim}")
+        files = (train_gpt.CHECKPOINTS / hp.run_id).glob(train_gpt.CHECKPOINT_FILES)
+        nbytes = max(path.stat().st_size for path in files)
+    medians = {kind: 1000 * statistics.median(values) for kind, values in found.items()}
     cost = medians["with"] - medians["without"]
-    step_ms = 1000 * medians["without"] / arguments.steps
-    print(
-        f"{where}\n{hp.num_layers} layers of {hp.model_dim}, step {step_ms:.0f} ms, checkpoint {nbytes:,} bytes"
-    )
-    print(f"  {'copy, which the step waits for':32}{1000 * medians['copy']:10.1f} ms")
-    print(f"  {f'added to {arguments.steps} steps':32}{1000 * cost:10.1f} ms")
-    print(f"  {'share of the time, at 1 per minute':32}{100 * cost / 60:10.2f} %")
-    result = {
-        "steps": arguments.steps,
-        "bytes": nbytes,
-        "share_at_one_a_minute": cost / 60,
-        "seconds": found,
-    }
-    print(json.dumps({"bench": "checkpoint", **result}))
+    if medians["rest"] > 1:
+        print("note: a checkpoint took longer than the steps: set more --steps", file=sys.stderr)
+    table = Table(f"{nbytes:,} bytes", ms="10.1f")
+    table.row("a step", ms=medians["without"] / arguments.steps)
+    table.row("copy, which the step waits for", ms=medians["copy"])
+    table.row(f"added to {arguments.steps} steps", ms=cost)
+    print(f"{cost / 600:.2f} % of the time at one checkpoint a minute")
+    finish("checkpoint", bytes=nbytes, share_at_one_a_minute=cost / 60_000, rows=table.rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ is the median over rounds of a row's time over the first row's. The last line is
 
 import dataclasses
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -31,7 +30,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import report, take_turns
+from common import finish, report, take_turns
 from train_gpt import BANKS, MATRICES, Comm, Hyperparameters, Runtime, Tensors, bank_part
 
 # isort: split
@@ -212,7 +211,7 @@ def main() -> None:
         if runtime.comm.rank == 0:
             print(f"torch {torch.__version__} {runtime.describe()} rounds:{rounds}")
             found = {title: report(title, seconds) for title, seconds in times.items()}
-            print(json.dumps({"bench": "optimizer", "torch": torch.__version__, **found}))
+            finish("optimizer", **found)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,8 @@ The last line is JSON.
 import dataclasses
 import functools
 import importlib.util
-import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +45,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "bench", "tools")]
 import program
 import quantise
 import train_gpt
-from common import image_file
+from common import finish, image_file
 from demo_settings import SHORT_RUN, SIZES
 
 # isort: split
@@ -370,12 +368,8 @@ def apply(model: nn.Module, way: Callable) -> tuple[dict[str, Tensor], float]:
 def ours(subject: Subject, max_bytes: float) -> tuple[dict[str, Tensor], int]:
     """(parameters as tools/quantise.py leaves them, bytes of the file)."""
     file, _ = quantise.quantise(subject.model, subject.calibration, max_bytes)
-    twin = subject.make()
-    with tempfile.NamedTemporaryFile(suffix=".npz") as path:
-        path.write(file)
-        path.flush()
-        quantise.load(twin, path.name)
-    return dict(twin.named_parameters()), len(file)
+    tensors = quantise.read(subject.model, *quantise.parse(file))
+    return {name: tensors[name] for name, _ in subject.model.named_parameters()}, len(file)
 
 
 def compare(subject: Subject) -> list[dict]:
@@ -719,7 +713,7 @@ def main() -> None:
     if arguments.plot:
         draw(rows, arguments.plot)
     assert all(math.isfinite(row["lost"]) for row in rows)
-    print(json.dumps({"bench": "quantisers", "torch": torch.__version__, "rows": rows}))
+    finish("quantisers", rows=rows)
 
 
 if __name__ == "__main__":

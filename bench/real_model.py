@@ -24,9 +24,7 @@ takes 4.4 GB, and hours on one core; --ways and --bits do a part. The last line 
 """
 
 import functools
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +37,7 @@ import program
 import quantise
 import quantisers
 import train_gpt
+from common import finish
 
 # isort: split
 import torch
@@ -85,10 +84,7 @@ def ours(model: nn.Module, calibration: quantise.Calibration, bits: float) -> Ro
     count = train_gpt.count_numbers(model.parameters())
     progress = functools.partial(quantise.bar, name=f"rounding to {bits:g} bits")
     file, expected = quantise.quantise(model, calibration, bits * count / 8, progress=progress)
-    with tempfile.NamedTemporaryFile(suffix=".npz") as path:
-        path.write(file)
-        path.flush()
-        header, arrays = quantise.open_file(path.name, len(file))
+    header, arrays = quantise.parse(file)
     tensors = quantise.read(model, header, arrays)
     matrices = quantise.matrices_of(model)
     sizes = {}
@@ -217,7 +213,7 @@ def main() -> None:
     if {"ours", "GPTQ"} & set(arguments.ways):
         calibration = quantise.kept_calibration(arguments.calibration, model, train)
     rows = compare(model, calibration, list(val.split(8)), arguments.ways, arguments.bits)
-    print(json.dumps({"bench": "real_model", "torch": torch.__version__, "rows": rows}))
+    finish("real_model", rows=rows)
 
 
 if __name__ == "__main__":

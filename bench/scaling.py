@@ -37,7 +37,7 @@ sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
 
 import program
 import train_gpt
-from common import SMALL, image_file
+from common import SMALL, finish, image_file
 from train_gpt import BANKS, GPT, Comm, Hyperparameters, ParallelMuon
 
 # isort: split
@@ -437,7 +437,7 @@ def main() -> None:
     if arguments.plot:
         with train_gpt.writing(arguments.plot):
             draw(found, machine, arguments.plot)
-    print(json.dumps({"bench": "scaling", "modelled": found, "counted": counted, "check": checked}))
+    finish("scaling", modelled=found, counted=counted, check=checked)
 
 
 if __name__ == "__main__":

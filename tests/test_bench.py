@@ -8,7 +8,6 @@ import types
 import pytest
 import torch
 
-import eval as evaluation
 import flops
 import h100
 import optimizer
@@ -281,10 +280,12 @@ def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
         assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
 
 
-def test_an_older_evaluator_finds_its_spans(hyperparameters):
-    """Before 2026-11-27 they were asked with a name."""
-    val = evaluation.random_text(2, hyperparameters(), torch.device("cpu"))
-    assert val.spans(documents=False).tolist() == val.spans().tolist() == [[0, val.targets]]
+def test_a_checkpoint_is_timed(env, tmp_path):
+    """Its size was asked of what its writer returns, which is nothing."""
+    knobs = env(XSA_LAST_N=1, EVAL_SEQ_LEN=32)
+    program = [ROOT / "bench" / "checkpoint.py", "--steps", 1, "--rounds", 1]
+    found = json.loads(run(program, knobs, tmp_path).stdout.splitlines()[-1])
+    assert found["bytes"] > 10_000 and len(found["rows"]) == 3
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])

@@ -486,35 +486,6 @@ def test_costs_of_errors():
     assert (steps / rows.square().mean().sqrt() - 2).abs() < 0.01 and codes.abs().max() < 3
 
 
-def test_a_file_of_version_2_is_read(packed, trained, tmp_path):
-    def change(header):
-        header["version"] = 2
-        assert not any(header.pop("rotated"))
-
-    new, old = (
-        rounded(trained, file, tmp_path / "a.npz", lambda: Model(seed=1)).state_dict()
-        for file in (packed, rewritten(packed, change))
-    )
-    assert all(torch.equal(old[name], tensor) for name, tensor in new.items())
-
-
-def test_rotated_matrices_of_version_3_have_longer_segments(two_products, tmp_path, monkeypatch):
-    model, calibration = two_products
-
-    def read(file):
-        twin = rounded(model, file, tmp_path / "a.npz", lambda: copy.deepcopy(model))
-        return [layer.weight for layer in twin]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(quantise, "SEGMENT", 64)
-        file, _ = quantise.quantise(model, calibration, 3400)
-        expected = read(file)
-    turned, plain = read(rewritten(file, lambda header: header.update(version=3)))
-    assert torch.equal(turned, expected[0]) and torch.equal(plain, expected[1])
-    turned, plain = read(file)
-    assert not torch.equal(turned, expected[0]) and torch.equal(plain, expected[1])
-
-
 class Attention(nn.Module):
     """Weights that are used without a call of their module: the projection of
     nn.MultiheadAttention, and an embedding as a head."""
@@ -863,9 +834,9 @@ def part_deflated(blob: bytes) -> bytes:
 
 # fmt: off
 HEADERS = {
-    "an older version": ("its version is 1, not 2 to 4", lambda header: header.update(version=1)),
-    "a newer version": ("its version is 5, not 2 to 4", lambda header: header.update(version=5)),
-    "a version as text": ("its version is '4', not 2 to 4", lambda header: header.update(version="4")),
+    "an older version": ("its version is 3, not 4", lambda header: header.update(version=3)),
+    "a newer version": ("its version is 5, not 4", lambda header: header.update(version=5)),
+    "a version as text": ("its version is '4', not 4", lambda header: header.update(version="4")),
     "no shapes": ("", lambda header: header.update(shapes=5)),
     "a group twice": ("contradicts itself", lambda header: header["groups"].append(header["groups"][0])),
     "a matrix twice": ("contradicts itself", lambda header: header["groups"][0].append(header["groups"][0][0])),

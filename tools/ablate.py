@@ -42,7 +42,6 @@ import shutil
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,14 +54,12 @@ import program
 import compare
 import demo_corpus
 import demo_settings
-import flops
 import sweep
 import train_gpt
 from lib import runs
 from train_gpt import Hyperparameters, UserError
 
 # isort: split
-import torch
 
 # 1.0 million parameters; 400 steps take some minutes on one core.
 BASE = demo_settings.CPU | {"WARMDOWN_FRAC": 0.4, "VAL_LOSS_EVERY": 0}
@@ -347,45 +344,6 @@ def table(rows: list[dict]) -> str:
     return runs.aligned(cells)
 
 
-def plain_products(hp: Hyperparameters, dtype: torch.dtype, seconds: float = 1.0) -> float:
-    """FLOP/s of the model's matrix products alone, by F.linear, forward and backward, in CPU time
-    of this process."""
-    shapes = [kind.shape(hp) for kind in train_gpt.MATRICES] * hp.num_layers
-    shapes.append((hp.vocab_size, hp.model_dim))
-    tokens = min(hp.train_batch_tokens, hp.micro_batch_tokens or hp.train_batch_tokens)
-    spent = work = 0.0
-    for shape in set(shapes):
-        weight = torch.randn(shape, dtype=dtype, requires_grad=True)
-        x = torch.randn(tokens, shape[1], dtype=dtype, requires_grad=True)
-        grad = torch.randn(tokens, shape[0], dtype=dtype)
-        times = []
-        while len(times) < 3 or sum(times) < seconds / len(set(shapes)):
-            began = time.process_time()
-            torch.nn.functional.linear(x, weight).backward(grad)
-            times.append(time.process_time() - began)
-        spent += shapes.count(shape) * statistics.median(times)
-        work += shapes.count(shape) * 6 * tokens * math.prod(shape)
-    return work / spent
-
-
-def speed(run: runs.Run) -> str:
-    """Tokens and floating-point operations per second of a run on a CPU, beside plain matrix
-    products on this one."""
-    hp = Hyperparameters.from_env(
-        {name: value for name, value in run.settings.items() if name in runs.KNOBS}
-    )
-    short = train_gpt.SHORT_SEQ_FRACTION if hp.short_seq_parts > 1 else 0.0
-    lengths = (hp.train_seq_len, 1 - short), (hp.train_seq_len // hp.short_seq_parts, short)
-    operations = sum(share * flops.flops_per_token(hp, length) for length, share in lengths)
-    rate = 1000 * hp.train_batch_tokens / run.step_ms
-    dtype = train_gpt.choose_dtype(hp.compute_dtype, torch.device("cpu"))
-    plain = plain_products(hp, dtype)
-    return (
-        f"{rate:,.0f} tokens/s, {rate * operations / 1e9:.1f} GFLOP/s, "
-        f"{rate * operations / plain:.0%} of the {plain / 1e9:.1f} GFLOP/s of its matrix products alone"
-    )
-
-
 def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
     """Run all variants and print a table."""
     found = measure(variants, arguments)
@@ -413,8 +371,6 @@ def comparison(variants: Variants, arguments: argparse.Namespace) -> None:
             )
         if why := unsure(line):
             print(f"{line['variant']}: time_ratio is uncertain, as {why}")
-    if arguments.tokens_per_weight:
-        print(f"\nbase: {speed(first)}")
     Path("ablation.json").write_text(json.dumps(report) + "\n")
     print(json.dumps(report))
 

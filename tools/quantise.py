@@ -311,12 +311,9 @@ class RotatedQuantiser(Quantiser):
         return (integers / parts).floor().short(), steps, expected
 
 
-def rows_of_codes(
-    codes: Tensor, steps: Tensor, states: int, rotated: bool, short: bool = True
-) -> Tensor:
-    """The rows (N, out, in) that codes (N, out, in) and steps (N, out or 1, 1) stand for. The paths
-    through the trellis are `short` in rotated matrices, but for files of version 3."""
-    if states and rotated and short:
+def rows_of_codes(codes: Tensor, steps: Tensor, states: int, rotated: bool) -> Tensor:
+    """The rows (N, out, in) that codes (N, out, in) and steps (N, out or 1, 1) stand for."""
+    if states and rotated:
         segments = to_segments(codes)
         bits = train_gpt.trellis_bits(segments.flatten(0, 1), states).view_as(segments)
         codes = codes + from_segments(bits, codes.size(1)) / 2
@@ -713,10 +710,8 @@ def parse(blob: bytes) -> tuple[dict, dict[str, bytes]]:
         require(methods == {zipfile.ZIP_STORED}, "its arrays are compressed")
         arrays = {name: archive[name].tobytes() for name in ARRAYS}
     header = json.loads(arrays["header"])
-    require(
-        header["version"] in range(2, VERSION + 1),
-        f"its version is {header['version']!r}, not 2 to {VERSION}",
-    )
+    version = header["version"]
+    require(version == VERSION, f"its version is {version!r}, not {VERSION}")
     return header, arrays
 
 
@@ -734,7 +729,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     than it does. Raises an error if the file is invalid."""
     tensors = tensors_of(model)
     groups, sizes, states = header["groups"], header["code_bytes"], header["trellis_states"]
-    rotated = header.get("rotated", [False] * len(groups))  # version 2 has none
+    rotated = header["rotated"]
     exact = {name: getattr(torch, dtype) for name, dtype in header["exact"].items()}
     half = tensors.keys() - exact.keys() - {name for group in groups for name in group}
     half = [name for name in header["shapes"] if name in half]
@@ -765,7 +760,7 @@ def read(model: nn.Module, header: Mapping, arrays: Mapping[str, bytes]) -> dict
     for names, group, size, one in zip(groups, rows, sizes, rotated, strict=True):
         shape = (len(group), *group[0].shape)
         codes = torch.from_numpy(train_gpt.decode_ans(stream.read(size), shape))
-        back = rows_of_codes(codes, next(words).float(), states, one, header["version"] > 3)
+        back = rows_of_codes(codes, next(words).float(), states, one)
         for name, matrix in zip(names, back, strict=True):
             found[name] = matrices[name].rows(matrix)
     found |= dict(zip(half, words, strict=True))
