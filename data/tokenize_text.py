@@ -30,6 +30,7 @@ import inspect
 import io
 import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import re
@@ -157,18 +158,15 @@ def records(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 def _parts(path: Path, file: io.BufferedReader, separator: bytes) -> Iterator[Record]:
-    # `begun` holds the document so far but for `rest`, in which a separator can begin
-    number, begun, rest = 1, [], b""
-    while block := file.read(CHUNK_BYTES):
-        *whole, rest = (rest + block).split(separator)
-        for part in whole:
-            yield Record(f"{path}, document {number}", b"".join([*begun, part]))
-            number, begun = number + 1, []
-        # Else each block would search and copy all of them again
-        searched = max(0, len(rest) - len(separator) + 1)
-        begun.append(rest[:searched])
-        rest = rest[searched:]
-    yield Record(f"{path}, document {number}", b"".join([*begun, rest]))
+    """A memory map is searched, as a text may be larger than the memory."""
+    start, size = file.tell(), os.fstat(file.fileno()).st_size
+    text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    for number in itertools.count(1):
+        stop = text.find(separator, start)
+        yield Record(f"{path}, document {number}", text[start : stop if stop >= 0 else size])
+        if stop < 0:
+            return
+        start = stop + len(separator)
 
 
 def _parquet(path: Path, field: str) -> Iterator[Record]:
@@ -673,13 +671,9 @@ def build(
     `progress` wraps the iterator of chunks; `made_by` is the manifest's entry on the origin of the
     data (default: the options that determine the documents).
     """
-    if (
-        "return_type"
-        not in inspect.signature(sentencepiece.SentencePieceProcessor.encode).parameters
-    ):
-        raise UserError(
-            f"sentencepiece {sentencepiece.__version__} is too old: pip install -r requirements.txt"
-        )
+    encode = inspect.signature(sentencepiece.SentencePieceProcessor.encode)
+    too_old = f"sentencepiece {sentencepiece.__version__} is too old: pip install -U sentencepiece"
+    train_gpt.require("return_type" in encode.parameters, too_old)
     side = options.val_docs, options.val_fraction
     model = folder / "tokenizer.model"
     if options.tokenizer:

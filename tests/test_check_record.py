@@ -243,7 +243,8 @@ BROKEN = {
     ),
     "prepared too long": (edit("train_seed1.log", r"prepare_time:\d+ms", "prepare_time:600000ms"), "seed 1: 600."),
     "counts of n-grams denied": (
-        edit("train_seed1.log", r"^  NGRAM_TILT=False", "* NGRAM_TILT=True"), "no_ngram_cache is True, the logs show F"
+        edit("train_seed1.log", r"^  NGRAM_TILT=False", "* NGRAM_TILT=True"),
+        "no_ngram_cache of compliance is True, the logs show F",
     ),
     "damaged packing": (
         lambda at: (at / "train_gpt.py").write_bytes(pack_code.pack(b"pass")[:-60]),
@@ -510,7 +511,7 @@ def test_make_refuses(made, swept, tmp_path, monkeypatch):
 
 
 SAME = "ok    submission.json says what the logs say"
-BPB_AS_LOSS = "logs say: val_loss is 1.1217, which is the bits per byte"
+BPB_AS_LOSS = "logs say: val_loss is 1.1217, which is bits per byte"
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,6 @@ import shards
 from train_gpt import Hyperparameters, UserError
 
 CPU = program.read_env(ROOT / "configs" / "cpu.env")
-# As bench/ names them. SHORT_RUN replaces what a configuration has for thousands of steps.
-SIZES = {"small": CPU}
-SHORT_RUN = {
-    name: value
-    for name, value in CPU.items()
-    if name.startswith(("EMA_", "MUON_", "LATE_", "SHORT_", "WARMUP_", "VAL_", "TRAIN_LOG"))
-}
 
 
 def data_knobs(environ: Mapping[str, str]) -> dict[str, object]:

@@ -31,6 +31,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 if __name__ == "__main__":  # a module must change neither sys.path nor sys.excepthook
@@ -119,40 +120,29 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for tensor, name in names_of(model).items():
         tensors.setdefault(name, tensor)
-    spans = []
-    for name, tensor in tensors.items():
-        length = extent(tensor)
+    filled = [(name, tensor) for name, tensor in tensors.items() if tensor.numel()]
+    spans = sorted((str(t.device), t.data_ptr(), name) for name, t in filled)
+    for place, (device, start, name) in enumerate(spans, 1):
+        tensor = tensors[name]
+        strides = zip(tensor.stride(), tensor.shape, strict=True)
+        length = tensor.itemsize * (1 + sum(step * (n - 1) for step, n in strides))
         require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
-        spans.append((str(tensor.device), tensor.data_ptr(), length, name))
-    spans.sort()
-    for place, (device, start, length, name) in enumerate(spans, 1):
         for other in itertools.islice(spans, place, None):
             if other[:2] >= (device, start + length):
                 break
             require(
-                not overlap(tensors[name], tensors[other[3]]),
-                f"{name} and {other[3]} share a part of their memory: give one a clone() of itself",
+                not np.shares_memory(addresses(tensor), addresses(tensors[other[2]])),
+                f"{name} and {other[2]} share a part of their memory: give one a clone() of itself",
             )
     return tensors
 
 
-def extent(tensor: Tensor) -> int:
-    """Bytes from its first to its last one."""
-    last = sum(step * (n - 1) for step, n in zip(tensor.stride(), tensor.shape, strict=True))
-    return tensor.itemsize * (last + 1) if tensor.numel() else 0
-
-
-def overlap(first: Tensor, other: Tensor) -> bool:
-    """Whether they share a byte; `first` has the lower address."""
-    offset = other.data_ptr() - first.data_ptr()
-    marks = torch.zeros(max(extent(first), offset + extent(other)), dtype=torch.bool)
-    for tensor, start in ((first, 0), (other, offset)):
-        size = tensor.itemsize
-        strides = *(size * step for step in tensor.stride()), 1
-        view = marks.as_strided((*tensor.shape, size), strides, start)
-        shared = bool(view.any())
-        view.fill_(True)
-    return shared
+def addresses(tensor: Tensor) -> np.ndarray:
+    """An array at the same addresses, perhaps of a GPU: nothing may read it."""
+    strides, size = (tensor.itemsize * step for step in tensor.stride()), tensor.itemsize
+    place = {"shape": tuple(tensor.shape), "strides": tuple(strides), "typestr": f"|V{size}"}
+    place |= {"data": (tensor.data_ptr(), True), "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=place))
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -32,19 +32,16 @@ from train_gpt import UserError
 
 # isort: split
 import numpy as np
-import sentencepiece
 import torch
 
 
-def validation(data: str, tokenizer: str) -> tuple[int, bytes]:
-    """(tokens, text) of the validation shards, documents joined."""
-    stream = train_gpt.TokenStream(data, "val", 1 << 16)
+def validation(knobs: dict) -> tuple[int, bytes]:
+    """(tokens, text) of the validation shards of a run, documents joined."""
+    stream = train_gpt.TokenStream(knobs["data_path"], "val", 1 << 16)
     tokens = stream.read(0, len(stream))
-    pieces = sentencepiece.SentencePieceProcessor(model_file=tokenizer)
+    tokenizer = caseops.Tokenizer(knobs["tokenizer_path"], knobs["vocab_size"])
     documents = np.split(tokens, np.flatnonzero(tokens == train_gpt.BOS))
-    texts = [pieces.decode(document[document != train_gpt.BOS].tolist()) for document in documents]
-    if train_gpt.ByteCounter(tokenizer, pieces.vocab_size()).caseops:
-        texts = map(caseops.decode, texts)
+    texts = (tokenizer.decode(part[part != train_gpt.BOS].tolist()) for part in documents)
     return len(tokens), "".join(texts).encode()
 
 
@@ -162,7 +159,7 @@ def print_report(log: Path, artifact: str, prompt: str) -> None:
     history = read_events(log)
     events = {event["event"]: event for event in history}  # the last of each kind
     knobs = events["start"]["hyperparameters"]
-    tokens, text = validation(knobs["data_path"], knobs["tokenizer_path"])
+    tokens, text = validation(knobs)
     rows = table(events, tokens, text)
     prompt = prompt or text[:200].decode(errors="ignore").strip().partition("\n")[0][:40]
     continued = sample(artifact, knobs["tokenizer_path"], prompt, length=80)
