@@ -634,14 +634,11 @@ def compare_papers(subject: Subject) -> list[dict]:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument("data", help="folder of shards of 1,024 pieces")
-    parser.add_argument(
-        "--models", nargs="+", choices=[*MODELS, *SCRIPT_MODELS], default=list(MODELS)
-    )
-    parser.add_argument(
-        "--steps", type=program.count, default=1000, help="training steps of each model"
-    )
-    parser.add_argument("--papers", action="store_true", help="the ways that PAPERS lists")
+    add, models = parser.add_argument, [*MODELS, *SCRIPT_MODELS]
+    add("data", help="folder of shards of 1,024 pieces")
+    add("--models", nargs="+", choices=models, default=list(MODELS))
+    add("--steps", type=program.count, default=1000, help="training steps of each model")
+    add("--papers", action="store_true", help="the ways that PAPERS lists")
     arguments = parser.parse_args()
     for name in arguments.models:
         if name in SCRIPT_MODELS and not arguments.papers:

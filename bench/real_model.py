@@ -195,11 +195,7 @@ def main() -> None:
     add("gguf", type=Path, help="the model's file")
     add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--bits", type=program.positive, nargs="+", default=[2.5, 3.0, 3.5, 4.0])
-    add(
-        "--calibration",
-        type=program.output_file,
-        help="file that keeps it: read if it exists, else written",
-    )
+    add("--calibration", type=program.output_file, help="file that keeps it: read, or written")
     arguments = parser.parse_args()
     texts = {split: quantise.read_text(arguments.texts / f"{split}.txt") for split in ROWS}
     model, tokenizer = read_gguf(arguments.gguf)

@@ -365,22 +365,18 @@ def check(rounds: int) -> list[dict]:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument("--network", type=float, help="GB/s per GPU between nodes; default: 40")
-    parser.add_argument("--latency", type=float, help="us per hop between nodes; default: 20")
-    parser.add_argument(
-        "--passes", type=float, help="ms for forward and backward of 98,304 tokens; default: 72.3"
-    )
-    parser.add_argument("--plot", type=image_file, help="draw both curves to this file")
-    parser.add_argument(
-        "--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare"
-    )
-    parser.add_argument("--rounds", type=program.count, default=9)
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--network", type=float, help="GB/s per GPU between nodes; default: 40")
+    add("--latency", type=float, help="us per hop between nodes; default: 20")
+    add("--passes", type=float, help="ms of a forward and backward of 98,304 tokens; default: 72.3")
+    add("--plot", type=image_file, help="draw both curves to this file")
+    add("--check", action="store_true", help="run 1, 2 and 4 gloo ranks here and compare")
+    add("--rounds", type=program.count, default=9)
+    add("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        return measure(
-            Hyperparameters.from_env({**MODEL, **os.environ}), arguments.rounds, arguments.measure
-        )
+        hp = Hyperparameters.from_env({**MODEL, **os.environ})
+        return measure(hp, arguments.rounds, arguments.measure)
     machine = H100
     if arguments.network:
         machine = machine._replace(beta=(machine.beta[0], 1e9 * arguments.network))

@@ -279,32 +279,16 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     micro = [98304] if gpu else [2048, 4096, 8192, 16384]
     parser = program.parser(__doc__)
-    parser.add_argument(
-        "--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"]
-    )
-    parser.add_argument(
-        "--micro", nargs="+", type=program.count, default=micro, help="tokens per forward"
-    )
-    parser.add_argument("--rounds", type=program.count, default=5)
-    parser.add_argument(
-        "--record", action="store_true", default=gpu, help="the record's model, also on a CPU"
-    )
-    parser.add_argument(
-        "--of",
-        type=program.count,
-        default=8 if gpu else 1,
-        help="do the optimizer's work of one of so many",
-    )
-    parser.add_argument(
-        "--against", type=Path, help="another version of train_gpt.py: compare whole steps with it"
-    )
-    parser.add_argument(
-        "--trace", type=program.output_file, help="file for torch.profiler's trace of a step"
-    )
-    parser.add_argument("--separate", action="store_true", help="time banks and separate matrices")
-    parser.add_argument(
-        "--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps"
-    )
+    add, modes, ranks = parser.add_argument, ["eager", "compiled"], 8 if gpu else 1
+    add("--modes", nargs="+", choices=modes, default=modes)
+    add("--micro", nargs="+", type=program.count, default=micro, help="tokens per forward")
+    add("--rounds", type=program.count, default=5)
+    add("--record", action="store_true", default=gpu, help="the record's model, also on a CPU")
+    add("--of", type=program.count, default=ranks, help="the optimizer's work of one of so many")
+    add("--against", type=Path, help="another train_gpt.py: compare whole steps with it")
+    add("--trace", type=program.output_file, help="file for torch.profiler's trace of a step")
+    add("--separate", action="store_true", help="time banks and separate matrices")
+    add("--orthogonal", type=program.count, help="errors of Newton-Schulz after N steps")
     arguments = parser.parse_args()
     knobs = {**(RECORD_RANK if arguments.record else SMALL), **os.environ}
     if arguments.against:

@@ -524,12 +524,8 @@ def train_tokenizer(
 def adopt_tokenizer(path: Path, copy: Path) -> None:
     """Copy the tokenizer at `path`. Raises UserError if it cannot make shards in the challenge's
     format."""
-    try:
-        shards.write_file(copy, path.read_bytes())
-        pieces = sentencepiece.SentencePieceProcessor(model_file=str(copy))
-    except (RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"--tokenizer {path} is not a SentencePiece model: {reason}") from error
+    pieces = shards.load_tokenizer(path)
+    shards.write_file(copy, path.read_bytes())
     if pieces.bos_id() != BOS or pieces.vocab_size() > 65536:
         raise UserError(
             f"--tokenizer {path} has {pieces.vocab_size()} pieces and token {pieces.bos_id()} as BOS, but in the "

@@ -31,10 +31,6 @@ def test_welch_is_the_textbook_one(tmp_path):
     assert test.t == pytest.approx((np.mean(a) - np.mean(b) - 0.005) / sum(variance) ** 0.5)
     df = sum(variance) ** 2 / (variance[0] ** 2 / 3 + variance[1] ** 2 / 2)
     assert test.df == pytest.approx(df)
-    least = compare.smallest(a, b)
-    shifted = [value - (least - (np.mean(a) - np.mean(b))) for value in b]
-    # The smallest gain is just significant
-    assert compare.welch(a, shifted, 0.005).p == pytest.approx(compare.RECORD_LEVEL)
     cauchy = 0.5 - np.arctan(21) / np.pi  # t with one degree of freedom
     assert compare.paired([1.9, 1.92], [1.8, 1.81]).p == pytest.approx(cauchy)
     assert compare.welch([1.0], b) is None and compare.welch([1.0, 1.0], [0.5, 0.5]) is None

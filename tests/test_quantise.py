@@ -1160,11 +1160,15 @@ def test_little_more_of_a_text_is_tokenized_than_needed():
 @pytest.mark.parametrize(
     "words, name, sentence",
     [
-        ("--bits 3 --width 0", "a.npz", "width 0: give a number above 0"),
-        ("--bits 3.5 nan", "a.npz", "size nan: give a number above 0"),
-        ("--bits 3", ".", ". is a folder: add the name of a file"),
-        ("--bits 3", "no/a.npz", "no/a.npz is in no folder: make no first"),
-        ("--bits 3 --calibration no/b", "a.npz", "no/b is in no folder: make no first"),
+        ("--bits 3 --width 0", "a.npz", "argument --width: 0 is not a whole number above 0"),
+        ("--bits 3.5 nan", "a.npz", "argument --bits: nan is not a number above 0"),
+        ("--bits 3", ".", "argument -o/--output: . is a folder: add the name of a file"),
+        ("--bits 3", "no/a.npz", "argument -o/--output: no/a.npz is in no folder: make no first"),
+        (
+            "--bits 3 --calibration no/b",
+            "a.npz",
+            "argument --calibration: no/b is in no folder: make no first",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_the_work(program, words, name, sentence, capsys, monkeypatch):

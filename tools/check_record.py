@@ -130,12 +130,9 @@ class Folder:
                 self.problems.append(str(error))
         found = []
         for run in runs.with_evaluations(self.logs):
-            try:
-                run.score  # noqa: B018  raises if the run did not finish
-            except UserError as error:
-                self.problems.append(str(error))
-                continue
-            if run.settings.get("EVAL_ONLY"):
+            if run.fault:
+                self.problems.append(run.fault)
+            elif run.settings.get("EVAL_ONLY"):
                 fault = f"{run.path.name} scores an artifact whose training has no log"
                 self.problems.append(fault)
             else:
@@ -524,11 +521,8 @@ def check(folder: Folder, legality_probes: bool = False) -> list[Verdict]:
 def main() -> None:
     parser = program.parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--legality",
-        action="store_true",
-        help="probe the evaluation for the four conditions (30 s)",
-    )
+    text = "probe the evaluation for the four conditions (30 s)"
+    parser.add_argument("--legality", action="store_true", help=text)
     arguments = parser.parse_args()
     found = check(Folder(arguments.folder), arguments.legality)
     for status, rule, detail in found:

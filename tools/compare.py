@@ -29,6 +29,7 @@ from lib.runs import Run, UserError
 MARGIN = 0.005  # nats by which a record is better, by the challenge's rule
 RECORD_LEVEL = 0.01  # of its p, by the same rule
 LEVEL = 0.05  # of an experiment
+POWER = 0.8  # of the smallest gain that is seen
 MOST_SEEDS = 1000  # of a side, when more would be needed
 
 
@@ -103,13 +104,11 @@ def losses(a: list[Run], b: list[Run]) -> tuple[list[float], list[float], str]:
     return [run.score.loss for run in a], of_b, ""
 
 
-def smallest(a: list[float], b: list[float]) -> float | None:
-    """The smallest gain in nats that would have been significant with these numbers of seeds and
-    deviations."""
-    test = welch(a, b)
-    if test is None:
-        return None
-    return MARGIN + float(scipy_stats().t.ppf(1 - RECORD_LEVEL, test.df)) * test.error
+def detectable(test: Test, level: float = LEVEL) -> float:
+    """The gain that a test would show at p `level` with a probability of POWER: the power formula of
+    a t-test, with the deviations of its runs."""
+    quantile = scipy_stats().t.ppf
+    return float(quantile(1 - level, test.df) + quantile(POWER, test.df)) * test.error
 
 
 def seeds_needed(a: list[float], b: list[float]) -> int | None:
@@ -220,10 +219,10 @@ def tests_of(a: list[Run], b: list[Run], of_a: list[float], of_b: list[float]) -
             lines.append(
                 f"  paired by seed ({names}): t = {test.t:.2f}, df = {test.df:.0f}, p = {test.p:.4g}"
             )
-    if (least := smallest(of_a, of_b)) is not None:
-        lines.append(
-            f"smallest gain that {len(a)} and {len(b)} seeds could have shown: {least:.4f} nats"
-        )
+    if test := welch(of_a, of_b):
+        seeds = f"{len(a)} and {len(b)} seeds"
+        least = f"only a gain of {detectable(test):.4f} nats or more"
+        lines.append(f"with {seeds} {least} is seen in {POWER:.0%} of comparisons")
     return lines
 
 

@@ -392,15 +392,12 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument(
-        "logs", nargs="+", help="text logs, one per seed; folders of logs and patterns"
-    )
-    parser.add_argument(
-        "--track", required=True, type=lambda name: name.removeprefix("track_"), choices=TRACKS
-    )
-    parser.add_argument("--name", type=program.utf8, required=True, help="title of the submission")
-    parser.add_argument("--author", type=program.utf8, required=True)
-    parser.add_argument("--github-id", type=program.utf8, default="(to fill: your GitHub ID)")
+    add, track = parser.add_argument, lambda name: name.removeprefix("track_")
+    add("logs", nargs="+", help="text logs, one per seed; folders of logs and patterns")
+    add("--track", required=True, type=track, choices=TRACKS)
+    add("--name", type=program.utf8, required=True, help="title of the submission")
+    add("--author", type=program.utf8, required=True)
+    add("--github-id", type=program.utf8, default="(to fill: your GitHub ID)")
     arguments = parser.parse_args()
     members = [runs.read_run(path) for text in arguments.logs for path in runs.find_logs(text)]
     folder = make(members, vars(arguments), arguments.track)

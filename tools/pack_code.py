@@ -194,19 +194,13 @@ def is_current(source: bytes | None) -> bool:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument(
-        "script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py"
+    add, packed = parser.add_argument, "train_gpt.packed.py"
+    add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    add("--comments", action="store_true", help="keep comments and docstrings")
+    add("-o", "--output", type=program.output_file, default=packed, help=f"default: {packed}")
+    add(
+        "--check", action="store_true", help="fail if it is not today's train_gpt.py; write nothing"
     )
-    parser.add_argument("--comments", action="store_true", help="keep comments and docstrings")
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=program.output_file,
-        default="train_gpt.packed.py",
-        help="default: %(default)s",
-    )
-    refuses = "fail if the script is not today's train_gpt.py; write nothing"
-    parser.add_argument("--check", action="store_true", help=refuses)
     arguments = parser.parse_args()
     try:
         code = arguments.script.read_bytes()

@@ -120,19 +120,21 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for tensor, name in names_of(model).items():
         tensors.setdefault(name, tensor)
-    filled = [(name, tensor) for name, tensor in tensors.items() if tensor.numel()]
-    spans = sorted((str(t.device), t.data_ptr(), name) for name, t in filled)
-    for place, (device, start, name) in enumerate(spans, 1):
-        tensor = tensors[name]
-        strides = zip(tensor.stride(), tensor.shape, strict=True)
-        length = tensor.itemsize * (1 + sum(step * (n - 1) for step, n in strides))
-        require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
-        for other in itertools.islice(spans, place, None):
-            if other[:2] >= (device, start + length):
+    spans = []
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            strides = zip(tensor.stride(), tensor.shape, strict=True)
+            length = tensor.itemsize * (1 + sum(step * (n - 1) for step, n in strides))
+            require(tensor.nbytes <= length, f"{name} is expanded: give it a clone() of itself")
+            spans.append((str(tensor.device), tensor.data_ptr(), length, name))
+    spans.sort()
+    for place, (device, start, length, name) in enumerate(spans, 1):
+        for *other, _, twin in itertools.islice(spans, place, None):
+            if tuple(other) >= (device, start + length):
                 break
             require(
-                not np.shares_memory(addresses(tensor), addresses(tensors[other[2]])),
-                f"{name} and {other[2]} share a part of their memory: give one a clone() of itself",
+                not np.shares_memory(addresses(tensors[name]), addresses(tensors[twin])),
+                f"{name} and {twin} share a part of their memory: give one a clone() of itself",
             )
     return tensors
 
@@ -914,48 +916,25 @@ def kept_calibration(path: Path | None, model: nn.Module, rows: Tensor) -> Calib
 def parse_arguments() -> argparse.Namespace:
     """Arguments, and as `outputs` the sizes by the file of each."""
     parser = program.parser(__doc__)
-    parser.add_argument("folder", help="model and tokenizer, as save_pretrained writes them")
     add = parser.add_argument
-    add(
-        "--text",
-        type=Path,
-        required=True,
-        help="calibrates: all of it with --test-text, else its first nine tenths",
-    )
+    add("folder", help="model and tokenizer, as save_pretrained writes them")
+    add("--text", type=Path, required=True, help="calibrates: without --test-text nine tenths")
     add("--test-text", type=Path, help="measures; default: the last tenth of --text")
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--bits", type=float, nargs="+", help="of a file, per parameter, at most")
-    group.add_argument("--bytes", type=int, nargs="+", help="of a file, at most")
-    add("--width", type=int, default=128, help="tokens of a row (default: 128)")
-    add("--rows", type=int, default=512, help="to calibrate and to measure (default: 512 each)")
-    add("--calibration", type=Path, help="file that keeps it: read if it exists, else written")
-    add(
-        "-o",
-        "--output",
-        type=Path,
-        required=True,
-        help="file to write, .npz; with several sizes name_SIZE.npz for each",
-    )
+    group.add_argument("--bits", type=program.positive, nargs="+", help="of a file, per parameter")
+    group.add_argument("--bytes", type=program.count, nargs="+", help="of a file, at most")
+    add("--width", type=program.count, default=128, help="tokens of a row (default: 128)")
+    add("--rows", type=program.count, default=512, help="to calibrate, and to measure (512 each)")
+    add("--calibration", type=program.output_file, help="file that keeps it: read, or written")
+    text = "file to write, .npz; with several sizes name_SIZE.npz for each"
+    add("-o", "--output", type=program.output_file, required=True, help=text)
     arguments = parser.parse_args()
     sizes = arguments.bits or arguments.bytes
-    for name, number in (
-        ("width", arguments.width),
-        ("rows", arguments.rows),
-        *(("size", size) for size in sizes),
-    ):
-        if not 0 < number < math.inf:
-            parser.error(f"{name} {number}: give a number above 0")
     arguments.outputs = {}
     for size in sizes:
         suffix = f"_{size:.12g}" if len(sizes) > 1 else ""
         path = arguments.output.parent / f"{arguments.output.stem}{suffix}{arguments.output.suffix}"
         arguments.outputs[path] = size
-    kept = arguments.calibration
-    for path in [*arguments.outputs, *([kept] if kept and not kept.is_file() else [])]:
-        try:
-            program.output_file(str(path))
-        except argparse.ArgumentTypeError as error:
-            parser.error(str(error))
     return arguments
 
 

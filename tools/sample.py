@@ -182,17 +182,12 @@ def talk(reader: Reader, tokenizer: caseops.Tokenizer, arguments: argparse.Names
 
 def main() -> None:
     parser = program.parser(__doc__)
-    parser.add_argument("artifact", help="logs/<RUN_ID>.npz")
-    parser.add_argument(
-        "--prompt", type=program.utf8, help="text to continue; default: standard input"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0: always the likeliest token; default: 0.8"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of the random numbers; default: 1")
+    add = parser.add_argument
+    add("artifact", help="logs/<RUN_ID>.npz")
+    add("--prompt", type=program.utf8, help="text to continue; default: standard input")
+    add("--temperature", type=float, default=0.8, help="0: the likeliest token; default: 0.8")
+    add("--tokens", type=int, default=200, help="most tokens to add to a prompt; default: 200")
+    add("--seed", type=int, default=1, help="of the random numbers; default: 1")
     arguments = parser.parse_args()
     if not 0 <= arguments.temperature < math.inf:
         parser.error(

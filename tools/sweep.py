@@ -252,9 +252,8 @@ def end_runs(*_) -> None:
 def main() -> None:
     parser = program.parser(__doc__)
     parser.add_argument("command", nargs="*", help="the command that starts one run, after --")
-    parser.add_argument(
-        "--patterns", action="store_true", help="print words for tools/compare.py; run nothing"
-    )
+    text = "print words for tools/compare.py; run nothing"
+    parser.add_argument("--patterns", action="store_true", help=text)
     arguments = parser.parse_args()
     if arguments.patterns:
         print(patterns(plan(dict(os.environ))))

@@ -147,19 +147,15 @@ def watch_kernels() -> list[dict]:
     run = CachingAutotuner.run
 
     def noted(self, *arguments, **options):
-        bytes_moved, flops, sizes = (
-            1e9 * (self.inductor_meta.get("kernel_num_gb") or 0),
-            0,
-            str(self.size_hints),
-        )
+        bytes_moved = 1e9 * (self.inductor_meta.get("kernel_num_gb") or 0)
+        flops, sizes = 0, str(self.size_hints)
         if self.fn.__name__ == "fused_mlp":
             bytes_moved, flops, sizes = product_cost(arguments)
         key = (self.fn.__name__, self.filename, sizes)
         if key not in found:
             found[key] = len(kernels)
-            kernels.append(
-                {"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops, "sizes": sizes}
-            )
+            facts = {"name": self.fn.__name__, "bytes": bytes_moved, "flops": flops}
+            kernels.append(facts | {"sizes": sizes})
         note("kernel", found[key])
         return run(self, *arguments, **options)
 
@@ -251,12 +247,8 @@ class CountOperators(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         out = function(*arguments, **(options or {}))
         if not function.is_view and function.namespace not in ("pretended", "c10d"):
-            tensors = [
-                t
-                for t in torch.utils._pytree.tree_leaves((arguments, options, out))
-                if isinstance(t, Tensor)
-            ]
-            moved = sum(t.numel() * t.element_size() for t in tensors if t.is_cuda)
+            leaves = torch.utils._pytree.tree_leaves((arguments, options, out))
+            moved = sum(t.nbytes for t in leaves if isinstance(t, Tensor) and t.is_cuda)
             flops = flop_registry.get(function.overloadpacket)
             count = flops(*arguments, **(options or {}), out_val=out) if flops else 0
             note("operator", function.overloadpacket.__name__, moved, count)
@@ -304,9 +296,8 @@ class Data:
         return self.batches.to(self.device, non_blocking=True)
 
     def spans(self) -> np.ndarray:
-        parts = np.exp(
-            SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS)
-        ).cumsum()
+        lengths = SPREAD * np.random.default_rng(0).standard_normal(CHALLENGE_DOCUMENTS)
+        parts = np.exp(lengths).cumsum()
         ends = np.rint(parts / parts[-1] * self.targets).astype(np.int64)
         return np.stack((np.append(0, ends[:-1]), ends), axis=1)
 
@@ -379,16 +370,15 @@ def evaluation(script, hp, runtime, options: dict) -> Callable[[], None]:
     """One batch of windows, or of the blocks of a banded pass."""
     forward = compiled_model(script, build_model(script, hp, runtime), runtime)
     banded = hp.eval_mode == "banded"
-    only_read, stride = (
-        script.band_block(hp) if banded else (hp.eval_seq_len - hp.eval_stride, hp.eval_stride)
-    )
+    only_read, stride = hp.eval_seq_len - hp.eval_stride, hp.eval_stride
+    if banded:
+        only_read, stride = script.band_block(hp)
     window = only_read + stride
     rows = script.eval_rows(hp, runtime, window)
     options["windows"] = {"eval_rows": rows, "window": window, "stride": stride}
     val = Data(hp, runtime, window + (rows * runtime.comm.size + 1) * stride)
-    batch = script.plan_windows([(0, val.targets)], window, stride)[
-        :, 1 : 1 + rows * runtime.comm.size
-    ]
+    windows = script.plan_windows([(0, val.targets)], window, stride)
+    batch = windows[:, 1 : 1 + rows * runtime.comm.size]
     scorer = evaluator_of(script, forward, val, hp, runtime, 0 if banded else stride)
 
     def work():
@@ -586,12 +576,8 @@ def main() -> None:
     script = load_script(options["script"])
     knobs = {"ATTENTION": "fa3", "COMPILE": "1", **options["knobs"]}
     hp = script.Hyperparameters.from_env(knobs)
-    lengths = {
-        hp.train_seq_len,
-        hp.train_seq_len // hp.short_seq_parts,
-        hp.eval_seq_len,
-        sum(script.band_block(hp)),
-    }
+    lengths = {hp.train_seq_len, hp.train_seq_len // hp.short_seq_parts, hp.eval_seq_len}
+    lengths.add(sum(script.band_block(hp)))
     seen = {length: keys_in_document(length) for length in lengths}
     if hp.doc_len and options["work"] in ("step", "gptq"):
         # The longest document; older versions give the length of the sequence.

@@ -74,19 +74,6 @@ class Table(NamedTuple):
 
 
 # ---- Logs ----------------------------------------------------------------------------------------
-def fault_of(run: Run) -> str:
-    """Why a run has no score: it did not finish, or its score is not finite. Else ""."""
-    try:
-        run.score  # noqa: B018  raises
-        return ""
-    except train_gpt.UserError as error:
-        return str(error)
-
-
-def is_finished(run: Run) -> bool:
-    return not fault_of(run)
-
-
 def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
     """(the groups of all logs, notes on logs that are left out). Evaluations of artifacts are, beside
     trainings. A .jsonl stands for the text log
@@ -100,12 +87,12 @@ def read_groups(texts: list[str]) -> tuple[list[Group], list[str]]:
             f"left out: {len(members) - len(trained)} logs that only evaluate (EVAL_ONLY)."
         )
         members = trained
-    named = plot.groups([run for run in members if is_finished(run)])
+    named = plot.groups([run for run in members if not run.fault])
     found = [Group(name, group) for name, group in named.items()]
     for run in members:
-        if not is_finished(run):
+        if run.fault:
             found.append(Group(f"{run.path.stem}, not finished", [run], False))
-            why = fault_of(run).removeprefix(f"{run.path.parent}/").partition(";")[0]
+            why = run.fault.removeprefix(f"{run.path.parent}/").partition(";")[0]
             notes.append(f"{why}.")
     return found, notes
 
@@ -182,10 +169,8 @@ def best_of(done: list[Group], table: Table) -> Group:
 
 def row_of(run: Run) -> list[float | None]:
     """The numbers of COLUMNS; none that an unfinished run lacks."""
-    done = is_finished(run)
-    return [
-        read(run) if done or name not in ("score", "eval s") else None for name, _, read in COLUMNS
-    ]
+    lacking = ("score", "eval s") if run.fault else ()
+    return [None if name in lacking else read(run) for name, _, read in COLUMNS]
 
 
 def run_table(groups: list[Group]) -> Table:
