@@ -222,7 +222,8 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
     if not folder.runs or folder.code is None:
         yield Verdict("n/a", rule, "there are no readable logs, or no script")
         return
-    facts, given = make_record.summary(folder.runs, len(folder.code)), {**folder.submission}
+    facts = make_record.summary(folder.runs, len(folder.code))
+    given = folder.submission | {"compliance": compliance(folder)}
     ours, logged = all(run.started for run in folder.runs), facts["seed_results"]
     if not ours:  # published ones describe the machine in their own words
         facts = {name: fact for name, fact in facts.items() if name in FIGURES}
@@ -237,7 +238,7 @@ def same_figures(folder: Folder) -> Iterator[Verdict]:
     rows = given.get("seed_results", logged)
     if isinstance(rows, list):
         rows = {str(row.get("seed")): row for row in rows if isinstance(row, dict)}
-    given["seed_results"] = rows
+    given["seed_results"] = rows = rows if isinstance(rows, dict) else logged
     if given.get("bytes_total") in [row.get("artifact_bytes") for row in logged.values()]:
         facts["bytes_total"] = given["bytes_total"]
     faults = [f"seed_results has seed {seed}, which has no log" for seed in rows.keys() - logged]
