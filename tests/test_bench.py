@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+import artifact
 import flops
 import h100
 import optimizer
@@ -277,6 +278,13 @@ def test_the_ways_to_update_are_timed(ranks, env, tmp_path):
     assert ("ours, all-reduced" in names, "one call each" in names) == (ranks == 2, ranks == 1)
     for row in found["update"]:
         assert 0 < row["min"] <= row["ratio"] <= row["max"] and row["median_ms"] > 0
+
+
+def test_coders_restore_the_codes(swept, capsys):
+    artifact.compare_coders(str(min((swept / "logs").glob("*.npz"))))
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["variant"] for row in found["coders"]] == [*train_gpt.CODERS, "#399"]
+    assert all(row["ratio"] == row["bytes"] / found["entropy_bytes"] for row in found["coders"])
 
 
 @pytest.mark.parametrize("program", ["step", "eval"])
