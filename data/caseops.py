@@ -91,8 +91,7 @@ class Tokenizer:
     is no tokenizer of so many pieces."""
 
     def __init__(self, path: str, vocab_size: int):
-        self.counter = ByteCounter(path, vocab_size)
-        self.caseops = self.counter.caseops
+        self.caseops = ByteCounter(path, vocab_size).caseops
         self.pieces = sentencepiece.SentencePieceProcessor(model_file=path)
 
     def encode(self, text: str) -> list[int]:

@@ -194,10 +194,10 @@ def is_current(source: bytes | None) -> bool:
 
 def main() -> None:
     parser = program.parser(__doc__)
-    add, packed = parser.add_argument, "train_gpt.packed.py"
+    add, usual = parser.add_argument, "train_gpt.packed.py"
     add("script", nargs="?", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     add("--comments", action="store_true", help="keep comments and docstrings")
-    add("-o", "--output", type=program.output_file, default=packed, help=f"default: {packed}")
+    add("-o", "--output", type=program.output_file, default=usual, help=f"default: {usual}")
     add(
         "--check", action="store_true", help="fail if it is not today's train_gpt.py; write nothing"
     )
